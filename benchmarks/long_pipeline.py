@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from bare_network import bare_network
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import Network
 

@@ -7,8 +7,18 @@ from hypothesis import strategies as st
 
 from meshwright.serving import load_policy
 from meshwright.serving.policies import queues
-from meshwright.serving.policies.ordering import LEVEL_BIT, bring_forward, level_of, numbers_of, prefer
-from meshwright.serving.policies.pool import CROWDED, DROP, FULL, LEVELED, NUM_LEVELS, NUM_QUEUED, RUN, pool_for
+from meshwright.serving.policies.ordering import bring_forward, level_of, numbers_of, prefer
+from meshwright.serving.policies.pool import (
+    CROWDED,
+    DROP,
+    FULL,
+    LEVEL_BIT,
+    LEVELED,
+    NUM_LEVELS,
+    NUM_QUEUED,
+    RUN,
+    pool_for,
+)
 from tests.serving.test_queues import CAPACITY, LATENCIES, content, decisions, make_pool
 
 LEVELS = st.integers(-3, 3)

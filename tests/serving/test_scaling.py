@@ -21,7 +21,7 @@ from meshwright.serving.policies.scaling import (
     staggered_devices,
     wanted_devices,
 )
-from meshwright.serving.server.served import check_served
+from meshwright.serving.server.servable import check_served
 from meshwright.serving.simulation.simulate import latency_table, make_pool
 from meshwright.spec import (
     Deployment,

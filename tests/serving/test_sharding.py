@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving import load_policy, simulate_deployment
 from meshwright.serving.policies.pool import DROP, NUM_IDLE, RUN
 from meshwright.serving.policies.sharding import ARRIVE, CANDIDATE, GRANT, TAKEN, UNUSED

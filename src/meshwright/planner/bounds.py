@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.problem import Space
 from meshwright.planner.short import is_plain_chain
 from meshwright.planner.stage_tables import Tables

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.spec.instructions import Opcode
 
 Ints = NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]

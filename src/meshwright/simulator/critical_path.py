@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.network import Network, collectives, need_of, route_of
 from meshwright.spec import ProgramError
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.network import Network, awaited_instructions, collectives, need_of
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import DeadlockError, Program, instruction_name

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.control import NO_MORE, REQUESTS, RUNNABLE, Control, add_event, is_next, note_end
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
 from meshwright.simulator.heap import pop, push

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.control import NEVER, Control, next_event
 from meshwright.simulator.heap import pop, push
 from meshwright.simulator.joins import Joins, close_join, finish_for_joins

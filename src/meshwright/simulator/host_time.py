@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.network import Network, durations, with_durations
 from meshwright.simulator.unroll import Unrolled

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.critical_path import CriticalPath
 from meshwright.simulator.network import Network, route_of, routes, with_durations
 from meshwright.simulator.prices import Prices

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.spec import Opcode, Program, ProgramError, Section, instruction_name
 from meshwright.spec.instructions import COLLECTIVES
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.compiled import compiled
 from meshwright.cost import CostModel
-from meshwright.cost.compiled import compiled
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions

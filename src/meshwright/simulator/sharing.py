@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.waiters import Column, Ids
 
 # Records: a column is reached without handing its array around, which costs more than the work on it (`engine.py`).

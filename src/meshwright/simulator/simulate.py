@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.deadlock import raise_deadlock
 from meshwright.simulator.engine import Contention, check_contention, run_network
 from meshwright.simulator.host_time import HOST_ROUNDS, charge_host_time

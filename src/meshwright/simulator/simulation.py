@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.program import Fold
 from meshwright.simulator.host_memory import NodeMemory
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.endless import join_repetitions
 from meshwright.simulator.layout import Layout, Part
 from meshwright.simulator.links import find_shared_links

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -317,6 +318,7 @@ def load_cluster(reference: str | Path) -> Cluster:
     )
 
 
+@cache
 def shipped_kinds() -> tuple[str, ...]:
     """Names of the device kinds that come with Meshwright."""
     folder = resources.files("meshwright.spec") / "hardware"
@@ -330,6 +332,11 @@ def _shipped_node(kind: str) -> Cluster:
             f"No device kind {kind!r} is shipped{suggest(kind, names.values())}. "
             "Describe other hardware in a .toml file."
         )
-    source = resources.files("meshwright.spec") / "hardware" / f"{names[kind.lower()]}.toml"
+    return _read_shipped(f"{names[kind.lower()]}.toml")
+
+
+@cache  # `validate --steps` asks 7,000 times
+def _read_shipped(file: str) -> Cluster:
+    source = resources.files("meshwright.spec") / "hardware" / file
     with resources.as_file(source) as path:
         return decode_document(Cluster, read_data(path), path.name)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving.policies.ordering import LEVEL_BIT
-from meshwright.serving.policies.pool import DROP, NEVER, RUN, SLACK
+from meshwright.serving.policies.pool import DROP, LEVEL_BIT, NEVER, RUN, SLACK
 from meshwright.serving.server.decision_log import LogFile, check_log
 from meshwright.serving.server.live import (
     ADJUST,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.serving.server.served import check_served
+from meshwright.serving.server.servable import check_served
 from meshwright.spec import Deployment, Latency, ServedModel, Server, ServingError, TensorSpec
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.cost.kernels.checks import split_dtype
 from meshwright.cost.kernels.tiles import dispatch_of, packs_heads, tiles_of
 from meshwright.cost.roofline import peak_flops

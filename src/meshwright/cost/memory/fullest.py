@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 
 # Places of the computations in a row of bytes.
 FORWARD, BACKWARD_FIRST, BACKWARD_MIDDLE, BACKWARD_LAST, BACKWARD_ONLY, STEP = range(6)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.program.schedules.columns import OrderColumns, RankOrders
 from meshwright.program.schedules.layouts import Seats
 from meshwright.spec.instructions import Opcode

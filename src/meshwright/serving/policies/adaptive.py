@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.deferred import admit_request, settle, use_device
 from meshwright.serving.policies.heaps import cells_of_heap, first_of, is_in, lay_heap, least_of, put, take_out
 from meshwright.serving.policies.pool import (

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, least_of, put, size_of, take_out
 from meshwright.serving.policies.ordering import bring_forward
 from meshwright.serving.policies.pool import (

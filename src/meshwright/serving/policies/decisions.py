@@ -6,7 +6,7 @@ writes more raises an error instead of writing behind it.
 
 from __future__ import annotations
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.pool import (
     CHOSEN,
     DECISION,

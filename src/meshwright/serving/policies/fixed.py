@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.heaps import first_of, is_in, least_of, put, size_of, take_out
 from meshwright.serving.policies.pool import (
     DELAY,

@@ -7,7 +7,7 @@ before, meet the deadline if (1 + 1/N) l(b) ≤ L; a share of a device, N < 1, i
 
 from __future__ import annotations
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.pool import (
     COUNT,
     MODEL,

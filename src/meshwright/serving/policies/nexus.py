@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.decisions import rows_left
 from meshwright.serving.policies.meter import PER_NS, measure_rate
 from meshwright.serving.policies.ordering import forget_levels

@@ -10,10 +10,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
-from meshwright.serving.policies.pool import DEADLINE, HEAD, LEVELED, MASK, NUM_LEVELS, REQUEST, START, TAIL, Ints
+from meshwright.compiled import compiled
+from meshwright.serving.policies.pool import (
+    DEADLINE,
+    HEAD,
+    LEVEL_BIT,
+    LEVELED,
+    MASK,
+    NUM_LEVELS,
+    REQUEST,
+    START,
+    TAIL,
+    Ints,
+)
 
-LEVEL_BIT = 56
 _NUMBER = (1 << LEVEL_BIT) - 1
 _LAST = NUM_LEVELS // 2 - 1
 

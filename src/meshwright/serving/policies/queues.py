@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.decisions import choose, decide, decide_to_drop
 from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
 from meshwright.serving.policies.ordering import count_level, is_same, least_important, level_of, prefer

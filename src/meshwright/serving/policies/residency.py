@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.decisions import decide
 from meshwright.serving.policies.heaps import cells_of_heap, is_in, lay_heap, put, size_of, take_out
 from meshwright.serving.policies.pool import (

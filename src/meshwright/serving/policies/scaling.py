@@ -36,7 +36,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.meter import PER_NS
 from meshwright.serving.policies.pool import (
     DELAY,

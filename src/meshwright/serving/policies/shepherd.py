@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, put, size_of, take_out
 from meshwright.serving.policies.pool import (
     DELAY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.pool import (
     BEGAN,
     FREE_AT,

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.policies.ordering import LEVEL_BIT
-from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, SACRIFICED
+from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, LEVEL_BIT, SACRIFICED
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect
 from meshwright.serving.server.recording import Recording
 from meshwright.serving.server.slabs import Slab, slab_path, slot_layout

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled, uncompiled
+from meshwright.compiled import compiled, uncompiled
 from meshwright.serving.policies.heaps import put
 from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
 from meshwright.serving.policies.named import load_policy

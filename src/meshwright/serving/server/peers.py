@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.policies.ordering import LEVEL_BIT
-from meshwright.serving.policies.pool import LATE, Ints
+from meshwright.serving.policies.pool import LATE, LEVEL_BIT, Ints
 from meshwright.serving.server.channel import Channel
 from meshwright.serving.server.gate import Fate
 

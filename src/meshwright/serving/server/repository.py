@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from meshwright.serving.server.served import check_served, copy_names
+from meshwright.serving.server.servable import check_served
+from meshwright.serving.server.served import copy_names
 from meshwright.serving.server.supervisor import Supervisor, Unready
 from meshwright.spec import Deployment, MeshwrightError, Poisson, ServedModel, ServingError, read_deployment
 from meshwright.spec.errors import suggest

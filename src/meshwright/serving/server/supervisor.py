@@ -24,7 +24,9 @@ from meshwright.serving.server.children import Child, await_end
 from meshwright.serving.server.decision_log import check_log
 from meshwright.serving.server.place import own_folder, reserved_port
 from meshwright.serving.server.reports import FATAL
-from meshwright.serving.server.served import Served, check_names, check_served, served_models, write_models
+from meshwright.serving.server.servable import check_served
+from meshwright.serving.server.served import Served, check_names, served_models, write_models
+from meshwright.serving.server.tokens import read_token
 from meshwright.serving.server.totals import Totals
 from meshwright.spec import Deployment, ServedModel, ServingError
 from meshwright.spec.codec import write_document
@@ -181,6 +183,8 @@ class Supervisor:
         check_served(self.deployment)
         if self._log is not None:
             check_log(self._log)
+        if self._token_file is not None:
+            read_token(self._token_file)
         given = self.deployment.server
         grpc = reserved_port(given.host, given.grpc_port) if given.grpc else contextlib.nullcontext(given.grpc_port)
         with reserved_port(given.host, given.port) as self.port, grpc as self.grpc_port, own_folder() as folder:

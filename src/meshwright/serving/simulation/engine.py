@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled, uncompiled
+from meshwright.compiled import compiled, uncompiled
 from meshwright.serving.policies.heaps import first_of, is_in, lay_heap, least_of, put, take_out
 from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
 from meshwright.serving.policies.pool import (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.nexus import Nexus
 from meshwright.serving.policies.pool import DEVICE, DOWN, NEVER, NUM_DEVICES, NUM_UP, Ints

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.clockwork import Clockwork
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.pool import LOAD, NEVER, Ints

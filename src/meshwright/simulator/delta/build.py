@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.delta.graph import (
     AFTER,
     BEFORE,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.delta.graph import (
     AFTER,
     BEFORE,

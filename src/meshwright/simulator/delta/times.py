@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.simulator.delta.carry import arrival_of_all
 from meshwright.simulator.delta.graph import (
     LINK_COUNT,

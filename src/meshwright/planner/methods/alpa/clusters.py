@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.alpa.conversions import Integers
 from meshwright.planner.methods.alpa.mesh import Floats
 from meshwright.spec import PlanError

@@ -15,7 +15,7 @@ import heapq
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.chain.problem import ChainProblem, Cutting, Floats, Integers
 
 # Cuttings whose costs differ by less than this share are equal: sums of some hundred doubles.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.chain.problem import ChainProblem, Cutting, Floats, Integers
 from meshwright.planner.methods.differentiable.descent import anneal, descend
 from meshwright.planner.methods.differentiable.repair import Repaired

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.chain.problem import ChainProblem, Floats, Integers
 
 # A move must gain more than this share of the cost; less is rounding.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.chain.problem import Integers
 from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
 

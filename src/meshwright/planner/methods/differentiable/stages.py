@@ -7,7 +7,7 @@ from itertools import combinations, zip_longest
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.layouts import Layout, find_places
 from meshwright.planner.methods.chain.problem import Floats, Integers
 from meshwright.planner.methods.differentiable.stage_arrays import StageSpace

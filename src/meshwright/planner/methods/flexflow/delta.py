@@ -22,7 +22,7 @@ Source of the idea: Jia et al. 2019, section 5.3, whose queue may update a task 
 
 from __future__ import annotations
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.flexflow.arrays import (
     AFTER,
     BEFORE,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.flexflow.arrays import Integers, Soap, empty_schedule, empty_strategy
 from meshwright.planner.methods.flexflow.configure import configure, configure_all
 from meshwright.planner.methods.flexflow.full import NO_LIMIT, simulate_all

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.flexflow.arrays import (
     AFTER,
     BEFORE,

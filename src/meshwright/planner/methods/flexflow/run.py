@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.planner.methods.flexflow.arrays import HELD, TIME, Integers, Lists
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.spec import PlanError
 
 Floats = NDArray[np.float64]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.decisions import choose, decide, decide_to_drop
 from meshwright.serving.policies.pool import (
     CHOSEN,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 from meshwright.serving.policies.deferred import begin_batch, typically
 from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
 from meshwright.serving.policies.meter import measure_rate

@@ -9,8 +9,8 @@ from pathlib import Path
 import numba
 import pytest
 
-import meshwright.cost.compiled as compiled_module
-from meshwright.cost.compiled import compiled
+import meshwright.compiled as compiled_module
+from meshwright.compiled import compiled
 
 
 def test_compiles_without_a_place_for_the_cache():
@@ -25,8 +25,8 @@ def test_compiles_without_a_place_for_the_cache():
 SOURCE = """
 from typing import NamedTuple
 
-import meshwright.cost.compiled as compiled_module
-from meshwright.cost.compiled import compiled
+import meshwright.compiled as compiled_module
+from meshwright.compiled import compiled
 
 
 class {name}(NamedTuple):
@@ -178,7 +178,7 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.cost.compiled import compiled
+from meshwright.compiled import compiled
 
 
 @compiled
