@@ -223,7 +223,7 @@ def test_processes_that_need_the_same_loops_at_once_compile_them_once(tmp_path):
 
 
 def test_a_process_that_was_killed_while_it_compiled_leaves_no_lock(tmp_path):
-    code = "from meshwright.cost import compiled as c; import os, time\nwith c._locked('.', 'loop'): {}"
+    code = "from meshwright import compiled as c; import os, time\nwith c._locked('.', 'loop'): {}"
     command = [sys.executable, "-B", "-c"]
     killed = subprocess.run([*command, code.format("os.kill(os.getpid(), 9)")], cwd=tmp_path, timeout=60, check=False)
     assert killed.returncode == -9

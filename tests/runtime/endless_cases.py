@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from tests.runtime.cases import OPTIMIZERS, Layout
+from tests.runtime.cases import OPTIMIZERS, Layout, one_each
 
 NUM_STEPS = 5
 SCHEDULES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
@@ -38,11 +38,10 @@ _FEW = ("1-1/pipedream/adamw", "2-2/pipedream-vertical/sgd")
 
 
 def main_cases(model, world):
-    """Those of a model that are always tried: of two models every schedule in every layout, with one optimizer."""
+    """Those of a model that CI tries: every schedule in every layout, with one of two models and one optimizer."""
     if model not in MODELS[:2]:
         return [case for case in CASES[world] if case.key in _FEW]
-    place = MODELS.index(model)
-    return [case for number, case in enumerate(CASES[world]) if number % 2 == (number // 2 + place) % 2]
+    return one_each(CASES[world], MODELS.index(model))
 
 
 def all_cases(model, world):

@@ -120,16 +120,8 @@ def patched():
 
 @every_policy
 @given(deployment=st.one_of(deployments(), deployments(troubled=False)))
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(75))
 def test_every_request_ends_once(name, patched, deployment):
-    check(Recorder(deployment, name, patched), name)
-
-
-@every_policy
-@pytest.mark.long
-@given(deployment=st.one_of(deployments(), deployments(troubled=False)))
-@settings(max_examples=examples(150))
-def test_every_request_ends_once_in_many_deployments(name, patched, deployment):
     check(Recorder(deployment, name, patched), name)
 
 

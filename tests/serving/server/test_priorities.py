@@ -39,7 +39,15 @@ def load(server, rate, priority):
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["adaptive", "symphony", "deferred:admit=100", "nexus"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "adaptive",
+        "symphony",
+        pytest.param("deferred:admit=100", marks=pytest.mark.slow),
+        pytest.param("nexus", marks=pytest.mark.slow),
+    ],
+)
 def test_important_requests_are_answered_while_others_are_not(tmp_path, policy):
     with serving(tmp_path, BUSY.format(policy=policy)) as server:
         found = []
