@@ -173,6 +173,43 @@ def test_machine_code_is_stale_when_what_it_takes_from_another_package_has_chang
     assert run(3, 5) == "35\n"
 
 
+def test_machine_code_is_stale_when_a_method_of_an_argument_has_changed(tmp_path):
+    """The loop's module does not import the class's; a module that neither imports changes nothing."""
+    house = tmp_path / "meshwright_copy"
+    house.mkdir()
+    (house / "__init__.py").write_text("")
+    (house / "compiled.py").write_text(Path(compiled_module.__file__).read_text())
+    (house / "loops.py").write_text(
+        "from numba.extending import overload\nfrom meshwright_copy.compiled import compiled\n\n\n"
+        "def scale(self, x):\n    return self.scale(x)\n\n\n"
+        "@overload(scale, strict=False)\ndef _scale(self, x):\n    return self.instance_class.scale\n\n\n"
+        "@compiled\ndef outer(rule, x):\n    return scale(rule, x)\n"
+    )
+    code = (
+        "from meshwright_copy.loops import outer as f\nfrom meshwright_copy.rules import Rule\n"
+        "print(f(Rule(1), 10), sum(f.stats.cache_hits.values()))"
+    )
+
+    def run(factor: int) -> str:
+        (house / "rules.py").write_text(
+            "from typing import NamedTuple\n\n\n"
+            "class Rule(NamedTuple):\n    more: int\n\n"
+            f"    def scale(self, x):\n        return {factor} * x + self.more\n"
+        )
+        command = [sys.executable, "-B", "-c", code]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert run(2) == "21 0\n"
+    assert run(3) == "31 0\n"
+    (house / "beside.py").write_text("FACTOR = 0")
+    assert run(3) == "31 1\n"
+    assert run(2) == "21 1\n"
+    for factor in (4, 5, 6):
+        run(factor)
+    assert run(2) == "21 0\n"
+    assert len(list(house.rglob("loops.outer*.nbc"))) == 3
+
+
 AT_ONCE = """
 import sys
 import time

@@ -5,9 +5,11 @@ When neither can (an installation owned by somebody else and no home folder), it
 loops then compile anew in each process. Four things are ours:
 
 - Machine code holds what the loop calls, but numba looks at the loop's own file only to see whether it is fresh. Here a
-  cache file is named by the contents of all files of the loop's package, the constants of its module (numba freezes
-  them, wherever they come from), and the same of every loop that its module names. So what was compiled for one state
-  of the sources is found again when that state comes back; of each loop the last `_KEPT_STATES` used are kept.
+  cache file is named by the contents of the loop's module and of all modules that it imports, directly or not, and by
+  the constants of its module (numba freezes them, wherever they come from). An argument that is a named tuple brings
+  methods along, which the loop may call: the modules of its class count for that signature. So what was compiled for
+  one state of the sources is found again when that state comes back, and a change elsewhere compiles nothing; of each
+  loop the last `_KEPT_STATES` used are kept.
 - Processes that need the same loop at once (ranks of a run, tests) compile it once: the others wait and load it. In
   numba's own cache, two that save different signatures of a loop at once may leave the code of one for the other.
 - Compiled callers share one version of a loop, instead of one for each constant and each width of integers.
@@ -65,6 +67,7 @@ def compiled(function: Function) -> Function:
     except RuntimeError:
         return cast("Function", numba.njit(nogil=True)(function))
     dispatcher._cache._cache_file = _CacheFile(dispatcher, function)
+    _look_at_classes(dispatcher._cache)
     _share_versions(dispatcher)
     _compile_once(dispatcher)
     _load_without_collecting(dispatcher)
@@ -98,9 +101,19 @@ class _CacheFile(IndexDataCacheFile):
     def save(self, key: Any, data: Any) -> None:
         with _locked(self._cache_path, self._index_name):
             is_new = not Path(self._index_path).exists()
+            self._forget_old_classes(key)
             super().save(key, data)
         if is_new and self._states:
             _forget_old_states(Path(self._cache_path), self._states)
+
+    def _forget_old_classes(self, key: Any) -> None:
+        """Keep the last states of the classes of a signature, with room for one more."""
+        overloads = self._load_index()
+        others = [known for known in overloads if known[:-1] == key[:-1] and known != key]
+        for known in others[: max(len(others) - _KEPT_STATES + 1, 0)]:
+            with suppress(OSError):
+                Path(self._data_path(overloads.pop(known))).unlink()
+            self._save_index(overloads)
 
     def _load_index(self) -> Any:
         with suppress(OSError):  # what is used is kept
@@ -113,13 +126,9 @@ class _CacheFile(IndexDataCacheFile):
 
 def _state(function: Callable[..., object]) -> str:
     """Names the contents of all that a loop of ours may be made of; empty for a user's own loop."""
-    house, _, package = function.__module__.partition(".")
-    if not package or house != __name__.partition(".")[0]:
+    if not _is_ours(function.__module__):
         return ""
-    depth = len(package.split("."))
-    source = Path(function.__code__.co_filename)
-    folder = source.parents[depth - 1 if source.name == "__init__.py" else max(depth - 2, 0)]
-    found = {_contents(folder)}
+    found = {_contents(function.__module__)}
     for name, item in function.__globals__.items():
         file = getattr(getattr(item, "_cache", None), "_cache_file", None)
         if isinstance(file, _CacheFile):
@@ -131,13 +140,73 @@ def _state(function: Callable[..., object]) -> str:
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 
 
+def _look_at_classes(cache: Any) -> None:
+    """Let the key of a signature name the contents of the modules of its classes (numba 0.68, core/caching.py)."""
+    plain_key = cache._index_key
+
+    def index_key(signature: Any, codegen: Any) -> Any:
+        modules = sorted({module for kind in getattr(signature, "args", signature) for module in _modules_of(kind)})
+        return (*plain_key(signature, codegen), tuple(map(_contents, modules)))
+
+    cache._index_key = index_key
+
+
+def _modules_of(kind: Any) -> Iterator[str]:
+    """Where the classes of a type of named tuples are defined, and those in it."""
+    owner, items = getattr(kind, "instance_class", None), kind
+    if owner is not None:
+        yield owner.__module__
+    for item in items if isinstance(kind, types.BaseTuple) else ():
+        yield from _modules_of(item)
+
+
+_HOUSE, _ROOT = __name__.partition(".")[0], Path(__file__).parent
+# Compiled code has no import of its own, so that those at the top of a file are all.
+_IMPORT = re.compile(rf"^(?:import|from) ({_HOUSE}(?:\.\w+)*)(?: import (\([^)]*\)|[^\n]*))?", re.MULTILINE)
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith(f"{_HOUSE}.")
+
+
 @cache
-def _contents(folder: Path) -> str:
-    """A digest of all Python files of a folder and those below it."""
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
+def _contents(module: str) -> str:
+    """A digest of a module, and if it is ours of all modules of ours that it imports, directly or not."""
+    if not _is_ours(module):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return "" if file is None else _digest(Path(file).read_bytes())
+    digests, left = {}, [module]
+    while left:
+        name = left.pop()
+        if name not in digests:
+            digests[name], imported = _read(name)
+            left += imported
+    return _digest("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
+
+
+@cache
+def _read(module: str) -> tuple[str, tuple[str, ...]]:
+    """A digest of the file of a module of ours, and the modules of ours that it imports."""
+    path = _file_of(module)
+    content = b"" if path is None else path.read_bytes()
+    found: dict[str, None] = {}
+    for name, items in _IMPORT.findall(content.decode()):
+        found[name] = None
+        file = _file_of(name)
+        if file is not None and file.name == "__init__.py":
+            inside = (f"{name}.{item}" for item in re.findall(r"\w+", items))
+            found.update(dict.fromkeys(item for item in inside if _file_of(item) is not None))
+    return _digest(content), tuple(found)
+
+
+@cache
+def _file_of(module: str) -> Path | None:
+    place = _ROOT.joinpath(*module.split(".")[1:])
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _forget_old_states(folder: Path, pattern: str) -> None:
