@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
+from meshwright import compiled
 from tests.project import CORE, EXTRAS, PROJECT, ROOT
 
 pytestmark = pytest.mark.lint
@@ -29,6 +30,10 @@ TORCH_FREE = [name.removeprefix("*.") for name in contract("no-torch")["source_m
 TORCH_MODULES = [
     SOURCE.parent / (name.replace(".", "/") + ".py") for name in contract("no-torch-serving")["protected_modules"]
 ]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_every_package_is_listed_in_the_architecture():
@@ -71,11 +76,16 @@ def test_importing_meshwright_loads_neither_torch_nor_anything_heavy(run_fresh):
     assert heavy.isdisjoint(loaded)
 
 
+def test_fronts_and_workers_of_a_server_load_no_numba(run_fresh):
+    code = "import meshwright.serving.server.front_process, meshwright.serving.server.worker, sys; print(*sys.modules)"
+    assert {"numba", "meshwright.cost"}.isdisjoint(run_fresh(code).split())
+
+
 def test_torch_free_packages_load_no_torch(run_fresh):
     modules = [
-        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+        module_name(path)
         for path in MODULES
-        if path.relative_to(SOURCE).parts[0] in TORCH_FREE and path not in TORCH_MODULES
+        if path.relative_to(SOURCE).with_suffix("").parts[0] in TORCH_FREE and path not in TORCH_MODULES
     ]
     code = f"""
 import importlib, sys
@@ -85,6 +95,26 @@ for name in {modules!r}:
 print("done")
 """
     assert run_fresh(code) == "done\n"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_machine_code_is_named_by_all_that_a_module_imports(path):
+    """`meshwright.compiled` reads imports by a pattern: what a module imports when it is loaded, as Python sees it."""
+    module = module_name(path)
+    imported = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            imported.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+        elif isinstance(node, ast.Try) or (isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING"):
+            inside = [each for each in ast.walk(node) if isinstance(each, (ast.Import, ast.ImportFrom))]
+            assert not [each for each in inside if "meshwright" in ast.unparse(each)], "an import under a condition"
+    ours = {name for name in imported if name.partition(".")[0] == "meshwright" and compiled._file_of(name) is not None}
+    assert set(compiled._read(module)[1]) == ours
+    if "@compiled" in path.read_text():
+        assert ours.isdisjoint({"meshwright", "meshwright.serving"}), "packages that load their names when asked"
 
 
 @pytest.mark.parametrize("name", sorted(meshwright._PUBLIC))

@@ -8,8 +8,8 @@ loops then compile anew in each process. Four things are ours:
   cache file is named by the contents of the loop's module and of all modules that it imports, directly or not, and by
   the constants of its module (numba freezes them, wherever they come from). An argument that is a named tuple brings
   methods along, which the loop may call: the modules of its class count for that signature. So what was compiled for
-  one state of the sources is found again when that state comes back, and a change elsewhere compiles nothing; of each
-  loop the last `_KEPT_STATES` used are kept.
+  one state of the sources is found again when that state comes back, and a change elsewhere compiles nothing. Of each
+  loop the last `_KEPT_STATES` used are kept, and as many states of the classes of a signature, those compiled last.
 - Processes that need the same loop at once (ranks of a run, tests) compile it once: the others wait and load it. In
   numba's own cache, two that save different signatures of a loop at once may leave the code of one for the other.
 - Compiled callers share one version of a loop, instead of one for each constant and each width of integers.
@@ -93,7 +93,7 @@ class _CacheFile(IndexDataCacheFile):
         super().__init__(
             given._cache_path,
             f"{base}.{state}" if state else base,
-            state or given._source_stamp,  # numba's own: time and size of the file
+            state or given._source_stamp,
         )
         # A loop that has moved to another line is the same one.
         self._states = re.sub(r"-\d+\.py", "-*.py", base) + "*.nbi" if state else None
@@ -107,7 +107,7 @@ class _CacheFile(IndexDataCacheFile):
             _forget_old_states(Path(self._cache_path), self._states)
 
     def _forget_old_classes(self, key: Any) -> None:
-        """Keep the last states of the classes of a signature, with room for one more."""
+        """Of a signature, keep what was compiled last for other states of its classes, with room for this one."""
         overloads = self._load_index()
         others = [known for known in overloads if known[:-1] == key[:-1] and known != key]
         for known in others[: max(len(others) - _KEPT_STATES + 1, 0)]:
@@ -125,8 +125,8 @@ class _CacheFile(IndexDataCacheFile):
 
 
 def _state(function: Callable[..., object]) -> str:
-    """Names the contents of all that a loop of ours may be made of; empty for a user's own loop."""
-    if not _is_ours(function.__module__):
+    """Names the contents of all that a loop may be made of; empty where its source is not at hand."""
+    if _file_of(function.__module__) is None:
         return ""
     found = {_contents(function.__module__)}
     for name, item in function.__globals__.items():
@@ -141,7 +141,7 @@ def _state(function: Callable[..., object]) -> str:
 
 
 def _look_at_classes(cache: Any) -> None:
-    """Let the key of a signature name the contents of the modules of its classes (numba 0.68, core/caching.py)."""
+    """Add to a signature's key a digest for each module that defines a class in it (numba 0.68, core/caching.py)."""
     plain_key = cache._index_key
 
     def index_key(signature: Any, codegen: Any) -> Any:
@@ -152,7 +152,7 @@ def _look_at_classes(cache: Any) -> None:
 
 
 def _modules_of(kind: Any) -> Iterator[str]:
-    """Where the classes of a type of named tuples are defined, and those in it."""
+    """The modules that define the class of a named tuple, and the classes of its items."""
     owner, items = getattr(kind, "instance_class", None), kind
     if owner is not None:
         yield owner.__module__
@@ -161,20 +161,13 @@ def _modules_of(kind: Any) -> Iterator[str]:
 
 
 _HOUSE, _ROOT = __name__.partition(".")[0], Path(__file__).parent
-# Compiled code has no import of its own, so that those at the top of a file are all.
+# Compiled code cannot import. Of a module of ours, this finds what it imports when it is loaded, as a test makes sure.
 _IMPORT = re.compile(rf"^(?:import|from) ({_HOUSE}(?:\.\w+)*)(?: import (\([^)]*\)|[^\n]*))?", re.MULTILINE)
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith(f"{_HOUSE}.")
 
 
 @cache
 def _contents(module: str) -> str:
-    """A digest of a module, and if it is ours of all modules of ours that it imports, directly or not."""
-    if not _is_ours(module):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        return "" if file is None else _digest(Path(file).read_bytes())
+    """A digest of a module and all modules of ours that it imports, directly or not."""
     digests, left = {}, [module]
     while left:
         name = left.pop()
@@ -186,7 +179,7 @@ def _contents(module: str) -> str:
 
 @cache
 def _read(module: str) -> tuple[str, tuple[str, ...]]:
-    """A digest of the file of a module of ours, and the modules of ours that it imports."""
+    """A digest of a module's file, and the modules of ours that it imports."""
     path = _file_of(module)
     content = b"" if path is None else path.read_bytes()
     found: dict[str, None] = {}
@@ -201,7 +194,11 @@ def _read(module: str) -> tuple[str, tuple[str, ...]]:
 
 @cache
 def _file_of(module: str) -> Path | None:
-    place = _ROOT.joinpath(*module.split(".")[1:])
+    house, *names = module.split(".")
+    if house != _HOUSE:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return Path(file) if file is not None and file.endswith(".py") and Path(file).is_file() else None
+    place = _ROOT.joinpath(*names)
     return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
 
 

@@ -114,8 +114,11 @@ def main_cases(model, world):
 
 
 def one_each(cases, model):
-    """Of cases with both optimizers one after the other, those of a model, 0 or 1: each layout with one of these."""
-    return [case for place, case in enumerate(cases) if place // 2 % 2 == model and place % 2 == place // 4 % 2]
+    """Half of the layouts, each with one optimizer: pairs of layouts go to models 0 and 1 in turn.
+
+    ``cases`` has each layout with both optimizers, one after the other.
+    """
+    return [case for place, case in enumerate(cases) if place // 4 % 2 == model and place % 2 == place // 2 % 2]
 
 
 def all_cases(model, world):

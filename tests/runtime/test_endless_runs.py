@@ -1,6 +1,7 @@
 """Schedules that never flush train as delayed gradients do in one process, in float64 to 1e-9 per tensor.
 
-Two models are tried in every layout, with one optimizer each, the others in few; the whole matrix is slow.
+CI tries every layout with one of two models and one optimizer, and the other models in few layouts; the whole matrix
+is slow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Training under any plan gives the numbers of one process (design: Trust), in float64 to 1e-9 per tensor.
 
-Every layout is tried with two models, one optimizer each, and the other models in few; the whole matrix is slow.
+CI tries every layout with one of two models and one optimizer, and the other models in few layouts; the whole matrix
+is slow.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on(tmp_path, request):
         time.sleep(0.05)
     killed.send_signal(signal.SIGKILL)
     said(killed)
-    request.getfixturevalue("warm_ranks")  # from here on: forks do not notice that a launcher is killed
+    request.getfixturevalue("warm_ranks")  # not before: a fork does not end when its launcher is killed
     done = int(find_newest(tmp_path / "kept").name.partition("-")[2])
     code, text = said(meshwright(*run, "--steps", str(done + 3), "--resume", "--save-model", "on.pt", folder=tmp_path))
     assert code == 0, text

@@ -242,7 +242,8 @@ def test_a_server_that_dies_and_comes_back():
         timers = [threading.Timer(0.7, stub.stop), threading.Timer(1.2, stub.start)]
         for timer in timers:
             timer.start()
-        # Attempts to connect are 10, 20, 40 ... ms apart: if the one at 1.33 s fails, the next comes at 1.97 s.
+        # Attempts to connect are 10, 20, 40 ... ms apart: if the one at 1.33 s fails, the next comes at 1.97 s. Either
+        # way the last second has a server.
         result = run_load(stub.url, cat(300), 4.0, connections=50)
         for timer in timers:
             timer.join(10)

@@ -43,9 +43,9 @@ def load(server, rate, priority):
     "policy",
     [
         "adaptive",
-        "symphony",
+        "nexus",
+        pytest.param("symphony", marks=pytest.mark.slow),
         pytest.param("deferred:admit=100", marks=pytest.mark.slow),
-        pytest.param("nexus", marks=pytest.mark.slow),
     ],
 )
 def test_important_requests_are_answered_while_others_are_not(tmp_path, policy):

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.serving.server.children import Child
 from meshwright.serving.server.supervisor import Supervisor
-from meshwright.spec import read_deployment
+from meshwright.spec import ServingError, read_deployment
 from tests.serving.server.servers import EMULATED
 
 LIMIT_S = 120.0
@@ -39,6 +39,16 @@ def test_a_process_that_cannot_be_started_leaves_no_file_open(monkeypatch):
 
 
 @pytest.mark.long
+def test_a_bad_token_is_refused_before_a_process_starts(tmp_path):
+    (tmp_path / "deployment.toml").write_text(EMULATED)
+    (tmp_path / "token").write_text("two words")
+    supervisor = Supervisor(read_deployment(tmp_path / "deployment.toml"), token_file=tmp_path / "token")
+    with pytest.raises(ServingError, match="expected a token"):
+        asyncio.run(asyncio.wait_for(supervisor.run(), LIMIT_S))
+    assert supervisor.folder is None
+    assert not supervisor.process_ids()
+
+
 def test_a_process_that_cannot_be_started_again_is_tried_again(tmp_path, monkeypatch):
     (tmp_path / "deployment.toml").write_text(EMULATED)
     deployment = read_deployment(tmp_path / "deployment.toml")

@@ -54,7 +54,7 @@ DOWN, IDLE, BUSY = 0, 1, 2
 DELAY, SLACK, NUM_DECISIONS, NUM_CHOSEN, NUM_UP, NUM_IDLE, NUM_QUEUED = range(7)
 NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS, TYPICAL, GUARD = range(7, 16)
 _FIRST_COLUMN = 16
-# How important a request can be said to be, in so many levels, from this bit of it on (`ordering`).
+# Levels of importance, and the bit of a request at which they begin (`ordering`).
 NUM_LEVELS = 8
 LEVEL_BIT = 56
 
