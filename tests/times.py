@@ -1,4 +1,4 @@
-"""Where the time of the tests goes, file by file: ``make test PYTEST_ARGS="-p tests.times"`` prints a table at its end.
+"""Where the time of the tests goes: ``make test PYTEST_ARGS="-p tests.times"`` ends with a table by folder and file.
 
 Seconds of the processes that run tests: `wall` in tests and their fixtures; of these `cpu` of their own, `compiling`
 (numba), and `children`, the processor time of processes that they waited for: programs and servers, not forks of the
@@ -107,12 +107,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             rows[name] = [a + b for a, b in zip(rows[name], spent, strict=True)]
     for row in rows.values():
         row[4] = max(row[0] - max(row[1], row[2]) - row[3], 0.0)
-    total = [sum(column) for column in zip(*rows.values(), strict=True)]
-    shown = sorted(rows.items(), key=lambda item: -item[1][0])[:_SHOWN]
-    terminalreporter.section("seconds by file, of all processes together")
+    groups: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(_COLUMNS))
+    for name, row in rows.items():
+        for group in ("all", "/".join(name.split("/")[:-1][:2])):
+            groups[group] = [a + b for a, b in zip(groups[group], row, strict=True)]
+    terminalreporter.section("seconds by folder and by file, of all processes together")
     terminalreporter.write_line("".join(f"{name:>11}" for name in _COLUMNS))
-    for name, row in [("all", total), *shown]:
-        terminalreporter.write_line("".join(f"{value:11.1f}" for value in row) + f"  {name}")
+    for shown in (groups, rows):
+        for name, row in sorted(shown.items(), key=lambda item: -item[1][0])[:_SHOWN]:
+            terminalreporter.write_line("".join(f"{value:11.1f}" for value in row) + f"  {name}")
 
 
 def pytest_unconfigure() -> None:

@@ -153,11 +153,11 @@ def _look_at_classes(cache: Any) -> None:
 
 def _modules_of(kind: Any) -> Iterator[str]:
     """The modules that define the class of a named tuple, and the classes of its items."""
-    owner, items = getattr(kind, "instance_class", None), kind
-    if owner is not None:
-        yield owner.__module__
-    for item in items if isinstance(kind, types.BaseTuple) else ():
-        yield from _modules_of(item)
+    if isinstance(kind, types.BaseTuple):
+        if hasattr(kind, "instance_class"):
+            yield kind.instance_class.__module__
+        for item in cast("Any", kind):
+            yield from _modules_of(item)
 
 
 _HOUSE, _ROOT = __name__.partition(".")[0], Path(__file__).parent

@@ -120,7 +120,7 @@ def patched():
 
 @every_policy
 @given(deployment=st.one_of(deployments(), deployments(troubled=False)))
-@settings(max_examples=examples(75))
+@settings(max_examples=examples(150))
 def test_every_request_ends_once(name, patched, deployment):
     check(Recorder(deployment, name, patched), name)
 
