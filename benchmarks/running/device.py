@@ -20,7 +20,7 @@ from harness import make_row, paired_ratios, prediction_row, ratio_row
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.records.importing.public import DEVICES
-from meshwright.runtime import open_session
+from meshwright.runtime import join_group, open_session
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Plan, StagePlan, Workload, load_cluster
 from meshwright.zoo import load_model
@@ -38,8 +38,9 @@ def rows(quick: bool):
     kind = DEVICES.get(torch.cuda.get_device_name())
     found = []
     with one_rank():
+        _, device = join_group("cuda")
         for name, microbatch in MODELS.items():
-            found += compare(name, microbatch, torch.device("cuda", 0), kind, QUICK_PAIRS if quick else PAIRS)
+            found += compare(name, microbatch, device, kind, QUICK_PAIRS if quick else PAIRS)
     return found
 
 
@@ -71,7 +72,7 @@ def compare(name: str, microbatch: int, device: torch.device, kind: str | None, 
         stages=(StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0,)),),
         num_microbatches=NUM_MICROBATCHES,
     )
-    session = open_session(captured, plan, torch.optim.AdamW, autocast=torch.bfloat16)
+    session = open_session(captured, plan, torch.optim.AdamW, autocast=torch.bfloat16, device=device)
     optimizer, steps = torch.optim.AdamW(model.parameters()), [0]
 
     def ours() -> None:

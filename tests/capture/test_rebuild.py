@@ -11,7 +11,7 @@ from meshwright.capture import capture_model, flatten_batch, part, rebuild
 from meshwright.spec import GraphError, slice_graph
 from meshwright.zoo import load_model
 
-NAMES = ["llama-tiny", "t5-tiny", "resnet-tiny", "dlrm-tiny"]
+NAMES = ["llama-tiny", "t5-tiny", "resnet-tiny", "dlrm-tiny", "gnmt-tiny", "unet-tiny"]
 
 
 def capture_zoo(name):
@@ -28,7 +28,9 @@ def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
     source, captured = capture_zoo(name)
     graph = captured.graph
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
-    size = graph.batch_size or len(source.targets)
+    given = dict(zip(graph.inputs, flatten_batch(captured, source.inputs, source.targets), strict=True))
+    feeds = [given[i] for i in stage.inputs]
+    size = graph.batch_size or len(feeds[0])
     own = part(captured, stage.inputs, stage.outputs, batch_size=size, ops=stage.ops)
     made = rebuild(graph, stage.inputs, stage.outputs, stage.ops, batch_size=size, converters={})
     values = {name: torch.rand(value.shape).mul(0.1).to(value.dtype) for name, value in made.state_dict().items()}
@@ -39,8 +41,6 @@ def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
         setattr(module, leaf, torch.nn.Parameter(value.clone()) if leaf in module._parameters else value.clone())
     for parameter in made.parameters():
         parameter.requires_grad_()
-    given = dict(zip(graph.inputs, flatten_batch(captured, source.inputs, source.targets), strict=True))
-    feeds = [given[i] for i in stage.inputs]
     expected, found = (run_seeded(module, feeds) for module in (own, made))
     assert found.item() == expected.item()
     expected.backward()

@@ -21,7 +21,7 @@ def job_of(folder, **options):
         stages=(StagePlan(start=0, stop=len(graph.layers), ranks=(0,)),),
         num_microbatches=2,
     )
-    return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=6, **options)
+    return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=6, device="cuda", **options)
 
 
 def test_losses_are_those_of_one_process(tmp_path):

@@ -159,7 +159,7 @@ def open_local(model, loss=nn.functional.mse_loss, batch=None, **sharding):
         sharding=Sharding(**(sharding or {"tensor": 2})),
     )
     axes = {axis: AxisGroup(group=None, ranks=(0, 1), index=0) for axis in ("tensor", "context") if axis in sharding}
-    local = local_model(captured, plan, Grid(process=0, width=2, axes=axes))
+    local = local_model(captured, plan, Grid(process=0, width=2, axes=axes), torch.device("cpu"))
     (stage,) = slice_graph(local.graph, plan.bounds)
     return local.module(stage.inputs, stage.outputs, stage.ops)
 

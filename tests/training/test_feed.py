@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.spec import RunError
-from meshwright.training.feed import Feed, MicrobatchQueue, to_device, unpack
+from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from tests.rank_results import read_results
 
 
@@ -48,7 +48,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def make(feed):
-    return lambda samples: to_device(unpack(feed.collate(samples)), torch.device("cpu"))
+    return lambda samples: load_to(unpack(feed.collate(samples)), torch.device("cpu"))
 
 
 def flow(feed, global_batch, size, own=lambda _: True):

@@ -176,7 +176,7 @@ def _result(
     if any(leaf is fake for fake in fakes):
         # An in-place operator returns its argument: keep the argument's own strides, which a clone may have lost.
         argument = slots[shares[1]].value
-        value = Value(argument.shape, argument.stride, value.dtype, value.device, value.requires_grad)
+        value = Value(argument.shape, argument.stride, value.dtype, value.requires_grad)
     return Result(value=value, shares=None if shares == ("result", position) else shares)
 
 
@@ -184,7 +184,7 @@ def _whole(tensor: torch.Tensor) -> Value:
     """The looks of an internal; a view is kept together with all of its memory."""
     looks = Value.of(tensor.detach())
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return looks if size == tensor.numel() else Value((size,), (1,), looks.dtype, looks.device, False)
+    return looks if size == tensor.numel() else Value((size,), (1,), looks.dtype, False)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,8 +1,8 @@
 """An exported program → one flat fx graph over the user's own names, with repeated blocks written out.
 
 Drops what only served the export (assertions, arithmetic on sizes that nobody uses, `detach_` of fresh constants),
-merges the names of tied parameters, and moves the writes of re-bound buffers from the graph's end to just behind their
-last reader, so that they do not forbid every cut in between.
+merges the names of tied parameters, replaces devices by the CPU (`devices`), and moves the writes of re-bound buffers
+from the graph's end to just behind their last reader, so that they do not forbid every cut in between.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from meshwright.capture.devices import CPU, bind_call, bind_graph
 from meshwright.capture.refusals import user_place
 from meshwright.capture.regions import Region, find_regions, held_by
 from meshwright.capture.repeats import ENTER, LEAVE, REPEAT
@@ -110,7 +111,7 @@ class _Flattener:
         where = user_place(node.meta.get("stack_trace") or "") or self._inner_place(node)
         self._refuse_subgraph(node, where)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: self._operand(item, env, rename))
-        copied = self._flat.graph.call_function(target, args, kwargs)
+        copied = self._flat.graph.call_function(target, *bind_call(target, args, kwargs, CPU))
         copied.meta = {"module": rename(_module_path(node)), "where": where}
         env[node] = copied
 
@@ -168,7 +169,7 @@ class _Flattener:
         name = self._shared.get(id(held))
         if name is None:
             name = self._shared[id(held)] = f"branch_{len(self._flat.branches)}"
-            self._flat.branches[name] = held
+            self._flat.branches[name] = bind_graph(held, CPU)
         return self._get_attribute(name)
 
     def _add_constant(self, held: torch.Tensor, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
@@ -176,7 +177,7 @@ class _Flattener:
         if node in env:
             return env[node]
         name = f"constant_{len(self._flat.constants)}"
-        self._flat.constants[name] = held
+        self._flat.constants[name] = held.to(CPU)
         made = self._get_attribute(name)
         (self._env if target_of(node).startswith(_MODEL) else env)[node] = made
         return made

@@ -127,7 +127,7 @@ def _fake_input(mode: FakeTensorMode, value: Value, open_batch: bool) -> torch.T
     sizes = [DimDynamic.DYNAMIC if open_batch and i == 0 else DimDynamic.STATIC for i in range(looks.ndim)]
     fake = mode.from_tensor(looks, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
     with mode:
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=value.device)
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
 
 
 class _Recorder:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 
+from meshwright.capture.devices import CPU, bind_call, bind_graph
 from meshwright.capture.trace import target_of
 from meshwright.capture.walk import walk_trace
 from meshwright.spec import GraphError
@@ -29,6 +31,7 @@ def part(
     *,
     batch_size: int,
     ops: Sequence[int] | None = None,
+    device: torch.device = CPU,
 ) -> nn.Module:
     """Cut out the module that computes ``fetches`` from ``feeds`` (tensor ids) for ``batch_size`` samples.
 
@@ -39,6 +42,7 @@ def part(
         batch_size: samples per call; the part is valid for this size only.
         ops: ops to run, as a `StageSlice` lists them, effects on buffers included. None: what the fetches need, with
             all writes to the memory that they live in.
+        device: where the part makes tensors of its own; its feeds and its state are to be there when it is called.
 
     Returns:
         A module whose ``forward(*feeds)`` returns the tuple of fetches. Its parameters and buffers are the user's own
@@ -50,7 +54,7 @@ def part(
     """
     captured.graph.check_batch_size(batch_size)
     chosen = _needed_ops(captured, feeds, fetches) if ops is None else sorted(set(ops))
-    builder = _PartBuilder(captured, batch_size)
+    builder = _PartBuilder(captured, batch_size, device)
     for i in feeds:
         builder.feed(i)
     for op in chosen:
@@ -84,7 +88,8 @@ def _needed_ops(captured: Captured, feeds: Sequence[int], fetches: Sequence[int]
 
 
 class _PartBuilder:
-    def __init__(self, captured: Captured, batch_size: int) -> None:
+    def __init__(self, captured: Captured, batch_size: int, device: torch.device) -> None:
+        self._device = device
         self._trace, self._table = captured.trace, captured.table
         self._tensors, self._ops = captured.graph.tensors, captured.graph.ops
         self._env = walk_trace(captured.trace, batch_size).env
@@ -99,7 +104,9 @@ class _PartBuilder:
         row = self._table.ops[op]
         args, kwargs = fx.node.map_arg((row.node.args, row.node.kwargs), self._operand)
         # Nodes are named like the graph's ops, so that whoever times a part knows what it times.
-        node = self._graph.create_node("call_function", target_of(row.node), args, kwargs, name=self._ops[op].name)
+        target = target_of(row.node)
+        args, kwargs = bind_call(target, args, kwargs, self._device)
+        node = self._graph.create_node("call_function", target, args, kwargs, name=self._ops[op].name)
         single = self._is_single(row.node)
         for position, tensor in enumerate(row.results):
             if tensor is not None and tensor not in self._made:
@@ -113,7 +120,7 @@ class _PartBuilder:
                 self._graph.erase_node(node)
 
     def module(self) -> nn.Module:
-        root = {name: self._trace.attribute(name) for name in self._held}
+        root = {name: self._attribute(name) for name in self._held}
         made = fx.GraphModule(root, self._graph, class_name="Part")
         made.meta.clear()
         for name in self._held:
@@ -122,6 +129,10 @@ class _PartBuilder:
                 if leaf in (holder := made.get_submodule(owner))._buffers:
                     holder._non_persistent_buffers_set.add(leaf)
         return made
+
+    def _attribute(self, name: str) -> Any:
+        held = self._trace.attribute(name)
+        return bind_graph(held, self._device) if isinstance(held, fx.GraphModule) else held
 
     def _operand(self, node: fx.Node) -> Any:
         if node in self._table.of_node:

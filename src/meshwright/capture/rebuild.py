@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from meshwright.capture.devices import CPU, takes_device
 from meshwright.spec import DTYPE_BYTES, Extent, Graph, GraphError, Op
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # Operators whose optional tensors are given from the first one on: a weight, then a bias.
 _IN_ORDER = ("layer_norm", "group_norm", "native_layer_norm", "native_group_norm", "rms_norm")
+# The tensors of lists that are not an operator's last ones: an LSTM's hidden and cell states come before its weights.
+_LISTS = {("lstm", "hx"): 2}
 _NUMBER = re.compile(r"-?\d+")
 _LIST = re.compile(r"\[(.*)\]")
 
@@ -34,6 +37,7 @@ def rebuild(
     converters: Mapping[str, Callable[..., torch.Tensor]],
     modules: Mapping[int, nn.Module] | None = None,
     state: Callable[[int], torch.Tensor] | None = None,
+    device: torch.device = CPU,
 ) -> fx.GraphModule:
     """The module that computes ``fetches`` from ``feeds`` (tensor ids) by some ops of the graph.
 
@@ -46,11 +50,12 @@ def rebuild(
         converters: by kind, what computes an op that torch does not have, from its input and its output's shape.
         modules: by op, what computes its only output from its inputs instead.
         state: the parameter, buffer or constant of a tensor id, which the module holds under the tensor's name.
+        device: where the module makes tensors of its own.
 
     Raises GraphError for an op that cannot be called by its kind, attributes and inputs.
     """
     graph.check_batch_size(batch_size)
-    builder = _Builder(graph, batch_size, converters, modules or {}, state)
+    builder = _Builder(graph, batch_size, converters, modules or {}, state, device)
     for i in feeds:
         builder.feed(i)
     for index in ops:
@@ -66,9 +71,10 @@ class _Builder:
         converters: Mapping[str, Callable[..., torch.Tensor]],
         modules: Mapping[int, nn.Module],
         state: Callable[[int], torch.Tensor] | None,
+        device: torch.device,
     ) -> None:
         self._given, self._batch_size, self._converters = graph, batch_size, converters
-        self._modules, self._held = modules, state or self._unallocated
+        self._modules, self._held, self._device = modules, state or self._unallocated, device
         self._graph = fx.Graph()
         self._made: dict[int, fx.Node] = {}
         self._root: dict[str, Any] = {}
@@ -92,6 +98,8 @@ class _Builder:
             return
         function = _operator(op)
         arguments = self._arguments(op, function, inputs)
+        if takes_device(function):
+            arguments["device"] = self._device
         node = self._graph.create_node("call_function", function, (), arguments, name=op.name)
         is_single = len(function._schema.returns) == 1 and "List" not in str(function._schema.returns[0].type)
         for position, tensor in enumerate(op.outputs):
@@ -136,10 +144,13 @@ class _Builder:
             kind = str(item.type)
             if item.name in attributes:
                 found[item.name] = _parse(attributes.pop(item.name), self._batch_size)
+            elif kind.startswith("Optional") and not item.has_default_value() and not _is_tensor(item):
+                found[item.name] = None
             elif kind == "List[Optional[Tensor]]":
                 found[item.name], given = [*[None] * self._first_indexed(op), *given], []
             elif kind == "List[Tensor]":
-                found[item.name], given = given, []
+                count = _LISTS.get((op.kind.split(".")[1], item.name), len(given))
+                found[item.name], given = given[:count], given[count:]
             elif _is_tensor(item):
                 must = not item.has_default_value()
                 if must or len(given) > needed:

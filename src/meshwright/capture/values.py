@@ -1,7 +1,7 @@
 """Values of a graph without data: what each tensor looks like, and which memory it lives in.
 
-A `Value` is a tensor's shape, strides, dtype, device and whether autograd follows it. A `Slot` is one tensor of a walk
-through a graph: its value and the number of its storage; tensors that share memory share the number.
+A `Value` is a tensor's shape, strides, dtype and whether autograd follows it. A `Slot` is one tensor of a walk through
+a graph: its value and the number of its storage; tensors that share memory share the number.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ class Value:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     requires_grad: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Value:
-        """The value of a real or fake tensor; what was never allocated (device "meta") counts as the CPU's."""
-        device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, device, tensor.requires_grad)
+        """The value of a real or fake tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     @property
     def differentiable(self) -> bool:
@@ -33,8 +31,8 @@ class Value:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self) -> torch.Tensor:
-        """A leaf tensor that looks like this; call it under a fake mode."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        """A leaf tensor on the CPU that looks like this; call it under a fake mode."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         return tensor.requires_grad_(self.requires_grad)
 
     def with_batch(self, batch_size: int) -> Value:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.capture.devices import CPU
 from meshwright.capture.inputs import split_batch
 from meshwright.capture.parts import part
 from meshwright.capture.refusals import StateWatch
@@ -69,9 +70,12 @@ def verify_capture(
         output = model(*args, **kwargs)
         return output if loss is None else loss(output, *rest)
 
+    graph = captured.graph
+    device = next((tensor.device for tensor in (*trace.state.values(), *example)), CPU)
+
     def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
-        graph = captured.graph
-        return part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)))(*tensors)
+        made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)
+        return made.to(device)(*tensors)
 
     with _unchanged(model, trace.training):
         expected = _run(eager, batches, sizes, parameters, model, trace.training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -51,6 +51,10 @@ def run(
     autocast: Annotated[
         bool, typer.Option("--autocast", help="Compute forwards in bfloat16 where torch's autocast does; weights stay.")
     ] = False,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="What the ranks compute on; by default what the plan's cluster has."),
+    ] = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints: at the end, and --checkpoint-every so many steps.")
@@ -122,6 +126,7 @@ def run(
         repair_fade=repair_fade,
         clip_norm=clip_norm,
         autocast="bfloat16" if autocast else None,
+        device=device,
         save_model=str(save_model.resolve()) if save_model is not None else None,
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,
         checkpoint_every=checkpoint_every,

@@ -8,7 +8,6 @@ with which batches, `steps` says.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,7 +265,7 @@ class Executor:
                 self._pending.wait(Key(place - late.lag, late.index))
         self._sums.expect(item.marked)
         if self._recorder.active:
-            start = time.perf_counter_ns()
+            start = self._recorder.now()
             bound.run()
             self._pending.record(Key(place, item.index), start)
         else:
@@ -277,7 +276,7 @@ class Executor:
     def _issue(self, item: Issued, issue: _Issue) -> None:
         for index in item.awaits:
             self._pending.wait(Key(self._visit.place, index))
-        start = time.perf_counter_ns()
+        start = self._recorder.now()
         self._pending.add(Key(self._visit.place, item.index), issue(), start)
 
     def _issue_marked(self, item: Issued) -> None:

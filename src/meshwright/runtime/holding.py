@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from meshwright.capture import Captured
 from meshwright.program import build_placed_program, build_program, gradient_buckets
@@ -55,13 +56,12 @@ class Holding(NamedTuple):
 
 def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device: torch.device) -> Holding:
     """Cut out what this process holds. Raises PlanError for what cannot be run so. All processes call it together."""
-    model = make_model(captured, plan, grid)
+    model = make_model(captured, plan, grid, device)
     program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
     every = slice_stages(model.graph, model.plan)
     stages = tuple(every[index] for index in plan.stages_of(grid.rank))
-    modules = tuple(
-        _on_device(model.module(stage_feeds(item), stage_fetches(item), item.ops), device) for item in stages
-    )
+    modules = tuple(model.module(stage_feeds(item), stage_fetches(item), item.ops) for item in stages)
+    _move(modules, device)
     cut = _parameters(model.graph, stages, modules)
     shared, sync = _join_replicas(captured, model, tuple(zip(stages, modules, strict=True)), grid, device)
     return Holding(
@@ -117,16 +117,31 @@ def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgr
     return {name: arrange_rank(program, getattr(program, name), rank) for name in names}
 
 
-def _on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """The module there; left alone if it is, for fake tensors cannot be moved."""
-    # What is computed again shares its buffers with the module around it, which `Module.to` would part.
+def _move(modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+    """Move what modules hold to a device; what several of them hold stays one tensor, and parameters the user's own.
+
+    Fake parameters, of a dry run, cannot be moved: others take their place.
+    """
     moved: dict[int, torch.Tensor] = {}
-    for item in module.modules():
-        for name, value in item._buffers.items():
-            if value is not None and value.device != device:
-                item._buffers[name] = moved.setdefault(id(value), value.to(device))
-    is_there = all(item.device == device for item in (*module.parameters(), *module.buffers()))
-    return module if is_there else module.to(device)
+    for module in (item for whole in modules for item in whole.modules()):
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None and value.device != device:
+                    if id(value) not in moved:
+                        moved[id(value)] = _moved(value, device)
+                    table[name] = moved[id(value)]  # type: ignore[assignment]
+
+
+def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    if detect_fake_mode() is not None:
+        # Not `to`: torch computes with the values of small fake tensors, as counters, where it knows them.
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad) if is_parameter else made
+    if not is_parameter:
+        return value.to(device)
+    value.data = value.data.to(device)
+    return value
 
 
 def _parameters(

@@ -33,11 +33,10 @@ def channel_layouts(
     """
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
-    tensors = (
-        dict(zip(crossing, _fake_values(graph, make_module(crossing), batch_size, autocast), strict=True))
-        if crossing
-        else {}
-    )
+    tensors: dict[int, Layout] = {}
+    if crossing:
+        values = _fake_values(graph, make_module(crossing), batch_size, device, autocast)
+        tensors = dict(zip(crossing, values, strict=True))
     layouts: dict[tuple[int, int, str], tuple[Layout, ...]] = {}
     for channel in channels:
         activations = tuple(tensors[tensor] for tensor in channel.tensors)
@@ -48,30 +47,33 @@ def channel_layouts(
     return layouts
 
 
-def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int, autocast: torch.dtype | None) -> list[Layout]:
+def _fake_values(
+    graph: Graph, module: torch.nn.Module, batch_size: int, device: torch.device, autocast: torch.dtype | None
+) -> list[Layout]:
     # In a dry run all tensors are fake already, and modes do not mix.
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        _allocate(module)
+        _allocate(module, device)
         inputs = [
             torch.empty(
                 [extent.at(batch_size) for extent in graph.tensors[tensor].shape],
                 dtype=getattr(torch, graph.tensors[tensor].dtype),
+                device=device,
             )
             for tensor in graph.inputs
         ]
         # A copy that preserves the format is dense: expanded dims (stride 0) do not travel.
-        with autocasting(torch.device("cpu"), autocast):
+        with autocasting(device, autocast):
             made = module(*inputs)
         values = [value.clone(memory_format=torch.preserve_format) for value in made]
     return [Layout(tuple(value.shape), value.stride(), value.dtype) for value in values]
 
 
-def _allocate(module: torch.nn.Module) -> None:
-    """Put what is on device meta on the processor."""
+def _allocate(module: torch.nn.Module, device: torch.device) -> None:
+    """Put fake tensors there in place of what is elsewhere, or was never allocated."""
     for item in module.modules():
         for held in (item._parameters, item._buffers):
             for name, value in held.items():
-                if value is not None and value.is_meta:
-                    made = torch.empty_like(value, device="cpu")
+                if value is not None and value.device != device:
+                    made = torch.empty_like(value, device=device)
                     is_parameter = isinstance(value, torch.nn.Parameter)
                     held[name] = torch.nn.Parameter(made, value.requires_grad) if is_parameter else made  # type: ignore[assignment]

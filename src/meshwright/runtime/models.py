@@ -19,7 +19,7 @@ from meshwright.spec.slices import StageSlice
 
 
 class Model(Protocol):
-    """What a process computes, and of which parts; ``plan`` and ``graph`` are its own, ``whole`` is the graph of all.
+    """What a process computes on its device; ``plan`` and ``graph`` are its own, ``whole`` is the graph of all.
 
     Tensors of the whole graph have the same ids in both.
     """
@@ -73,6 +73,7 @@ class WholeModel:
     plan: Plan | Placement
     graph: Graph
     captured: Captured
+    device: torch.device
     loss_share: float = 1.0
 
     @property
@@ -87,12 +88,14 @@ class WholeModel:
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """The part of the captured model."""
-        made = part(self.captured, feeds, fetches, batch_size=self.plan.microbatch_size, ops=ops)
+        size = self.plan.microbatch_size
+        made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
         return checkpoint_ranges(made, self.graph, ops)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The part that makes them."""
-        return part(self.captured, self.graph.inputs, fetches, batch_size=self.plan.microbatch_size)
+        size = self.plan.microbatch_size
+        return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:  # noqa: ARG002 - nothing is split
         """All of it."""
@@ -114,11 +117,11 @@ class WholeModel:
         return shares[0]
 
 
-def make_model(captured: Captured, plan: Plan | Placement, grid: Grid) -> Model:
-    """The model of this process. Raises PlanError for a split that cannot be run."""
+def make_model(captured: Captured, plan: Plan | Placement, grid: Grid, device: torch.device) -> Model:
+    """The model of this process, on its device. Raises PlanError for a split that cannot be run."""
     if isinstance(plan, Plan) and not plan.sharding.is_whole:
-        return local_model(captured, plan, grid)
+        return local_model(captured, plan, grid, device)
     if isinstance(plan, Plan):
         plan, graph = lower_plan(plan, captured.graph)
-        return WholeModel(plan=plan, graph=graph, captured=captured)
-    return WholeModel(plan=plan, graph=captured.graph, captured=captured)
+        return WholeModel(plan=plan, graph=graph, captured=captured, device=device)
+    return WholeModel(plan=plan, graph=captured.graph, captured=captured, device=device)

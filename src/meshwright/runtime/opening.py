@@ -25,6 +25,7 @@ from meshwright.program import (
 from meshwright.program.parts import cut_parts
 from meshwright.runtime.alike import begin_alike
 from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
+from meshwright.runtime.devices import choose_device
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
@@ -63,22 +64,26 @@ def open_session(
     repair: Repair | None = None,
     autocast: torch.dtype | None = None,
     clip_norm: float | None = None,
+    device: torch.device | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
     is done about gradients that are stale, ``autocast`` the type in which forwards compute what torch's autocast lets
-    them, ``clip_norm`` the norm that all gradients together have at most. Raises PlanError if the plan does not fit the
+    them, ``clip_norm`` the norm that all gradients together have at most, ``device`` where it computes, by default the
+    one that the plan's cluster has, and then the process group is joined. Raises PlanError if the plan does not fit the
     graph, these or the number of processes, splits what cannot be run in shares, or parts what writes to the same
     memory.
     """
     check_repair(plan, repair)
     plan = with_clipping(plan, clip_norm)
     _check_fit(captured, plan)
-    grid, device = _join(plan)
+    if device is None:
+        _, device = join_group(choose_device(plan))
+    grid = _take_place(plan)
     begin_alike(captured, device)
     share = take_holding(captured, plan, grid, device)
-    transport, recorder = Transport(share.program, device, grid), Recorder()
+    transport, recorder = Transport(share.program, device, grid), Recorder(device)
     exchange = _make_exchange(share, grid)
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
     clip = _make_clip(share, updated, clip_norm, grid, transport, device) if clip_norm is not None else None
@@ -114,7 +119,7 @@ def open_session(
     def make_shorter(count: int) -> Steps:
         shorter = _shorten(plan, count)
         program = build_program(shorter, captured.graph)
-        return FlushingSteps(make_executor(arrange_sections(program, grid.rank), count, Recorder()))
+        return FlushingSteps(make_executor(arrange_sections(program, grid.rank), count, Recorder(device)))
 
     executor = make_executor(share.arranged, plan.num_microbatches, recorder)
     return Session(
@@ -144,9 +149,8 @@ def _check_fit(captured: Captured, plan: Plan | Placement) -> None:
         check_placed_writes(captured, plan)
 
 
-def _join(plan: Plan | Placement) -> tuple[Grid, torch.device]:
+def _take_place(plan: Plan | Placement) -> Grid:
     """This process's place in the plan. Raises PlanError unless as many processes were started as it has devices."""
-    process, device = join_group()
     sharding = plan.sharding if isinstance(plan, Plan) else UNSHARDED
     num_processes = plan.num_ranks * sharding.width
     if num_processes != dist.get_world_size():
@@ -155,7 +159,7 @@ def _join(plan: Plan | Placement) -> tuple[Grid, torch.device]:
             f"Start it with `torchrun --nproc-per-node {num_processes}` or `meshwright run`."
         )
     _check_software()
-    return make_grid(sharding, process, plan.num_ranks), device
+    return make_grid(sharding, dist.get_rank(), plan.num_ranks)
 
 
 def _check_software() -> None:

@@ -59,7 +59,7 @@ def _tiny_executor(num_microbatches: int) -> Executor:
         exchange=None,
         layouts={},
         optimizer_step=lambda _: None,
-        recorder=Recorder(),
+        recorder=Recorder(device),
         device=device,
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from meshwright.runtime.coming import Loading
 from meshwright.runtime.rank_program import SectionName
-from meshwright.runtime.recorder import Recorder
+from meshwright.runtime.recorder import Moment, Recorder
 
 
 class Work(Protocol):
@@ -30,7 +29,7 @@ class Pending:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._works: dict[Key, tuple[Sequence[Work], int]] = {}
+        self._works: dict[Key, tuple[Sequence[Work], Moment]] = {}
         self._sections: dict[int, SectionName] = {}
 
     def begin(self, place: int, section: SectionName) -> None:
@@ -41,8 +40,8 @@ class Pending:
         """The section at a place; None if everything of it has been waited for."""
         return self._sections.get(place)
 
-    def add(self, key: Key, works: Sequence[Work], start: int) -> None:
-        """Something was issued, at a time in nanoseconds."""
+    def add(self, key: Key, works: Sequence[Work], start: Moment) -> None:
+        """Something was issued, at a moment of the recorder's."""
         self._works[key] = works, start
 
     def wait(self, key: Key) -> None:
@@ -56,10 +55,10 @@ class Pending:
                 known = next((work.span for work in works if isinstance(work, Loading)), None)
                 self.record(key, *(known or (start,)))
 
-    def record(self, key: Key, start: int, end: int | None = None) -> None:
+    def record(self, key: Key, start: Moment, end: Moment | None = None) -> None:
         """A span from ``start`` to ``end``, or to now. Steps are repetitions of the body; other sections have none."""
         if self._sections[key.place] == "body":
-            self._recorder.add(key.instruction, key.place, start, time.perf_counter_ns() if end is None else end)
+            self._recorder.add(key.instruction, key.place, start, self._recorder.now() if end is None else end)
 
     def settle(self, place: int | None = None, but: Collection[int] = ()) -> None:
         """Wait for everything, or for what was issued up to a place; ``but`` for some instructions."""

@@ -34,7 +34,7 @@ def seed_generator(device: torch.device, seed: int) -> None:
 def read_generator(device: torch.device) -> torch.Tensor:
     """State of the device's generator, as a uint8 tensor on that device (so that it can travel)."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.to(device)
+    return torch.empty_like(state, device=device).copy_(state)
 
 
 def write_generator(device: torch.device, state: torch.Tensor) -> None:

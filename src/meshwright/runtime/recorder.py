@@ -1,7 +1,8 @@
 """Measured spans → Timeline, on one clock for all ranks.
 
 Computation spans run from call to return. Communication spans run from issue to the moment the rank saw them done,
-which is when something waited for them: their ends are upper bounds.
+which is when something waited for them: their ends are upper bounds. On a GPU, CUDA events in the stream of
+computations take these times, and nothing waits for them until the spans are read.
 
 Clocks: rank r asks rank 0 for its time, several times; the answer of the fastest round trip, taken at its middle,
 gives the offset (Cristian 1989). Its error is at most half that round trip.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import time
-from array import array
 
 import numpy as np
 import torch
@@ -22,35 +22,66 @@ from meshwright.spec.timeline import Timeline
 
 _CLOCK_ROUNDS = 20
 _PICOSECONDS_PER_NANOSECOND = 1000
+_NANOSECONDS_PER_MILLISECOND = 1e6
+
+
+# A moment: nanoseconds of the host's clock, or an event that is still to come on a GPU's stream.
+Moment = int | torch.cuda.Event
 
 
 class Recorder:
     """Collects (instruction, step, start, end) of one rank in nanoseconds of its own clock; off until `start`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.active = False
-        self._rows = array("q")
+        self._device = device
+        self._rows: list[tuple[int, int, Moment, Moment]] = []
+        self._origin: tuple[int, torch.cuda.Event] | None = None
         self._first_step = 0
         self._end_step = sys.maxsize
 
     def start(self, first_step: int = 0) -> None:
         """Drop what was recorded and record from a step on; what goes on from steps before belongs to none."""
-        self._rows = array("q")
+        self._rows = []
         self._first_step, self._end_step = first_step, sys.maxsize
+        if self._device.type == "cuda":
+            event = _event()
+            event.synchronize()
+            self._origin = time.perf_counter_ns(), event
         self.active = True
 
     def stop(self, end_step: int) -> None:
         """Record no step from this one on; what goes on from those before still belongs to them."""
         self._end_step = end_step
 
-    def add(self, index: int, step: int, start_ns: int, end_ns: int) -> None:
+    def now(self) -> Moment:
+        """This moment in the order of the computations."""
+        return _event() if self.active and self._device.type == "cuda" else time.perf_counter_ns()
+
+    def add(self, index: int, step: int, start: Moment, end: Moment) -> None:
         """Record one span."""
         if self._first_step <= step < self._end_step:
-            self._rows.extend((index, step, start_ns, end_ns))
+            self._rows.append((index, step, start, end))
 
     def rows(self) -> np.ndarray:
-        """What was recorded, shape (spans, 4)."""
-        return np.array(self._rows, np.int64).reshape(-1, 4)
+        """What was recorded, shape (spans, 4); waits for a GPU."""
+        if self._origin is not None:
+            torch.cuda.synchronize(self._device)
+        rows = [(index, step, self._time(start), self._time(end)) for index, step, start, end in self._rows]
+        return np.array(rows, np.int64).reshape(-1, 4)
+
+    def _time(self, moment: Moment) -> int:
+        if isinstance(moment, int):
+            return moment
+        assert self._origin is not None, "events are recorded after the first one"
+        origin_ns, origin = self._origin
+        return origin_ns + round(origin.elapsed_time(moment) * _NANOSECONDS_PER_MILLISECOND)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def measure_clock_offset() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright.runtime.alike import BufferSync
 from meshwright.runtime.coming import Coming, Made
+from meshwright.runtime.devices import DeviceType, own_device
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
 from meshwright.runtime.fully_sharded import own_part
@@ -28,6 +29,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
+# What is known of steps and ranks travels between processors, whatever they compute on.
+_BACKENDS: dict[DeviceType, str] = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A rank that waits longer than this for a message gives up: the other end is dead or stuck.
 COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
@@ -152,21 +155,27 @@ class Session:
             self.exchange.close()
 
 
-def join_group() -> tuple[int, torch.device]:
-    """Join the process group that torchrun set up (or stay in the one that is there); returns rank and device."""
+def join_group(kind: DeviceType = "cpu") -> tuple[int, torch.device]:
+    """Join the process group that torchrun set up (or stay in the one that is there); returns rank and device.
+
+    Raises RunError if this process is no rank, or its group or host is not for that type of device.
+    """
+    device = own_device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise RunError(
                 "This process is not a rank: RANK is not set. Start the script once per rank, for instance with "
                 "`torchrun --standalone --nproc-per-node 2 script.py`, or run the plan with `meshwright run`."
             )
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=COMMUNICATION_TIMEOUT)
-    if dist.get_backend() == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+        dist.init_process_group(_BACKENDS[kind], timeout=COMMUNICATION_TIMEOUT)
+    found = dist.get_backend_config()
+    if missing := [name for name in _BACKENDS[kind].split(",") if name not in found and "fake" not in found]:
+        raise RunError(
+            f"The process group has the backends {found}, without {' and '.join(missing)}. Call "
+            f'init_process_group("{_BACKENDS[kind]}"), or leave it to Meshwright.'
+        )
     return dist.get_rank(), device
 
 
@@ -203,7 +212,7 @@ def _split_batch(
     rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
     position = {tensor: place for place, tensor in enumerate(graph.inputs)}
     for tensor in stage.inputs:
-        value = tensors[position[tensor]].to(device)
+        (value,) = to_device([tensors[position[tensor]]], device)
         is_batched = _is_batched(graph, tensor)
         if is_batched and len(value) != count * size:
             raise PlanError(
@@ -214,6 +223,15 @@ def _split_batch(
             given = value.narrow(0, microbatch * size, size) if is_batched else value
             row.append(model.own_inputs(given, tensor))
     return rows
+
+
+def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tensors on a device; from pageable memory to a GPU by way of pinned memory, without waiting for it."""
+    if device.type != "cuda":
+        return tuple(item.to(device) for item in tensors)
+    return tuple(
+        item.to(device) if item.is_cuda else item.pin_memory().to(device, non_blocking=True) for item in tensors
+    )
 
 
 def _is_batched(graph: Graph, tensor: int) -> bool:

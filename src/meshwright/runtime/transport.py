@@ -22,6 +22,8 @@ from meshwright.spec.program import Program
 
 # The description of groups in which instructions of the program sum.
 SUMS = "meshwright sums"
+# That of groups in which stages send to each other.
+MESSAGES = "meshwright messages"
 _TAGS = count(1)
 
 
@@ -51,19 +53,24 @@ class Transport:
         self._tag = next(_TAGS)
         self._free: defaultdict[Layout, list[torch.Tensor]] = defaultdict(list)
         self._groups = _make_groups(program, grid)
+        self._ways = _make_ways(program, grid) if device.type != "cpu" else {}
 
     def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], target: int) -> list[dist.Work]:
         """Send tensors to a rank, in order; the works keep them alive."""
         process = self._grid.process_of(target)
         return [
-            _work(dist.isend(_on_wire(item, layout), process, tag=self._tag))
+            _work(
+                dist.isend(_on_wire(item, layout), process, group=self._way(self._grid.process, process), tag=self._tag)
+            )
             for item, layout in zip(tensors, layouts, strict=True)
         ]
 
     def receive(self, layouts: Sequence[Layout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Receive tensors of known layouts from a rank; they are filled when the works are done."""
         tensors, process = [self._take(layout) for layout in layouts], self._grid.process_of(source)
-        return tensors, [_work(dist.irecv(_storage_order(item), process, tag=self._tag)) for item in tensors]
+        group = self._way(process, self._grid.process)
+        works = [dist.irecv(_storage_order(item), process, group=group, tag=self._tag) for item in tensors]
+        return tensors, [_work(work) for work in works]
 
     def recycle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give received tensors back; nobody reads them any more."""
@@ -79,6 +86,9 @@ class Transport:
     ) -> list[dist.Work]:
         """Issue something of the ranks of a group."""
         return [_work(issue(self._groups[ranks]))]
+
+    def _way(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self._ways.get((source, target))
 
     def _take(self, layout: Layout) -> torch.Tensor:
         free = self._free[layout]
@@ -104,6 +114,27 @@ def _make_groups(program: Program, grid: Grid) -> dict[tuple[int, ...], dist.Pro
             if place == grid.place:
                 groups[ranks] = made
     return groups
+
+
+def _make_ways(program: Program, grid: Grid) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A process group for each process and one that it sends to; all processes make all, in the program's order.
+
+    NCCL runs what is issued in a group in order: two processes that send to each other before they receive would wait
+    for each other for ever.
+    """
+    pairs = dict.fromkeys(
+        program.groups[int(group)]
+        for _, section in program.sections()
+        for group in section.group[np.isin(section.opcode, (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT))]
+    )
+    ways: dict[tuple[int, int], dist.ProcessGroup] = {}
+    for source, target in pairs:
+        for place in range(grid.width):
+            way = source * grid.width + place, target * grid.width + place
+            made = dist.new_group(list(way), group_desc=MESSAGES)
+            if grid.process in way:
+                ways[way] = made
+    return ways
 
 
 def _on_wire(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from meshwright.training.batches import measure_batches_here
 from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
 from meshwright.training.check import check_losses, refuse_unchecked
-from meshwright.training.dry import DryRun, dry_run
+from meshwright.training.dry import DryRun, FakeModel, dry_run
 from meshwright.training.feed import Feed
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 from meshwright.training.launch import run_plan, torchrun_command
@@ -17,6 +17,7 @@ from meshwright.training.trainer import Trainer, prepare
 __all__ = [
     "Calibration",
     "DryRun",
+    "FakeModel",
     "Feed",
     "Job",
     "Outcome",

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.capture import Captured, flatten_batch
 from meshwright.program import gradient_buckets, num_filling_steps
 from meshwright.program.expansion import Expansion
-from meshwright.runtime import Session, issue_order, open_session, with_clipping
+from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
 from meshwright.runtime.rank_program import SectionName, arrange_rank
-from meshwright.runtime.transport import SUMS
+from meshwright.runtime.transport import MESSAGES, SUMS
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
 from meshwright.spec.plan import Plan
@@ -93,8 +93,31 @@ class DryRun:
         ]
 
 
-def dry_run(job: Job, process: int) -> DryRun:
-    """Run a step of a plan as one of its processes. A fake process group is made, and ended.
+class FakeModel(NamedTuple):
+    """A model without memory: its graph, a batch (inputs, targets), and the mode of its fake tensors."""
+
+    captured: Captured
+    batch: tuple[Any, Any]
+    mode: FakeTensorMode
+
+
+def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Has no states, which would ask fake tensors for their values in a second step."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def dry_run(
+    job: Job,
+    process: int,
+    *,
+    model: FakeModel | None = None,
+    device: torch.device | None = None,
+    optimizer: OptimizerArgument = _sgd,
+) -> DryRun:
+    """Run a step of a plan as one of its processes, on ``device`` (by default the CPU), without memory there.
+
+    ``model`` is that of the plan, as `fake_model` makes it. A fake process group is made, and ended. An update
+    exchanges nothing by itself, so any ``optimizer`` will do.
 
     Raises RunError if what was issued is not what was predicted, PlanError for a process that the plan does not have,
     and what opening a session raises.
@@ -110,16 +133,17 @@ def dry_run(job: Job, process: int) -> DryRun:
         )
     num_steps = num_filling_steps(plan) + 1 if plan.is_asynchronous else 1
     with _fake_processes(process, plan.num_devices):
-        captured, tensors, mode = _capture(plan, job.seed)
+        captured, batch, mode = model or fake_model(plan, job.seed)
         with mode:
+            tensors = _global_batch(captured, batch, plan)
             session = open_session(
                 captured,
                 plan,
-                # An update exchanges nothing by itself, and one with states would ask fake tensors for their values.
-                lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+                optimizer,
                 run_seed=job.seed,
                 clip_norm=job.clip_norm,
                 autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
+                device=device or torch.device("cpu"),
             )
             with _Noting() as noting:
                 for step in range(num_steps):
@@ -153,18 +177,19 @@ def _fake_processes(process: int, count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _capture(plan: Plan, seed: int) -> tuple[Captured, Sequence[torch.Tensor], FakeTensorMode]:
-    """The plan's model and a global batch as fake tensors, and their mode."""
+def fake_model(plan: Plan, seed: int = 0) -> FakeModel:
+    """The model of a plan, for dry runs of any plan of the same model and kind of workload."""
     source, captured = capture_fake(plan, seed)
     mode = next(
         item.fake_mode for item in (*source.model.parameters(), *source.model.buffers()) if isinstance(item, FakeTensor)
     )
-    with mode:
-        count = plan.workload.global_batch
-        inputs, targets = pytree.tree_map_only(
-            torch.Tensor, lambda item: tile(item, count), (source.inputs, source.targets)
-        )
-        return captured, flatten_batch(captured, inputs, targets), mode
+    return FakeModel(captured, (source.inputs, source.targets), mode)
+
+
+def _global_batch(captured: Captured, batch: tuple[Any, Any], plan: Plan) -> Sequence[torch.Tensor]:
+    count = plan.workload.global_batch
+    inputs, targets = pytree.tree_map_only(torch.Tensor, lambda item: tile(item, count), batch)
+    return flatten_batch(captured, inputs, targets)
 
 
 class _Noting(TorchDispatchMode):
@@ -196,7 +221,7 @@ class _Noting(TorchDispatchMode):
             # Behind the tensors and the group: the other end, in the group.
             peer = next(item for item in leaves if isinstance(item, int) and not isinstance(item, bool))
             ranks = dist.get_process_group_ranks(group)
-            if group.group_desc == "default_pg":
+            if group.group_desc in ("default_pg", MESSAGES):
                 self.issued.append(Call(kind, 2, ranks[peer], num_bytes))
             else:
                 self.ring_messages += 1

@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from meshwright.runtime.coming import Made
+from meshwright.runtime.session import to_device
 from meshwright.spec.errors import PlanError, RunError
 
 # A producer that is told to end does so behind the sample that it fetches.
@@ -333,13 +334,13 @@ def unpack(batch: Any) -> tuple[Any, Any]:
     return batch, ()
 
 
-def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors on a device; to a GPU from pinned memory, on a stream of their own, and there when this returns."""
+def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tensors on a device; on a GPU by a stream of their own, and there when this returns."""
     if device.type != "cuda":
-        return tuple(item.to(device) for item in tensors)
+        return to_device(tensors, device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        moved = tuple(item.pin_memory().to(device, non_blocking=True) for item in tensors)
+        moved = to_device(tensors, device)
     # The producer waits, not the device: whoever takes the tensors finds them whole.
     stream.synchronize()
     return moved

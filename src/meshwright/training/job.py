@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model
-from meshwright.runtime import Repair, RepairKind
+from meshwright.runtime import DeviceType, Repair, RepairKind
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import PlanError
 from meshwright.spec.files import write_text
@@ -47,7 +47,8 @@ class Job:
 
     ``repair`` of stale gradients, and the updates in which it fades; ``autocast`` of forwards, and the
     norm to which gradients are clipped. ``checkpoint``: the folder that checkpoints are written to, every so many
-    steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before.
+    steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before. ``device``: by
+    default what the plan's cluster has.
     """
 
     plan: str
@@ -65,6 +66,7 @@ class Job:
     checkpoint: str | None = None
     checkpoint_every: int = 0
     resume: bool = False
+    device: DeviceType | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

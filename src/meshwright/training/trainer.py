@@ -27,10 +27,12 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch
 from meshwright.runtime import (
+    DeviceType,
     OptimizerArgument,
     Outputs,
     Repair,
     Session,
+    choose_device,
     gather_timeline,
     join_group,
     measure_clock_offset,
@@ -43,7 +45,7 @@ from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
 from meshwright.spec.workload import Loader
 from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
-from meshwright.training.feed import Feed, MicrobatchQueue, to_device, unpack
+from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.state import gather_state, save_state
@@ -62,6 +64,7 @@ def prepare(
     clip_norm: float | None = None,
     feed: Feed | None = None,
     verify: bool = True,
+    device: DeviceType | None = None,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
 
@@ -80,12 +83,13 @@ def prepare(
         clip_norm: the norm that all gradients of the model together have at most, as torch's clip_grad_norm_ does it.
         feed: the data set that `Trainer.train` reads.
         verify: compare the captured model with the eager one first.
+        device: ``cpu`` or ``cuda``; by default what the plan's cluster has.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
     faithfully.
     """
-    rank, _ = join_group()
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
+    rank, own_device = join_group(choose_device(plan, device))
     if feed is not None:
         plan = _with_loader(plan, feed)
     inputs, targets = batch
@@ -102,7 +106,14 @@ def prepare(
         inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
     session = open_session(
-        captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast, clip_norm=clip_norm
+        captured,
+        plan,
+        optimizer,
+        run_seed=run_seed,
+        repair=repair,
+        autocast=autocast,
+        clip_norm=clip_norm,
+        device=own_device,
     )
     _release_other_parameters(model, session)
     settings = {
@@ -126,10 +137,8 @@ class Trainer:
         run_seed: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._feed, self._run_seed = model, feed, run_seed
         self._settings = settings or {}
-        self._feed = feed
-        self._run_seed = run_seed
         self._num_resumed = 0
         self._captured = captured
         self._session = session
@@ -227,7 +236,7 @@ class Trainer:
 
     def _collate(self, samples: list[Any]) -> tuple[torch.Tensor, ...]:
         assert self._feed is not None, "a trainer that reads a data set has one"
-        return to_device(flatten_batch(self._captured, *unpack(self._feed.collate(samples))), self._session.device)
+        return load_to(flatten_batch(self._captured, *unpack(self._feed.collate(samples))), self._session.device)
 
     def _took(self, made: Outputs, count: int) -> float:
         """Count a step, and its losses."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.measurement import is_out_of_memory
-from meshwright.runtime import join_group
+from meshwright.runtime import choose_device, join_group
 from meshwright.spec.codec import dump_json, encode_document, read_document
 from meshwright.spec.errors import MeshwrightError, RunError
 from meshwright.spec.files import write_text
@@ -123,7 +123,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
     ``report`` is called on rank 0 after every step.
     """
     plan = read_plan(job.plan)
-    join_group()
+    join_group(choose_device(plan, job.device))
     source = load_source(plan, job.seed)
     trainer = prepare(
         source.model,
@@ -135,6 +135,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         repair=job_repair(job),
         clip_norm=job.clip_norm,
         autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
+        device=job.device,
     )
     seconds: list[float] = []
     trains, known = plan.workload.kind == "training", 0
@@ -152,6 +153,8 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
             trainer.step(inputs, targets)
         else:
             trainer.infer(inputs)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]

@@ -144,8 +144,11 @@ def _shift(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
     """Hand a tensor to the next process, and get that of the one before."""
     found = torch.empty_like(value)
     following, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[(axis.index - 1) % axis.size]
-    sent = dist.isend(value, following, group=axis.group)
-    dist.recv(found, before, group=axis.group)
-    assert sent is not None, "this process takes part"
-    sent.wait()
+    # Together: NCCL runs what is issued between two processes in order, and in a ring of two both would send first.
+    both = [
+        dist.P2POp(dist.isend, value, following, group=axis.group),
+        dist.P2POp(dist.irecv, found, before, group=axis.group),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
     return found

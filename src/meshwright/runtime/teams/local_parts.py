@@ -70,6 +70,7 @@ class LocalModel:
     sharded: ShardedGraph
     grid: Grid
     captured: Captured
+    device: torch.device
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -91,7 +92,15 @@ class LocalModel:
         try:
             modules = {index: module for index in ops if (module := self._module_of(index)) is not None}
             made = rebuild(
-                self.graph, feeds, fetches, ops, batch_size=size, converters={}, modules=modules, state=self._share_of
+                self.graph,
+                feeds,
+                fetches,
+                ops,
+                batch_size=size,
+                converters={},
+                modules=modules,
+                state=self._share_of,
+                device=self.device,
             )
         except GraphError as error:
             raise PlanError(
@@ -105,7 +114,8 @@ class LocalModel:
         size = self.plan.microbatch_size
         ops = range(len(self.graph.ops))
         modules = {index: self._stand_in(index) for index in ops if self._module_of(index) is not None}
-        return rebuild(self.graph, self.graph.inputs, fetches, ops, batch_size=size, converters={}, modules=modules)
+        inputs, device = self.graph.inputs, self.device
+        return rebuild(self.graph, inputs, fetches, ops, batch_size=size, converters={}, modules=modules, device=device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
         """What this process reads of a graph input for one microbatch."""
@@ -188,7 +198,7 @@ class LocalModel:
     def _stand_in(self, index: int) -> torch.nn.Module:
         output = self.graph.tensors[self.graph.ops[index].outputs[0]]
         shape = tuple(extent.at(self.plan.microbatch_size) for extent in output.shape)
-        return _Empty(shape, getattr(torch, output.dtype))
+        return _Empty(shape, getattr(torch, output.dtype), self.device)
 
     def _module_of(self, index: int) -> torch.nn.Module | None:
         """What computes an op otherwise than torch's operator on local tensors does."""
@@ -203,7 +213,7 @@ class LocalModel:
         for axis, group in self.grid.axes.items():
             make = _special(self.graph, op, group, self.sharded.layouts[axis])
             if make is not None:
-                made = make(made or _Plain(self.graph, index, self.plan.microbatch_size))
+                made = make(made or _Plain(self.graph, index, self.plan.microbatch_size, self.device))
         return made
 
     def _conversion(self, index: int, op: Op) -> Convert:
@@ -247,8 +257,8 @@ class LocalModel:
         return DropOut(op, whole, lambda mask: self._own(mask, made))
 
 
-def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
-    """The model of this process under a plan that splits ops.
+def local_model(captured: Captured, plan: Plan, grid: Grid, device: torch.device) -> LocalModel:
+    """The model of this process, on its device, under a plan that splits ops.
 
     Raises PlanError for what cannot be split evenly, or is gathered again.
     """
@@ -275,6 +285,7 @@ def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
         sharded=sharded,
         grid=grid,
         captured=captured,
+        device=device,
     )
 
 
@@ -337,12 +348,12 @@ def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
 class _Plain(torch.nn.Module):
     """An op as torch has it, called with its inputs."""
 
-    def __init__(self, graph: Graph, index: int, batch_size: int) -> None:
+    def __init__(self, graph: Graph, index: int, batch_size: int, device: torch.device) -> None:
         super().__init__()
         op = graph.ops[index]
         feeds = tuple(dict.fromkeys(op.inputs))
         self._places = tuple(op.inputs.index(i) for i in feeds)
-        self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={})
+        self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={}, device=device)
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
         found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
@@ -350,9 +361,9 @@ class _Plain(torch.nn.Module):
 
 
 class _Empty(torch.nn.Module):
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self._shape, self._dtype = shape, dtype
+        self._shape, self._dtype, self._device = shape, dtype, device
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - only the shape counts
-        return torch.empty(self._shape, dtype=self._dtype)
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)

@@ -1,0 +1,66 @@
+"""What the ranks of a plan compute on here: GPUs of CUDA, or processors."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from meshwright.cost.memory import backend_of
+from meshwright.spec.cluster import load_cluster
+from meshwright.spec.errors import MeshwrightError, PlanError, RunError
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+def choose_device(plan: Plan | Placement, chosen: DeviceType | None = None) -> DeviceType:
+    """The type of device: the ``chosen`` one, or the one that the plan's cluster has.
+
+    Where the plan's cluster is not known here, it is CUDA if torch sees a GPU. Raises PlanError if it is CUDA and torch
+    sees no GPU.
+    """
+    if chosen not in (None, "cpu", "cuda"):
+        raise PlanError(f"Device {chosen!r} was given; expected cpu or cuda, which are those that plans run on.")
+    planned = _planned_kinds(plan)
+    if chosen is None:
+        chosen = "cuda" if any(planned.values()) or (not planned and torch.cuda.is_available()) else "cpu"
+    if chosen == "cuda" and not torch.cuda.is_available():
+        names = " and ".join(name for name, has_cuda in planned.items() if has_cuda)
+        found = torch.accelerator.current_accelerator()
+        other = f"; its accelerator here, {found.type!r}, is not supported" if found is not None else ""
+        raise PlanError(
+            f"The plan is for {names or 'CUDA devices'}, and torch sees no CUDA device here{other}. Run it on the "
+            "cluster, with a build of torch for CUDA (`meshwright doctor` looks for both), or try it on processors: "
+            '--device cpu, in Python device="cpu".'
+        )
+    return chosen
+
+
+def own_device(kind: DeviceType) -> torch.device:
+    """The device of this process: of a host's GPUs each rank has one.
+
+    Raises RunError if the host has fewer GPUs than ranks.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1))
+        raise RunError(
+            f"{ranks} ranks were started on this host, which has {count} GPUs that torch sees; each rank needs one. "
+            "Start no more ranks than GPUs on a host (CUDA_VISIBLE_DEVICES hides some), or plan for fewer devices on a "
+            "node."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _planned_kinds(plan: Plan | Placement) -> dict[str, bool]:
+    """The names of the kinds of devices that the plan was made for, and whether CUDA's libraries compute there."""
+    try:
+        cluster = load_cluster(plan.cluster)
+    except (MeshwrightError, OSError):
+        return {}
+    return {kind.usual_name: backend_of(kind) == "cuda" for kind in cluster.device_kinds}
