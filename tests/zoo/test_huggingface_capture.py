@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.capture import capture_model
 from meshwright.spec import CaptureError, slice_graph
@@ -61,6 +62,31 @@ def test_the_graph_computes_what_the_model_computes(name):
 def test_layers_are_the_models_blocks(name, blocks):
     names = [layer.name for layer in capture(CONFIGS / f"{name}.json", verify=False).graph.layers]
     assert [item for item in names if item in blocks] == blocks
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_attention_is_what_training_calls(grouped, tmp_path):
+    heads = json.loads((CONFIGS / "llama.json").read_text())["num_attention_heads"]
+    config = variant(tmp_path, "llama", num_key_value_heads=heads // 2 if grouped else heads)
+    graph = capture(config, verify=False).graph
+    calls = [op for op in graph.ops if "scaled_dot_product_attention" in op.kind]
+    assert calls
+    for call in calls:
+        assert len(call.inputs) == 3, "no mask"
+        assert ("is_causal", "True") in call.attributes
+        assert (("enable_gqa", "True") in call.attributes) == grouped
+    assert not [op for op in graph.ops if op.kind.startswith(("aten.cumsum", "aten.diff", "aten.le."))]
+
+
+def test_positions_that_the_batch_brings_keep_their_mask():
+    source = load_model(str(CONFIGS / "llama.json"))
+    tokens = source.inputs["input_ids"]
+    length = tokens.shape[1]
+    # Two sequences in each row: the second one counts from 0 again.
+    positions = (torch.arange(length) % (length // 2)).repeat(len(tokens), 1)
+    inputs = {"input_ids": tokens, "position_ids": positions}
+    graph = capture_model(source.model, inputs, targets=source.targets, loss=source.loss, verify=True).graph
+    assert all(len(op.inputs) == 4 for op in graph.ops if "scaled_dot_product_attention" in op.kind)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.capture.captured import Captured
@@ -74,7 +75,7 @@ def capture_model(
     captured = Captured(graph=described.graph, trace=trace, table=described.table, legality=described.legality)
     if verify and can_verify(model, inputs, targets):
         events.progress("verify", 0, 1)
-        verify_capture(captured, model, inputs, targets, loss)
+        captured = replace(captured, remark=verify_capture(captured, model, inputs, targets, loss))
         events.progress("verify", 1, 1)
     return captured
 

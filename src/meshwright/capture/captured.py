@@ -15,10 +15,12 @@ class Captured:
     """A captured model; it lives in one process and is not serialisable (``graph`` is).
 
     Parameters and buffers stay the user's own objects. ``trace``, ``table`` and ``legality`` are for `part` and
-    `differentiate`.
+    `differentiate`. ``remark``: how its operators differ from those that the model calls by itself; empty if they do
+    not, or if nobody looked (``verify`` of `capture_model`).
     """
 
     graph: Graph
     trace: Trace
     table: Table
     legality: Legality
+    remark: str = ""

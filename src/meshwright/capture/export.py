@@ -28,7 +28,7 @@ from meshwright.capture.refusals import (
     refuse_data_access,
 )
 from meshwright.capture.repeats import NotRepeatableError, Repeats, check_repeats, find_repeats
-from meshwright.capture.surroundings import allocated, training_flags
+from meshwright.capture.surroundings import allocated, as_untraced, training_flags
 from meshwright.capture.trace import Trace
 from meshwright.capture.values import Value
 from meshwright.spec import CaptureError
@@ -52,7 +52,8 @@ class Whole(nn.Module):
         # Made here, because export has exchanged the parameters and some modules (LSTM) keep references to them.
         watch = StateWatch(plan.model)
         bound = [(name, module, dict(module._buffers)) for name, module in plan.model.named_modules()]
-        output = self.model(*args, **kwargs)
+        with as_untraced(tensors):
+            output = self.model(*args, **kwargs)
         plan.changes.extend(watch.changes())
         for name, module, buffers in bound:
             _write_back(name, module, buffers)

@@ -6,9 +6,11 @@ Weights that were never allocated are fake meanwhile, training flags are as aske
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 @contextmanager
@@ -67,6 +69,36 @@ def training_flags(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+@contextmanager
+def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What asks whether it is being traced hears that it is not: libraries take the branches that training takes.
+
+    Of a model that is exported, transformers (5.23) gives attention a mask in memory in place of ``is_causal``, and
+    copies keys and values to all heads. Positions in ``batch`` may be those of packed sequences, which need the mask;
+    positions that the model makes itself are not.
+    """
+    with ExitStack() as stack:
+        for name in ("is_compiling", "is_exporting"):
+            stack.enter_context(patch.object(torch.compiler, name, lambda: False))
+        experts = sys.modules.get("transformers.integrations.moe")
+        if experts is not None and hasattr(experts, "is_torchdynamo_compiling"):
+            # The grouped product of torch 2.13 has a shape for tensors without data in bfloat16 alone.
+            stack.enter_context(patch.object(experts, "is_torchdynamo_compiling", lambda: True))
+        masks = sys.modules.get("transformers.masking_utils")
+        if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
+            find, given = masks.find_packed_sequence_indices, {_storage(tensor) for tensor in batch}
+
+            def find_packed(position_ids: torch.Tensor) -> torch.Tensor | None:
+                return find(position_ids) if _storage(position_ids) in given else None
+
+            stack.enter_context(patch.object(masks, "find_packed_sequence_indices", find_packed))
+        yield
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.devices import CPU
+from meshwright.capture.dispatched import count_model, count_part, explain_calls
 from meshwright.capture.inputs import split_batch
 from meshwright.capture.parts import part
 from meshwright.capture.refusals import StateWatch
@@ -50,8 +51,11 @@ def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
 
 def verify_capture(
     captured: Captured, model: nn.Module, inputs: Any, targets: Any, loss: Callable[..., Any] | None
-) -> None:
-    """Raise CaptureError unless two steps of the captured graph equal two steps of the model."""
+) -> str:
+    """How the operators of the graph differ from those that the model calls; empty if they do not.
+
+    Raises CaptureError unless two steps of the captured graph equal two steps of the model.
+    """
     trace = captured.trace
     example = trace.layout.flatten(inputs, targets)
     sizes = (trace.batch_size,) * 2 if trace.fixed else _STEPS
@@ -73,9 +77,12 @@ def verify_capture(
     graph = captured.graph
     device = next((tensor.device for tensor in (*trace.state.values(), *example)), CPU)
 
-    def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
+    def whole(size: int) -> nn.Module:
         made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)
-        return made.to(device)(*tensors)
+        return made.to(device)
+
+    def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
+        return whole(size)(*tensors)
 
     with _unchanged(model, trace.training):
         expected = _run(eager, batches, sizes, parameters, model, trace.training)
@@ -83,6 +90,17 @@ def verify_capture(
         found = _run(cut, batches, sizes, parameters, model, trace.training)
     for step, (one, two) in enumerate(zip(expected, found, strict=True)):
         _compare(one, two, step, captured.graph.name)
+    own, given, size = _clones(batches[0]), _clones(batches[0]), sizes[0]
+    with _unchanged(model, trace.training), torch.set_grad_enabled(trace.training):
+        called = count_model(model, lambda: eager(own, size))
+    with _unchanged(model, trace.training), torch.set_grad_enabled(trace.training):
+        made = count_part(whole(size), {op.name: op.module for op in graph.ops}, given)
+    return explain_calls(called, made)
+
+
+def _clones(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Forward may write to its inputs."""
+    return tuple(tensor.clone() for tensor in batch)
 
 
 def _run(
@@ -98,8 +116,7 @@ def _run(
     outcomes = []
     for batch, size in zip(batches, sizes, strict=True):
         with torch.set_grad_enabled(training):
-            # Clones, because forward may write to its inputs.
-            leaves = pytree.tree_leaves(call(tuple(tensor.clone() for tensor in batch), size))
+            leaves = pytree.tree_leaves(call(_clones(batch), size))
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         gradients: dict[str, torch.Tensor] = {}
         if training and parameters and outputs[0].requires_grad:

@@ -12,10 +12,10 @@ the DataLoader stay the user's own.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
 from meshwright.spec.workload import Loader
+from meshwright.training.agreement import check_same, check_same_batch
 from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from meshwright.training.losses import Losses
@@ -105,6 +106,8 @@ def prepare(
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
+    if captured.remark:
+        warnings.warn(captured.remark, stacklevel=2)
     session = open_session(
         captured,
         plan,
@@ -139,10 +142,8 @@ class Trainer:
     ) -> None:
         self._model, self._feed, self._run_seed = model, feed, run_seed
         self._settings = settings or {}
-        self._num_resumed = 0
-        self._captured = captured
-        self._session = session
-        self._steps = 0
+        self._num_resumed = self._steps = 0
+        self._captured, self._session = captured, session
         self._is_checked = False
         self._losses = Losses(session) if session.graph.has_loss else None
         self._clock_offset_ns = measure_clock_offset()
@@ -190,7 +191,7 @@ class Trainer:
     def _run(self, inputs: Any, targets: Any) -> tuple[tuple[torch.Tensor, ...], Outputs]:
         tensors = flatten_batch(self._captured, inputs, targets)
         if not self._is_checked:
-            _check_same_batch(tensors)
+            check_same_batch(tensors)
             self._is_checked = True
         return tensors, self._session.run_step(self._steps, tensors)
 
@@ -205,7 +206,7 @@ class Trainer:
         if self._feed is None:
             raise RunError("No data set was given to train on. Give one: prepare(..., feed=Feed(dataset)).")
         feed, session = self._feed, self._session
-        _check_same("read another data set than rank 0, or in another order", feed.describe())
+        check_same("read another data set than rank 0, or in another order", feed.describe())
         plan = session.plan
         size = plan.workload.global_batch // plan.num_microbatches
         loader = plan.workload.loader
@@ -371,26 +372,6 @@ def _first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
     cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
     inputs, targets = pytree.tree_unflatten(cut, spec)
     return inputs, targets
-
-
-def _check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    _check_same("read another first batch than rank 0", digest.hexdigest())
-
-
-def _check_same(what: str, own: str) -> None:
-    """Raise RunError unless all ranks say the same."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
-    if different:
-        raise RunError(
-            f"Ranks {', '.join(map(str, different))} {what}. Every rank must read the "
-            "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
-            "and use no DistributedSampler."
-        )
 
 
 def _with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
