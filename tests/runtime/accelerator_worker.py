@@ -49,6 +49,8 @@ LAYOUTS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "zero": (((0, 1),), {"exchange": GradientExchange(zero=3)}),
 }
 STEPS = {"forward": "1f1b", "whole": "1f1b", "parts": "zb-h1"}
+# What it registers ends with it.
+_AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 
 
 class _Backend(_DummyBackendModule):
@@ -61,9 +63,7 @@ class _Backend(_DummyBackendModule):
 def make_device() -> torch.device:
     """Register the backend with torch and its fake process groups."""
     _setup_privateuseone_for_python_backend("accel", _Backend())
-    library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    library.fallback(torch.library.fallthrough_kernel)
-    make_device.kept = library  # type: ignore[attr-defined]  # what it registers ends with it
+    _AUTOCAST.fallback(torch.library.fallthrough_kernel)
     dist.Backend.backend_capability["fake"].append("accel")
     return torch.device("accel:0")
 

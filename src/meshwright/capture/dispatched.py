@@ -1,7 +1,7 @@
 """Does the captured graph call the operators that the model calls in training?
 
 While a model is traced, libraries may take branches that only exporting needs, with equal results and other costs. So
-both are run once on a small batch, and what torch dispatches is counted by module: calls by operator and shapes of
+what torch dispatches is counted while both run on small batches (`verify`): calls by module, operator and shapes of
 results. Views are free, and checks on whole numbers (are these positions packed?) that the graph leaves out compute
 nothing that it needs.
 """
@@ -9,7 +9,7 @@ nothing that it needs.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,30 +18,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _FREE = frozenset(
-    {
-        *(
-            "alias",
-            "as_strided",
-            "detach",
-            "expand",
-            "lift_fresh",
-            "permute",
-            "select",
-            "slice",
-            "split",
-            "squeeze",
-            "t",
-        ),
-        *("split_with_sizes", "transpose", "unbind", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
-        "_assert_tensor_metadata",
-    }
-)
+    ("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes",
+     "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_assert_tensor_metadata", "_reshape_alias",
+     "_unsafe_view")
+)  # fmt: skip
 # One operator under two names: transformers has its own where torch has no shapes for tensors without data.
 _SAME = {"_grouped_mm": "grouped_mm", "grouped_mm_fallback": "grouped_mm"}
-# A difference is told with so many modules, and of each with so many operators.
+# The remark names at most this many modules, and operators of each.
 _TOLD_MODULES, _TOLD_OPERATORS = 3, 4
 
 # An operator, and the shapes and dtypes of its results.
@@ -49,12 +35,12 @@ _Call = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what is dispatched, by the module that runs."""
+    """Counts what is dispatched, by the module that runs; "" is the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.module = ""
         self.calls: dict[str, Counter[_Call]] = {}
+        self._module = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,47 +52,43 @@ class Dispatched(TorchDispatchMode):
             looks = tuple(
                 (tuple(item.shape), item.dtype) for item in pytree.tree_leaves(made) if isinstance(item, torch.Tensor)
             )
-            self.calls.setdefault(self.module, Counter())[_SAME.get(name, name), looks] += 1
+            self.calls.setdefault(self._module, Counter())[_SAME.get(name, name), looks] += 1
         return made
 
+    @contextmanager
+    def counting(self, model: nn.Module) -> Iterator[None]:
+        """While active, count what the model dispatches."""
+        path = [""]
 
-def count_model(model: nn.Module, call: Callable[[], object]) -> Dispatched:
-    """What ``call`` dispatches, by the submodule of ``model`` that runs; in "" what runs outside of all."""
-    found, path = Dispatched(), [""]
+        def enter(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                path.append(name)
+                self._module = name
 
-    def enter(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            path.append(name)
-            found.module = name
+            return hook
 
-        return hook
+        def leave(*_: Any) -> None:
+            path.pop()
+            self._module = path[-1]
 
-    def leave(*_: Any) -> None:
-        path.pop()
-        found.module = path[-1]
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(self)
+            yield
 
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(found)
-        call()
-    return found
+    def run(self, part: fx.GraphModule, modules: Mapping[str, str], batch: Sequence[torch.Tensor]) -> Any:
+        """Run a part, and count what it dispatches; ``modules`` names the module of each of its nodes."""
+        dispatched = self
 
+        class Interpreter(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                dispatched._module = modules.get(n.name, "")
+                return super().run_node(n)
 
-def count_part(part: nn.Module, modules: Mapping[str, str], batch: Sequence[torch.Tensor]) -> Dispatched:
-    """What a part dispatches; ``modules`` names the module of each of its nodes."""
-    assert isinstance(part, fx.GraphModule), "parts are cut as graphs"
-    found = Dispatched()
-
-    class Interpreter(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            found.module = modules.get(n.name, "")
-            return super().run_node(n)
-
-    with found:
-        Interpreter(part).run(*batch)
-    return found
+        with self:
+            return Interpreter(part).run(*batch)
 
 
 def explain_calls(model: Dispatched, graph: Dispatched) -> str:

@@ -11,7 +11,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from meshwright.capture.devices import CPU, bind_call, bind_graph
 from meshwright.capture.trace import target_of
@@ -32,7 +32,7 @@ def part(
     batch_size: int,
     ops: Sequence[int] | None = None,
     device: torch.device = CPU,
-) -> nn.Module:
+) -> fx.GraphModule:
     """Cut out the module that computes ``fetches`` from ``feeds`` (tensor ids) for ``batch_size`` samples.
 
     Args:
@@ -119,7 +119,7 @@ class _PartBuilder:
             if node.target is operator.getitem and not node.users:
                 self._graph.erase_node(node)
 
-    def module(self) -> nn.Module:
+    def module(self) -> fx.GraphModule:
         root = {name: self._attribute(name) for name in self._held}
         made = fx.GraphModule(root, self._graph, class_name="Part")
         made.meta.clear()

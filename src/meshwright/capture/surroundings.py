@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def training_flags(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What asks whether it is being traced hears that it is not: libraries take the branches that training takes.
+    """Libraries that ask torch whether it traces hear that it does not: they take the branches that training takes.
 
     Of a model that is exported, transformers (5.23) gives attention a mask in memory in place of ``is_causal``, and
     copies keys and values to all heads. Positions in ``batch`` may be those of packed sequences, which need the mask;
@@ -81,7 +81,7 @@ def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name in ("is_compiling", "is_exporting"):
-            stack.enter_context(patch.object(torch.compiler, name, lambda: False))
+            stack.enter_context(patch.object(torch.compiler, name, _told_outside(getattr(torch.compiler, name))))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None and hasattr(experts, "is_torchdynamo_compiling"):
             # The grouped product of torch 2.13 has a shape for tensors without data in bfloat16 alone.
@@ -95,6 +95,16 @@ def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
 
             stack.enter_context(patch.object(masks, "find_packed_sequence_indices", find_packed))
         yield
+
+
+def _told_outside(answer: Callable[[], bool]) -> Callable[[], bool]:
+    """No, to libraries other than torch; torch itself hears its own answer."""
+
+    def told() -> bool:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return answer() if asking.partition(".")[0] == "torch" else False
+
+    return told
 
 
 def _storage(tensor: torch.Tensor) -> int:

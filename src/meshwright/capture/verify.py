@@ -7,7 +7,7 @@ state are restored.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.devices import CPU
-from meshwright.capture.dispatched import count_model, count_part, explain_calls
+from meshwright.capture.dispatched import Dispatched, explain_calls
 from meshwright.capture.inputs import split_batch
 from meshwright.capture.parts import part
 from meshwright.capture.refusals import StateWatch
@@ -52,7 +52,7 @@ def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
 def verify_capture(
     captured: Captured, model: nn.Module, inputs: Any, targets: Any, loss: Callable[..., Any] | None
 ) -> str:
-    """How the operators of the graph differ from those that the model calls; empty if they do not.
+    """How the operators of the graph differ from those that the model calls; empty if not, or if there are branches.
 
     Raises CaptureError unless two steps of the captured graph equal two steps of the model.
     """
@@ -71,18 +71,20 @@ def verify_capture(
 
     def eager(tensors: tuple[torch.Tensor, ...], _size: int) -> Any:
         args, kwargs, rest = trace.layout.rebuild(tensors)
-        output = model(*args, **kwargs)
-        return output if loss is None else loss(output, *rest)
-
-    graph = captured.graph
-    device = next((tensor.device for tensor in (*trace.state.values(), *example)), CPU)
-
-    def whole(size: int) -> nn.Module:
-        made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)
-        return made.to(device)
+        with of_model.counting(model) if counted else nullcontext():
+            output = model(*args, **kwargs)
+            return output if loss is None else loss(output, *rest)
 
     def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
-        return whole(size)(*tensors)
+        made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)
+        made = made.to(device)
+        return of_graph.run(made, modules, tensors) if counted else made(*tensors)
+
+    graph, of_model, of_graph = captured.graph, Dispatched(), Dispatched()
+    modules = {op.name: op.module for op in graph.ops}
+    # torch.cond compiles its branches, which can fail while a mode intercepts what is dispatched.
+    counted = not trace.branches
+    device = next((tensor.device for tensor in (*trace.state.values(), *example)), CPU)
 
     with _unchanged(model, trace.training):
         expected = _run(eager, batches, sizes, parameters, model, trace.training)
@@ -90,17 +92,7 @@ def verify_capture(
         found = _run(cut, batches, sizes, parameters, model, trace.training)
     for step, (one, two) in enumerate(zip(expected, found, strict=True)):
         _compare(one, two, step, captured.graph.name)
-    own, given, size = _clones(batches[0]), _clones(batches[0]), sizes[0]
-    with _unchanged(model, trace.training), torch.set_grad_enabled(trace.training):
-        called = count_model(model, lambda: eager(own, size))
-    with _unchanged(model, trace.training), torch.set_grad_enabled(trace.training):
-        made = count_part(whole(size), {op.name: op.module for op in graph.ops}, given)
-    return explain_calls(called, made)
-
-
-def _clones(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Forward may write to its inputs."""
-    return tuple(tensor.clone() for tensor in batch)
+    return explain_calls(of_model, of_graph)
 
 
 def _run(
@@ -116,7 +108,8 @@ def _run(
     outcomes = []
     for batch, size in zip(batches, sizes, strict=True):
         with torch.set_grad_enabled(training):
-            leaves = pytree.tree_leaves(call(_clones(batch), size))
+            # Clones, because forward may write to its inputs.
+            leaves = pytree.tree_leaves(call(tuple(tensor.clone() for tensor in batch), size))
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         gradients: dict[str, torch.Tensor] = {}
         if training and parameters and outputs[0].requires_grad:

@@ -16,14 +16,14 @@ fully_sharded   replicas that share out gradients and parameters, `sharded_optim
 transport       sends, receives and sums, in `layouts` that both ends know
 exchange        buckets of gradients; `waves` of what virtual workers changed
 coming          inputs that are still being made
-devices         GPUs or processors, and the own one
+devices         what ranks compute on: GPUs by CUDA, or processors
 alike           what all processes begin with, and the buffers of replicas
 stage_steps     the optimizer, stage by stage
 recorder        spans of all ranks on one clock
 """
 
 from meshwright.runtime.clipping import with_clipping
-from meshwright.runtime.devices import DeviceType, choose_device
+from meshwright.runtime.devices import choose_device
 from meshwright.runtime.executor import Executor, Output, Outputs
 from meshwright.runtime.opening import open_session
 from meshwright.runtime.overhead import measure_overhead
@@ -36,7 +36,6 @@ from meshwright.runtime.stage_steps import OptimizerArgument
 
 __all__ = [
     "REPAIRS",
-    "DeviceType",
     "Executor",
     "OptimizerArgument",
     "Output",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 import torch
 
-from meshwright.cost.memory import backend_of
+from meshwright.cost.memory import Backend, backend_of
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
-DeviceType = Literal["cpu", "cuda"]
 
-
-def choose_device(plan: Plan | Placement, chosen: DeviceType | None = None) -> DeviceType:
+def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Backend:
     """The type of device: the ``chosen`` one, or the one that the plan's cluster has.
 
     Where the plan's cluster is not known here, it is CUDA if torch sees a GPU. Raises PlanError if it is CUDA and torch
@@ -39,7 +36,7 @@ def choose_device(plan: Plan | Placement, chosen: DeviceType | None = None) -> D
     return chosen
 
 
-def own_device(kind: DeviceType) -> torch.device:
+def own_device(kind: Backend) -> torch.device:
     """The device of this process: of a host's GPUs each rank has one.
 
     Raises RunError if the host has fewer GPUs than ranks.

@@ -36,13 +36,8 @@ from meshwright.spec.slices import StageSlice
 
 def replica_groups(plan: Plan, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The processes with which this one shares out stages, by the ranks of the plan. All processes call it together."""
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1):
-        for place in range(grid.width):
-            made = dist.new_group([rank * grid.width + place for rank in ranks])
-            if place == grid.place:
-                found[ranks] = made
-    return found
+    shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1)
+    return {ranks: grid.new_group(ranks) for ranks in shared}
 
 
 def share_out(

@@ -10,9 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from meshwright.cost.memory import Backend
 from meshwright.runtime.alike import BufferSync
 from meshwright.runtime.coming import Coming, Made
-from meshwright.runtime.devices import DeviceType, own_device
+from meshwright.runtime.devices import own_device
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
 from meshwright.runtime.fully_sharded import own_part
@@ -30,7 +31,7 @@ from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
 # What is known of steps and ranks travels between processors, whatever they compute on.
-_BACKENDS: dict[DeviceType, str] = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_GROUP_BACKENDS: dict[Backend, str] = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A rank that waits longer than this for a message gives up: the other end is dead or stuck.
 COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
@@ -155,7 +156,7 @@ class Session:
             self.exchange.close()
 
 
-def join_group(kind: DeviceType = "cpu") -> tuple[int, torch.device]:
+def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
     """Join the process group that torchrun set up (or stay in the one that is there); returns rank and device.
 
     Raises RunError if this process is no rank, or its group or host is not for that type of device.
@@ -169,12 +170,12 @@ def join_group(kind: DeviceType = "cpu") -> tuple[int, torch.device]:
                 "This process is not a rank: RANK is not set. Start the script once per rank, for instance with "
                 "`torchrun --standalone --nproc-per-node 2 script.py`, or run the plan with `meshwright run`."
             )
-        dist.init_process_group(_BACKENDS[kind], timeout=COMMUNICATION_TIMEOUT)
+        dist.init_process_group(_GROUP_BACKENDS[kind], timeout=COMMUNICATION_TIMEOUT)
     found = dist.get_backend_config()
-    if missing := [name for name in _BACKENDS[kind].split(",") if name not in found and "fake" not in found]:
+    if missing := [name for name in _GROUP_BACKENDS[kind].split(",") if name not in found and "fake" not in found]:
         raise RunError(
             f"The process group has the backends {found}, without {' and '.join(missing)}. Call "
-            f'init_process_group("{_BACKENDS[kind]}"), or leave it to Meshwright.'
+            f'init_process_group("{_GROUP_BACKENDS[kind]}"), or leave it to Meshwright.'
         )
     return dist.get_rank(), device
 

@@ -57,18 +57,16 @@ class Transport:
 
     def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], target: int) -> list[dist.Work]:
         """Send tensors to a rank, in order; the works keep them alive."""
-        process = self._grid.process_of(target)
+        process, group = self._grid.process_of(target), self._ways.get((self._grid.rank, target))
         return [
-            _work(
-                dist.isend(_on_wire(item, layout), process, group=self._way(self._grid.process, process), tag=self._tag)
-            )
+            _work(dist.isend(_on_wire(item, layout), process, group=group, tag=self._tag))
             for item, layout in zip(tensors, layouts, strict=True)
         ]
 
     def receive(self, layouts: Sequence[Layout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Receive tensors of known layouts from a rank; they are filled when the works are done."""
         tensors, process = [self._take(layout) for layout in layouts], self._grid.process_of(source)
-        group = self._way(process, self._grid.process)
+        group = self._ways.get((source, self._grid.rank))
         works = [dist.irecv(_storage_order(item), process, group=group, tag=self._tag) for item in tensors]
         return tensors, [_work(work) for work in works]
 
@@ -87,9 +85,6 @@ class Transport:
         """Issue something of the ranks of a group."""
         return [_work(issue(self._groups[ranks]))]
 
-    def _way(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self._ways.get((source, target))
-
     def _take(self, layout: Layout) -> torch.Tensor:
         free = self._free[layout]
         return free.pop() if free else layout.empty(self._device)
@@ -106,18 +101,12 @@ def _make_groups(program: Program, grid: Grid) -> dict[tuple[int, ...], dist.Pro
     for index, ranks in enumerate(program.groups):
         if index not in reducing:
             continue
-        if len(ranks) == dist.get_world_size():
-            groups[ranks] = None
-            continue
-        for place in range(grid.width):
-            made = dist.new_group([rank * grid.width + place for rank in ranks], group_desc=SUMS)
-            if place == grid.place:
-                groups[ranks] = made
+        groups[ranks] = None if len(ranks) == dist.get_world_size() else grid.new_group(ranks, SUMS)
     return groups
 
 
 def _make_ways(program: Program, grid: Grid) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A process group for each process and one that it sends to; all processes make all, in the program's order.
+    """A process group for each rank and one that it sends to; all processes make all, in the program's order.
 
     NCCL runs what is issued in a group in order: two processes that send to each other before they receive would wait
     for each other for ever.
@@ -127,14 +116,7 @@ def _make_ways(program: Program, grid: Grid) -> dict[tuple[int, int], dist.Proce
         for _, section in program.sections()
         for group in section.group[np.isin(section.opcode, (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT))]
     )
-    ways: dict[tuple[int, int], dist.ProcessGroup] = {}
-    for source, target in pairs:
-        for place in range(grid.width):
-            way = source * grid.width + place, target * grid.width + place
-            made = dist.new_group(list(way), group_desc=MESSAGES)
-            if grid.process in way:
-                ways[way] = made
-    return ways
+    return {(source, target): grid.new_group((source, target), MESSAGES) for source, target in pairs}
 
 
 def _on_wire(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model
-from meshwright.runtime import DeviceType, Repair, RepairKind
+from meshwright.cost.memory import Backend
+from meshwright.runtime import Repair, RepairKind
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import PlanError
 from meshwright.spec.files import write_text
@@ -66,7 +67,7 @@ class Job:
     checkpoint: str | None = None
     checkpoint_every: int = 0
     resume: bool = False
-    device: DeviceType | None = None
+    device: Backend | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch
+from meshwright.cost.memory import Backend
 from meshwright.runtime import (
-    DeviceType,
     OptimizerArgument,
     Outputs,
     Repair,
@@ -65,7 +65,7 @@ def prepare(
     clip_norm: float | None = None,
     feed: Feed | None = None,
     verify: bool = True,
-    device: DeviceType | None = None,
+    device: Backend | None = None,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
 

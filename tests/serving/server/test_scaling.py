@@ -28,7 +28,7 @@ def workers(server):
 async def rise_and_fall(server):
     load = Load(server, connections=40)
     loading = asyncio.create_task(load.run(seconds=80))
-    await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1)
+    await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1 and load.counts.get(200, 0) > 100)
     held = workers(server)
     load.stop()
     await loading

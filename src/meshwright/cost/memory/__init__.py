@@ -2,6 +2,7 @@
 
 from meshwright.cost.memory.alike import likeness
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
+from meshwright.cost.memory.backward import Backend
 from meshwright.cost.memory.frameworks import DevicePeak, predict_device_peak
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.options import LAYERS_AT_HAND, MemoryOptions, RankMemory, weigh_rank
@@ -14,6 +15,7 @@ __all__ = [
     "FIRST",
     "LAST",
     "LAYERS_AT_HAND",
+    "Backend",
     "DevicePeak",
     "DevicePeaks",
     "MemoryEvents",

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel, StageMemory
-from meshwright.cost.memory import backend_of
-from meshwright.cost.memory.backward import Backend
+from meshwright.cost.memory import Backend, backend_of
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
     BACKWARD_LAST,

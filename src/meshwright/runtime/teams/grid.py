@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -41,6 +42,17 @@ class Grid:
     def place(self) -> int:
         """The place in the team."""
         return self.process % self.width
+
+    def new_group(self, ranks: Sequence[int], description: str | None = None) -> dist.ProcessGroup:
+        """A process group of the processes at each place of these ranks' teams; that at the own place.
+
+        All processes call it together.
+        """
+        made = [
+            dist.new_group([rank * self.width + place for rank in ranks], group_desc=description)
+            for place in range(self.width)
+        ]
+        return made[self.place]
 
     def process_of(self, rank: int) -> int:
         """The process of another team that stands where this one does."""
