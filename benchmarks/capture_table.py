@@ -48,10 +48,6 @@ REFUSED_CONFIGS = {
     "BLOOM: a GELU with a gradient of its own": {
         "model_type": "bloom", "n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 64,
     },
-    "BigBird: forward switches an attribute": {
-        "model_type": "big_bird", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-        "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
-    },
     "code of its own (`auto_map`)": {"model_type": "gpt2", "auto_map": {"AutoModel": "modeling.Mine"}},
     "quantised weights (`quantization_config`)": {"model_type": "gpt2", "quantization_config": {"bits": 4}},
     "a task without a batch and a loss here": {"model_type": "wav2vec2"},

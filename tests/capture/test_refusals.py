@@ -1,5 +1,7 @@
 """What would be silently wrong is refused, with the place named, and the user's model is left as it was."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -154,6 +156,50 @@ def test_refused_with_the_place_named(act, words):
         assert all(vars(module)[key] is value for key, value in before[name].items() if not key.startswith("_"))
     assert model.body[1].log == log
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+class Lazy(nn.Module):
+    """Makes a table when it is first needed; ``first`` is the factor of the call that makes it."""
+
+    def __init__(self, first=1.0):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.table, self.first = None, first
+
+    def forward(self, x):
+        factor = 1.0
+        if self.table is None:
+            self.table, factor = torch.arange(4.0, dtype=x.dtype), self.first
+        return self.norm(self.linear(x)) * self.table * factor
+
+
+def test_what_the_first_forward_sets_and_the_next_ones_leave_is_captured():
+    # The batch norm tells that the forward that sets it counts for nothing.
+    model = Lazy().double()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    captured = capture_model(model, numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square)
+    assert model.table is None
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    graph = captured.graph
+    (loss,) = part(captured, graph.inputs, graph.outputs, batch_size=3)(numbers(3, 4), numbers(3, 4, 1))
+    assert torch.equal(loss, mean_square(Lazy.forward(model, numbers(3, 4)), numbers(3, 4, 1)))
+    with pytest.raises(CaptureError, match="step 1, the output 0 differs"):
+        capture_model(Lazy(first=2.0).double(), numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square)
+
+
+def test_checkpoints_inside_a_model_are_left_out_with_a_remark():
+    def recomputes_once(module, x):
+        return checkpoint(module.linear, x, use_reentrant=False)
+
+    plain, remarked = (
+        capture_model(Outer(act).double(), numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square, name="m")
+        for act in (lambda module, x: module.linear(x), recomputes_once)
+    )
+    assert plain.remark == ""
+    assert remarked.graph.content_hash == plain.graph.content_hash
+    assert re.match(r".*test_refusals\.py:\d+: .*'body\.1' .*torch\.utils\.checkpoint", remarked.remark)
+    assert "--recompute full" in remarked.remark
 
 
 def test_autograd_functions_work_after_a_refusal():

@@ -223,7 +223,7 @@ def test_configurations_that_are_refused(config, changes, message):
     [
         ("gpt2", {"sequence_length": 33}, "this gpt2 has 32 positions; choose a sequence length from 1 to 32"),
         ("gpt2", {"image_size": 32}, "a CausalLanguageModel has no image size"),
-        ("vit", {"image_size": 18}, "reads patches of 4 pixels; choose a multiple of 4"),
+        ("vit", {"image_size": 3}, "reads patches of 4 pixels; choose 4 or more"),
         ("vit", {"sequence_length": 4}, "has no sequence length"),
     ],
 )

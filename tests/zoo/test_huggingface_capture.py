@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.capture import capture_model
+from meshwright.capture import capture_model, flatten_batch, part
 from meshwright.spec import CaptureError, slice_graph
 from meshwright.zoo import load_model
 from tests.marks import left_to_ci
@@ -87,6 +87,37 @@ def test_positions_that_the_batch_brings_keep_their_mask():
     inputs = {"input_ids": tokens, "position_ids": positions}
     graph = capture_model(source.model, inputs, targets=source.targets, loss=source.loss, verify=True).graph
     assert all(len(op.inputs) == 4 for op in graph.ops if "scaled_dot_product_attention" in op.kind)
+
+
+def test_the_rest_of_an_image_that_fills_no_patch_is_left_out():
+    graph = capture(CONFIGS / "vit.json", verify=True, image_size=18).graph
+    (positions,) = (tensor for tensor in graph.tensors if tensor.name.endswith("position_embeddings"))
+    assert positions.num_elements(1) == (4 * 4 + 1) * 32
+
+
+LABELLED = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding
+
+def build(batch_size: int = 2):
+    config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0,
+                                  eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    tokens = torch.randint(32, (batch_size, 8))
+    return AutoModelForCausalLM.from_config(config), BatchEncoding({"input_ids": tokens, "labels": tokens})
+"""
+
+
+def test_a_batch_with_labels_is_given_once(tmp_path):
+    (tmp_path / "model.py").write_text(LABELLED)
+    source = load_model(f"{tmp_path / 'model.py'}:build")
+    assert (source.loss, source.targets, source.loss_origin) == (None, (), "module")
+    captured = capture_model(source.model, source.inputs, targets=source.targets, loss=source.loss)
+    graph = captured.graph
+    assert graph.has_loss
+    values = flatten_batch(captured, source.inputs)
+    (found,) = part(captured, graph.inputs, graph.outputs, batch_size=2)(*values)
+    torch.testing.assert_close(found, source.model(**source.inputs).loss)
+    torch.testing.assert_close(found, source.compute_loss())
 
 
 @pytest.mark.long

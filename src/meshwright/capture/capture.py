@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.capture.captured import Captured
 from meshwright.capture.describe import Described, NotAffineError, describe_trace
 from meshwright.capture.export import trace_model
-from meshwright.capture.refusals import refuse_frozen
+from meshwright.capture.refusals import explain_checkpoints, refuse_frozen
 from meshwright.capture.surroundings import quiet_torch
 from meshwright.capture.units import find_units
 from meshwright.capture.verify import can_verify, verify_capture
@@ -43,8 +43,8 @@ def capture_model(
         inputs: example batch: a tensor, a tuple of positional arguments or a dict of keyword arguments. The batch is
             dim 0.
         targets: a tensor or a tuple, passed to the loss behind the output.
-        loss: ``loss(output, *targets)`` → scalar, computed by the captured graph. None: a model that returns one scalar
-            computes it.
+        loss: ``loss(output, *targets)`` → scalar, computed by the captured graph. None: a model that returns one
+            scalar, or outputs with a ``loss``, computes it.
         name: the graph's name; the model's class by default.
         mode: "training" records what autograd needs; "inference" captures outputs only (a loss is not computed).
         verify: compare the captured model with the model itself on a small batch, where there are weights.
@@ -72,10 +72,17 @@ def capture_model(
             "function of the model's "
             'output and the targets, or capture with mode="inference".'
         )
-    captured = Captured(graph=described.graph, trace=trace, table=described.table, legality=described.legality)
+    captured = Captured(
+        graph=described.graph,
+        trace=trace,
+        table=described.table,
+        legality=described.legality,
+        remark=explain_checkpoints(trace.checkpoints),
+    )
     if verify and can_verify(model, inputs, targets):
         events.progress("verify", 0, 1)
-        captured = replace(captured, remark=verify_capture(captured, model, inputs, targets, loss))
+        different = verify_capture(captured, model, inputs, targets, loss)
+        captured = replace(captured, remark=f"{captured.remark} {different}".strip())
         events.progress("verify", 1, 1)
     return captured
 

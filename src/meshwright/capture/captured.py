@@ -15,8 +15,8 @@ class Captured:
     """A captured model; it lives in one process and is not serialisable (``graph`` is).
 
     Parameters and buffers stay the user's own objects. ``trace``, ``table`` and ``legality`` are for `part` and
-    `differentiate`. ``remark``: how its operators differ from those that the model calls by itself; empty if they do
-    not, or if nobody looked (``verify`` of `capture_model`).
+    `differentiate`. ``remark``: what the user should know of it, as that its operators differ from those that the
+    model calls by itself (if ``verify`` of `capture_model` looked); mostly empty.
     """
 
     graph: Graph

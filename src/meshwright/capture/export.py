@@ -22,16 +22,18 @@ from meshwright.capture.inputs import BatchLayout, describe_batch
 from meshwright.capture.refusals import (
     StateWatch,
     explain_failure,
+    note_checkpoints,
     note_data_access,
     refuse_backward_hooks,
     refuse_custom_gradients,
     refuse_data_access,
 )
 from meshwright.capture.repeats import NotRepeatableError, Repeats, check_repeats, find_repeats
-from meshwright.capture.surroundings import allocated, as_untraced, training_flags
+from meshwright.capture.surroundings import allocated, as_untraced, kept_buffers, training_flags
 from meshwright.capture.trace import Trace
 from meshwright.capture.values import Value
 from meshwright.spec import CaptureError
+from meshwright.spec.own_code import own_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,13 +42,15 @@ if TYPE_CHECKING:
 class Whole(nn.Module):
     """Model and loss as one module over the batch's flat tensors; notes what forward changes in Python."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, layout: BatchLayout) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Any] | None, layout: BatchLayout, *, training: bool
+    ) -> None:
         super().__init__()
         self.model = model
-        self.plan = _WholePlan(model, loss, layout, [])
+        self.plan = _WholePlan(model, loss, layout, training, [])
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss, or the model's output if there is none."""
+        """The loss; where there is none, in training the model's own, else its output."""
         plan = self.plan
         args, kwargs, targets = plan.layout.rebuild(tensors)
         # Made here, because export has exchanged the parameters and some modules (LSTM) keep references to them.
@@ -57,7 +61,9 @@ class Whole(nn.Module):
         plan.changes.extend(watch.changes())
         for name, module, buffers in bound:
             _write_back(name, module, buffers)
-        return output if plan.loss is None else plan.loss(output, *targets)
+        if plan.loss is not None:
+            return plan.loss(output, *targets)
+        return own_loss(output) if plan.training else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class _WholePlan:
     model: nn.Module
     loss: Callable[..., Any] | None
     layout: BatchLayout
+    training: bool
     changes: list[tuple[str, str]]
 
 
@@ -108,10 +115,11 @@ def trace_model(
     first_name = _first_names(model)
     with training_flags(model, training):
         try:
-            module, pairs = _export(model, loss, layout, tensors, batched, find_repeats(model) if shorten else [])
+            repeats = find_repeats(model) if shorten else []
+            module, pairs, checkpoints = _export(model, loss, layout, tensors, batched, repeats, training=training)
             flat = flatten_export(module, first_name, pairs)
         except NotRepeatableError:
-            module, pairs = _export(model, loss, layout, tensors, batched, [])
+            module, pairs, checkpoints = _export(model, loss, layout, tensors, batched, [], training=training)
             flat = flatten_export(module, first_name, pairs)
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     return Trace(
@@ -128,6 +136,7 @@ def trace_model(
         training=training,
         has_loss=_has_loss(module, loss),
         returned=flat.returned if loss is None else None,
+        checkpoints=tuple(dict.fromkeys(checkpoints)),
     )
 
 
@@ -138,24 +147,40 @@ def _export(
     tensors: tuple[torch.Tensor, ...],
     batched: tuple[bool, ...],
     repeats: list[Repeats],
-) -> tuple[Any, list[tuple[str, str]]]:
-    """Export model and loss; returns the exported module and the two traced blocks of every repeated group."""
+    *,
+    training: bool,
+) -> tuple[Any, list[tuple[str, str]], list[str]]:
+    """Export model and loss.
+
+    Returns the exported module, the two traced blocks of every repeated group, and who calls torch.utils.checkpoint.
+    """
     dynamic = tuple({0: torch.export.Dim.AUTO} if grows else None for grows in batched)
-    whole = Whole(model, loss, layout)
+    whole = Whole(model, loss, layout, training=training)
     watch = StateWatch(model)
     with ExitStack() as stack:
         fake_tensors = stack.enter_context(allocated(model, tensors))
         if model.training:
             stack.enter_context(refuse_custom_gradients(model))
         places = stack.enter_context(note_data_access(model))
+        checkpoints = stack.enter_context(note_checkpoints(model))
         for group in repeats:
             stack.enter_context(group.installed())
+
+        def attempt() -> Any:
+            return torch.export.export(
+                whole, fake_tensors, strict=False, dynamic_shapes={"tensors": dynamic} if any(batched) else None
+            )
+
         try:
             # Where a model depends on data, export prints all that it has traced so far.
             stack.enter_context(redirect_stderr(StringIO()))
-            program = torch.export.export(
-                whole, fake_tensors, strict=False, dynamic_shapes={"tensors": dynamic} if any(batched) else None
-            )
+            program = attempt()
+            if whole.plan.changes:
+                # What the first forward sets, as tables that are made when they are needed, may stay from then on.
+                watch.restore()
+                whole.plan.changes.clear()
+                _run_once(model, layout, fake_tensors)
+                program = attempt()
             module = program.module(check_guards=False)
         except (CaptureError, NotRepeatableError):
             raise
@@ -169,7 +194,14 @@ def _export(
     if places and any(isinstance(value, FakeTensor) for value in program.constants.values()):
         raise refuse_data_access(places[0])
     check_repeats(module, repeats)
-    return module, [(group.traced[0], group.traced[1]) for group in repeats if group.num_skipped]
+    return module, [(group.traced[0], group.traced[1]) for group in repeats if group.num_skipped], checkpoints
+
+
+def _run_once(model: nn.Module, layout: BatchLayout, tensors: tuple[torch.Tensor, ...]) -> None:
+    """One forward, after which buffers and random numbers are as before; attributes are what it made them."""
+    args, kwargs, _ = layout.rebuild(tensors)
+    with torch.no_grad(), kept_buffers(model), as_untraced(tensors):
+        model(*args, **kwargs)
 
 
 def _example(tensors: tuple[torch.Tensor, ...], symbolic: bool) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:

@@ -8,6 +8,7 @@ the targets of the loss. Its tensors, in `torch.utils._pytree` order, are the gr
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class BatchLayout:
 
 def split_batch(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """(args, kwargs, targets) of what a user calls inputs and targets."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         args, kwargs = (), dict(inputs)
     else:
         args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}

@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint as checkpointing
 
 from meshwright.spec import CaptureError
+from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _MODULE_FACTS = frozenset(vars(nn.Module()))
@@ -56,7 +57,7 @@ def refuse_custom_gradients(model: nn.Module) -> Iterator[None]:
     original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
+        if cls is checkpointing.CheckpointFunction:
             raise CaptureError(
                 f"{_caller(model)} uses torch.utils.checkpoint with use_reentrant=True, whose gradients a captured "
                 "model would lose. Pass use_reentrant=False; Meshwright's plans decide about recomputation themselves."
@@ -110,6 +111,31 @@ def note_data_access(model: nn.Module) -> Iterator[list[str]]:
 
     with patch.object(torch.Tensor, "data", property(read, write)):
         yield places
+
+
+@contextmanager
+def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
+    """While active, the places that call ``torch.utils.checkpoint`` come into the list: a trace tells nothing of it."""
+    begin: Any = checkpointing._checkpoint_without_reentrant_generator
+    places: list[str] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        places.append(_caller(model))
+        return begin(*args, **kwargs)
+
+    with patch.object(checkpointing, "_checkpoint_without_reentrant_generator", noted):
+        yield places
+
+
+def explain_checkpoints(places: Sequence[str]) -> str:
+    """A remark on calls of ``torch.utils.checkpoint``; empty if there are none."""
+    if not places:
+        return ""
+    more = f" ({format_count(len(places), 'place')} in all)" if len(places) > 1 else ""
+    return (
+        f"{places[0]} calls torch.utils.checkpoint{more}, which the graph leaves out: the plan says what is computed "
+        "again. Plan with --recompute full for the same, or with another --recompute that takes less time."
+    )
 
 
 def refuse_data_access(place: str) -> CaptureError:
@@ -175,7 +201,7 @@ class StateWatch:
             name, key = changes[0]
             module = dict(self._model.named_modules()).get(name, self._model)
             raise CaptureError(
-                f"Forward changes the Python attribute {key!r} of module {name or 'the model itself'!r} "
+                f"Each forward changes the Python attribute {key!r} of module {name or 'the model itself'!r} "
                 f"({type(module).__name__}); a captured model would keep the value of the first call. Make it a buffer "
                 "(register_buffer), or compute it in __init__."
             )

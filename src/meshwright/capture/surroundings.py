@@ -72,6 +72,23 @@ def training_flags(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Undo what running the model changes: buffers, their contents, and the state of the random generators."""
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for table, held in tables:
+                    table.update(held)
+                for buffer, copy in copies:
+                    buffer.copy_(copy)
+
+
+@contextmanager
 def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
     """Libraries that ask torch whether it traces hear that it does not: they take the branches that training takes.
 

@@ -20,8 +20,9 @@ from meshwright.capture.dispatched import Dispatched, explain_calls
 from meshwright.capture.inputs import split_batch
 from meshwright.capture.parts import part
 from meshwright.capture.refusals import StateWatch
-from meshwright.capture.surroundings import holds_data, quiet_torch, training_flags
+from meshwright.capture.surroundings import holds_data, kept_buffers, quiet_torch, training_flags
 from meshwright.spec import CaptureError
+from meshwright.spec.own_code import own_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +74,9 @@ def verify_capture(
         args, kwargs, rest = trace.layout.rebuild(tensors)
         with of_model.counting(model) if counted else nullcontext():
             output = model(*args, **kwargs)
-            return output if loss is None else loss(output, *rest)
+            if loss is not None:
+                return loss(output, *rest)
+            return own_loss(output) if trace.training else output
 
     def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
         made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)
@@ -125,19 +128,11 @@ def _run(
 def _unchanged(model: nn.Module, training: bool) -> Iterator[None]:
     """Undo everything that running the model changes."""
     watch = StateWatch(model)
-    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    with torch.random.fork_rng(devices), training_flags(model, training), quiet_torch():
+    with kept_buffers(model), training_flags(model, training), quiet_torch():
         try:
             yield
         finally:
             watch.restore()
-            with torch.no_grad():
-                for table, held in tables:
-                    table.update(held)
-                for buffer, copy in copies:
-                    buffer.copy_(copy)
 
 
 def _resize(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ def capture_reference(
         from meshwright.rewrite.planned import rewrite_source
 
         source = rewrite_source(source, target, mode)
-    return capture_model(
+    captured = capture_model(
         source.model,
         source.inputs,
         targets=source.targets if mode == "training" else (),
@@ -96,6 +96,9 @@ def capture_reference(
         mode=mode,
         verify=False,
     )
+    if captured.remark:
+        note(captured.remark)
+    return captured
 
 
 def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode) -> str:

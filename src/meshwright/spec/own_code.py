@@ -2,7 +2,8 @@
 
 A file's folder is importable while it is loaded and called (`beside`). Whatever it raises becomes one paragraph with
 its own message and line. Who asks for a function says what it should return and which error tells of a fault. Paths are
-those of the shell: relative to the working directory, with ``~`` for the home folder.
+those of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is what a model of a
+user's own computes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,15 @@ def first_line(function: Callable[..., Any], path: Path) -> str:
 def source_line(path: Path, line: int) -> str:
     """``path/to/file.py:12: yield Forward(...)``."""
     return f"{path}:{line}: {linecache.getline(str(path.resolve()), line).strip()}"
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model computes: what it returns under the name ``loss``, or all that it returns.
+
+    Models of transformers return it so for a batch with labels.
+    """
+    found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if getattr(found, "ndim", None) == 0 and found.is_floating_point() else output
 
 
 def _run_file(path: Path, content: bytes, error: type[MeshwrightError]) -> ModuleType:

@@ -56,7 +56,7 @@ def prepare(
     model: torch.nn.Module,
     loss: Callable[..., torch.Tensor] | None,
     optimizer: OptimizerArgument | None,
-    batch: tuple[Any, Any],
+    batch: Any,
     *,
     plan: Plan | Placement | Path | str,
     run_seed: int = 0,
@@ -72,10 +72,12 @@ def prepare(
     Args:
         model: the whole model, equal on all ranks (build it after ``torch.manual_seed``); it is not changed, but the
             memory of the parameters that other ranks hold is released.
-        loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss. A plan for inference has none.
+        loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss, alone or as ``outputs.loss``. A
+            plan for inference has none.
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
             that makes one from a list of parameters; None for inference.
-        batch: an example batch ``(inputs, targets)``; only its shapes matter.
+        batch: an example batch ``(inputs, targets)``, or inputs alone where the model computes its loss, as a dict with
+            labels; only its shapes matter.
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
         repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
@@ -93,7 +95,7 @@ def prepare(
     rank, own_device = join_group(choose_device(plan, device))
     if feed is not None:
         plan = _with_loader(plan, feed)
-    inputs, targets = batch
+    inputs, targets = unpack(batch)
     infers = plan.workload.kind == "inference"
     if infers:
         loss, targets, optimizer = None, (), _no_optimizer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,9 @@ def _check_inputs(batch: Any, where: str) -> Any:
         batch = (batch,)
     elif isinstance(batch, list):
         batch = tuple(batch)
+    elif isinstance(batch, Mapping):
+        # What the tokenizers of transformers return is no dict.
+        batch = dict(batch)
     if not (isinstance(batch, tuple) or (isinstance(batch, dict) and all(isinstance(key, str) for key in batch))):
         raise _wrong_result(where, f"returned {describe(batch)} as the batch instead of a tensor, a tuple or a dict")
     if not any(isinstance(item, torch.Tensor) and item.ndim for item in pytree.tree_leaves(batch)):

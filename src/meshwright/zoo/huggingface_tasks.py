@@ -167,10 +167,11 @@ class VisionClassifier(Task):
 
     def __post_init__(self) -> None:
         patch = getattr(self.config, "patch_size", None)
-        if isinstance(patch, int) and patch and self.image_size % patch:
+        # Of other sizes, transformers leaves out the rest of an image, or pads it.
+        if isinstance(patch, int) and self.image_size < patch:
             raise ModelReferenceError(
                 f"Images of {self.image_size} pixels were asked for, but this {self.config.model_type} reads patches "
-                f"of {patch} pixels; choose a multiple of {patch}."
+                f"of {patch} pixels; choose {patch} or more."
             )
 
     @classmethod

@@ -204,7 +204,7 @@ def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 def _choose_loss(
     loss: Callable[..., torch.Tensor] | None, value: Any, outputs: Any, where: str
 ) -> tuple[Callable[..., torch.Tensor] | None, LossOrigin]:
-    """The given loss if its ``value`` is a scalar, the module's own if its outputs are one, or the stand-in."""
+    """The given loss if its ``value`` is a scalar, the module's own if it computes one, or the stand-in."""
     if loss is not None:
         if not (is_floating_tensor(value) and value.ndim == 0):
             raise ModelReferenceError(
@@ -212,7 +212,8 @@ def _choose_loss(
                 "Reduce it, for instance to its mean."
             )
         return loss, "given"
-    if is_floating_tensor(outputs) and outputs.ndim == 0:
+    computed = own_code.own_loss(outputs)
+    if is_floating_tensor(computed) and computed.ndim == 0:
         return None, "module"
     if not any(is_floating_tensor(item) for item in pytree.tree_leaves(outputs)):
         raise ModelReferenceError(

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.spec.own_code import own_loss
+
 LossOrigin = Literal["given", "module", "stand-in"]
 
 
@@ -19,9 +21,9 @@ class ModelSource:
 
     ``inputs`` is a tuple of positional or a dict of keyword arguments of ``model.forward``; ``targets`` are the further
     arguments of ``loss(outputs, *targets) -> scalar``. The first dim of every tensor in both is the batch.
-    ``loss`` is None where the module itself returns the scalar loss. ``loss_origin`` says where the loss is from:
-    "given" with the model, the "module" itself, or a "stand-in" because nobody gave one. ``reads_bytes``: a language
-    model whose tokens are bytes, so that any text is training data.
+    ``loss`` is None where the module itself computes the scalar loss (`own_loss`). ``loss_origin`` says where the loss
+    is from: "given" with the model, the "module" itself, or a "stand-in" because nobody gave one. ``reads_bytes``: a
+    language model whose tokens are bytes, so that any text is training data.
     """
 
     name: str
@@ -40,7 +42,7 @@ class ModelSource:
     def compute_loss(self) -> torch.Tensor:
         """Run the model on its example batch; returns the scalar loss."""
         outputs = call_forward(self.model, self.inputs)
-        return outputs if self.loss is None else self.loss(outputs, *self.targets)
+        return own_loss(outputs) if self.loss is None else self.loss(outputs, *self.targets)
 
 
 def call_forward(model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any]) -> Any:
