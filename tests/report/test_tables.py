@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -134,6 +135,12 @@ def test_a_comparison_says_what_differs():
     same = printed(comparison_table(compare_timelines(predicted, as_measured(predicted, 2.0))))
     assert "Order of issued instructions: the same on every stream." in same
     assert ["forward", "0", "2", "1 ms", "2 ms", "-50.0 %"] in words(same)
+    assert "Most memory" not in same
+    on_gpu = replace(as_measured(predicted), peak_memory_bytes=(2**30,), reserved_memory_bytes=(3 * 2**30,))
+    comparison = compare_timelines(predicted, on_gpu)
+    assert comparison.ranks[0].measured_reserved_bytes == 3 * 2**30
+    text = printed(comparison_table(comparison))
+    assert "Most memory measured on a rank: 1 GiB, for which the allocator reserved up to 3 GiB." in text
     swapped = as_measured(make_timeline([(0, "compute", F, 0, 1 - m, -1, m, m + 1) for m in range(2)]))
     text = printed(comparison_table(compare_timelines(predicted, swapped)))
     assert "rank 0 compute, step 0, instruction 0: predicted F0.0, measured F0.1" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.spec import Plan, StagePlan, Workload, write_document
+from meshwright.spec import Plan, StagePlan, Timeline, Workload, read_document, write_document
 from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training import Job, check_losses, run_plan
 
@@ -28,6 +28,8 @@ def test_losses_are_those_of_one_process(tmp_path):
     job = job_of(tmp_path)
     result = run_plan(job, tmp_path / "out")
     check_losses(job, result)  # raises otherwise
+    timeline = read_document(Timeline, result.timeline)
+    assert 0 < timeline.peak_memory_bytes[0] <= timeline.reserved_memory_bytes[0]
 
 
 def test_under_autocast_it_learns_as_without(tmp_path):

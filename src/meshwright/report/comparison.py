@@ -44,6 +44,7 @@ class RankComparison:
     relative_error: float | None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,9 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> Comparison:
                 predicted_busy_s=ours,
                 measured_busy_s=theirs,
                 relative_error=_error(ours, theirs),
-                predicted_peak_bytes=predicted.peak_memory_bytes[rank] if predicted.peak_memory_bytes else None,
-                measured_peak_bytes=measured.peak_memory_bytes[rank] if measured.peak_memory_bytes else None,
+                predicted_peak_bytes=_of_rank(predicted.peak_memory_bytes, rank),
+                measured_peak_bytes=_of_rank(measured.peak_memory_bytes, rank),
+                measured_reserved_bytes=_of_rank(measured.reserved_memory_bytes, rank),
             )
             for rank, (ours, theirs) in enumerate(busy)
         ),
@@ -135,6 +137,10 @@ def comparison_rows(comparison: Comparison) -> Row:
         "same_order": comparison.same_order,
         "differences": [stream.difference for stream in comparison.streams if not stream.same],
     }
+
+
+def _of_rank(known: tuple[int, ...], rank: int) -> int | None:
+    return known[rank] if known else None
 
 
 def _fields(item: StepComparison | RankComparison | InstructionComparison) -> Row:

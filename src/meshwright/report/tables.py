@@ -216,8 +216,12 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     """Prediction beside measurement: the step, each kind of work, each rank, and whether the order was the same."""
     rows = comparison_rows(comparison)
     order = "the same on every stream" if comparison.same_order else "; ".join(rows["differences"])
-    peaks = [value for pair in rows["ranks"] if (value := pair["measured_peak_bytes"]) is not None]
-    memory = f"Most memory measured on a rank: {format_bytes(max(peaks))}." if peaks else ""
+    peaks, reserved = (
+        [value for row in rows["ranks"] if (value := row[key]) is not None]
+        for key in ("measured_peak_bytes", "measured_reserved_bytes")
+    )
+    of_allocator = f", for which the allocator reserved up to {format_bytes(max(reserved))}" if reserved else ""
+    memory = f"Most memory measured on a rank: {format_bytes(max(peaks))}{of_allocator}." if peaks else ""
     return Group(
         make_table([rows["step"]], title="step"),
         make_table(rows["instructions"], title="median of each instruction"),

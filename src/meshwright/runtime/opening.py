@@ -25,7 +25,7 @@ from meshwright.program import (
 from meshwright.program.parts import cut_parts
 from meshwright.runtime.alike import begin_alike
 from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
-from meshwright.runtime.devices import choose_device
+from meshwright.runtime.devices import check_autocast, choose_device
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
@@ -80,6 +80,7 @@ def open_session(
     _check_fit(captured, plan)
     if device is None:
         _, device = join_group(choose_device(plan))
+    check_autocast(device, autocast)
     grid = _take_place(plan)
     begin_alike(captured, device)
     share = take_holding(captured, plan, grid, device)

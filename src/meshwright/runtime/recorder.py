@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -118,8 +120,15 @@ def _answer_clock(other: int) -> None:
         dist.send(message, other)
 
 
+class PeakMemory(NamedTuple):
+    """The most bytes that a process had in use, and that its allocator had reserved (0 where there is none)."""
+
+    in_use: int
+    reserved: int
+
+
 def gather_timeline(
-    program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak_memory_bytes: int, width: int = 1
+    program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak: PeakMemory, width: int = 1
 ) -> Timeline | None:
     """Merge the rows of all processes into one timeline on the first; None on the others. All call it together.
 
@@ -128,17 +137,17 @@ def gather_timeline(
     """
     own = rows.copy()
     own[:, 2:] += clock_offset_ns
-    gathered: list[tuple[np.ndarray, int]] | None = [(own, 0)] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((own, peak_memory_bytes), gathered)
+    gathered = [(own, peak)] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((own, peak), gathered)
     if gathered is None:
         return None
-    peaks = [peak for _, peak in gathered]
-    fullest = tuple(max(peaks[first : first + width]) for first in range(0, len(peaks), width))
+    teams = [[peak for _, peak in gathered[first : first + width]] for first in range(0, len(gathered), width)]
+    fullest = [PeakMemory(*map(max, zip(*team, strict=True))) for team in teams]
     return make_timeline(program, section, [item for item, _ in gathered[::width]], fullest)
 
 
 def make_timeline(
-    program: Program, section: Section, rows_per_rank: list[np.ndarray], peak_memory_bytes: tuple[int, ...]
+    program: Program, section: Section, rows_per_rank: list[np.ndarray], peaks: Sequence[PeakMemory]
 ) -> Timeline:
     """A measured timeline from rows (instruction, step, start ns, end ns) on one clock; time 0 is the first start."""
     rows = np.concatenate(rows_per_rank)
@@ -164,5 +173,6 @@ def make_timeline(
         memory_rank=none.astype(np.int32),
         memory_time_ps=none,
         memory_bytes=none,
-        peak_memory_bytes=peak_memory_bytes,
+        peak_memory_bytes=tuple(peak.in_use for peak in peaks),
+        reserved_memory_bytes=tuple(peak.reserved for peak in peaks) if any(peak.reserved for peak in peaks) else (),
     )

@@ -97,4 +97,5 @@ def _timeline(program: Program, path: CriticalPath, columns: dict[str, NDArray[A
         memory_time_ps=none,
         memory_bytes=none,
         peak_memory_bytes=(),
+        reserved_memory_bytes=(),
     )

@@ -106,6 +106,7 @@ def record_spans(program: Program, run: Run, memory: MemoryUse | None = None) ->
         memory_time_ps=memory.time_ps if memory else none,
         memory_bytes=memory.in_use_bytes if memory else none,
         peak_memory_bytes=tuple(memory.peak_parts_bytes.sum(axis=1).tolist()) if memory else (),
+        reserved_memory_bytes=(),
     )
 
 

@@ -27,7 +27,7 @@ class Timeline:
 
     Span i is on track ``track[i]`` (an index into ``tracks``), from ``start_ps[i]`` to ``end_ps[i]``.
     ``step`` numbers the repetitions of the program's body. ``peak_memory_bytes`` has one entry per rank (empty if not
-    known).
+    known), as has ``reserved_memory_bytes``, what a GPU's allocator took from the device for that.
     """
 
     origin: Literal["predicted", "measured"]
@@ -46,6 +46,7 @@ class Timeline:
     memory_time_ps: NDArray[np.int64]
     memory_bytes: NDArray[np.int64]
     peak_memory_bytes: tuple[int, ...] = ()
+    reserved_memory_bytes: tuple[int, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -67,11 +68,11 @@ class Timeline:
             raise DocumentError(
                 f"The timeline has tracks of ranks other than its {self.num_ranks}; write the timeline again."
             )
-        if len(self.peak_memory_bytes) not in (0, self.num_ranks):
-            raise DocumentError(
-                f"The timeline has {len(self.peak_memory_bytes)} memory peaks for {self.num_ranks} ranks; "
-                "write the timeline again."
-            )
+        for what, known in (("memory peaks", self.peak_memory_bytes), ("reserved sizes", self.reserved_memory_bytes)):
+            if len(known) not in (0, self.num_ranks):
+                raise DocumentError(
+                    f"The timeline has {len(known)} {what} for {self.num_ranks} ranks; write the timeline again."
+                )
         for name, high in (
             ("track", len(self.tracks)),
             ("opcode", len(Opcode)),

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from meshwright.runtime import PeakMemory
+
 _STATUS = Path("/proc/self/status")
 # Writing 5 here resets the high-water mark of the resident set (Linux, proc(5), clear_refs).
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -33,12 +35,15 @@ class MemoryMeter:
                 _CLEAR_REFS.write_text("5")
         self._start_bytes = _read_status("VmRSS")
 
-    def peak_bytes(self) -> int:
-        """Peak bytes of training so far; 0 where the platform does not tell."""
+    def peak(self) -> PeakMemory:
+        """The most of training so far; 0 where the platform does not tell."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            in_use, reserved = (
+                read(self._device) for read in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+            )
+            return PeakMemory(in_use, reserved)
         peak = _read_status("VmHWM")
-        return max(peak - self._start_bytes, 0) + self._resident_bytes if peak else 0
+        return PeakMemory(max(peak - self._start_bytes, 0) + self._resident_bytes if peak else 0, 0)
 
 
 def _read_status(field: str) -> int:

@@ -57,7 +57,7 @@ def measure_peak(case: MemoryCase) -> MeasuredPeak:
             _checkpoint_blocks(source)
         _train(source, case.optimizer)
         del source
-    return MeasuredPeak(peak_bytes=_largest_total(profiler), resident_bytes=meter.peak_bytes())
+    return MeasuredPeak(peak_bytes=_largest_total(profiler), resident_bytes=meter.peak().in_use)
 
 
 def measure_rank_peak(plan: Plan) -> int:

@@ -301,7 +301,7 @@ class Trainer:
             session.program.body,
             session.recorder.rows(),
             self._clock_offset_ns,
-            self._memory.peak_bytes(),
+            self._memory.peak(),
             session.grid.width,
         )
 
