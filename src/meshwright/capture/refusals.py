@@ -116,14 +116,15 @@ def note_data_access(model: nn.Module) -> Iterator[list[str]]:
 @contextmanager
 def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
     """While active, the places that call ``torch.utils.checkpoint`` come into the list: a trace tells nothing of it."""
-    begin: Any = checkpointing._checkpoint_without_reentrant_generator
-    places: list[str] = []
+    # What keeps a call's inputs in place of what autograd would save, made once per call.
+    hook: Any = checkpointing._checkpoint_hook
+    begin, places = hook.__init__, list[str]()
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         places.append(_caller(model))
-        return begin(*args, **kwargs)
+        begin(self, *args, **kwargs)
 
-    with patch.object(checkpointing, "_checkpoint_without_reentrant_generator", noted):
+    with patch.object(hook, "__init__", noted):
         yield places
 
 
