@@ -11,8 +11,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from tests.warm import programs
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,6 +55,20 @@ def run_ranks(module: str, world_size: int, *arguments: str, timeout_s: float = 
             process.wait(timeout=30)
         output.seek(0)
         assert code == 0, f"{module} ended with {code}:\n{output.read()[-8000:]}"
+
+
+def fork_prepared(world_size: int, prepare: Callable[[], T], run: Callable[[T], None]) -> None:
+    """`fork_ranks` with what ``prepare`` makes: once before the forks, or in each of them.
+
+    Builds of torch for CUDA refuse a backward in a fork of a process that has run one, as every capture does.
+    """
+    import torch  # who only starts ranks loads none
+
+    if torch.version.cuda is None:
+        made = prepare()
+        fork_ranks(world_size, lambda: run(made))
+    else:
+        fork_ranks(world_size, lambda: run(prepare()))
 
 
 def fork_ranks(world_size: int, run: Callable[[], None]) -> None:

@@ -69,9 +69,12 @@ def serve(address: str) -> None:
 
 
 def _warm_up() -> None:
-    """Capture and plan once: both load more when they are first called, and machine code last of all."""
+    """Capture and plan once: both load more when they are first called, and machine code last of all.
+
+    For inference: builds of torch for CUDA refuse a backward in a fork once there was one before it.
+    """
     source = load_model("gpt-tiny", fake=True)
-    capture_model(source.model, source.inputs, targets=source.targets, loss=source.loss, verify=False)
+    capture_model(source.model, source.inputs, mode="inference", verify=False)
     plan = ["plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", "8", "--stages", "2", "--json"]
     with redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder, chdir(folder):
         if invoke(plan) != 0:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.capture import capture_model
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups, shard_graph
 from meshwright.spec.sharding import Sharding
-from tests.processes import fork_ranks
+from tests.processes import fork_prepared
 from tests.program.parallel_models import BATCH, make_batch, parallelize, small_shape
 from tests.program.recording import Recorder, SavedBytes
 
@@ -135,8 +135,7 @@ def run_fake(graphs, path: str) -> None:
 
 if __name__ == "__main__":
     ranks, target = int(sys.argv[1]), sys.argv[2]
-    captured = capture_graphs()
     if ranks == FAKE_RANKS:
-        run_fake(captured, target)
+        run_fake(capture_graphs(), target)
     else:
-        fork_ranks(ranks, lambda: run_gloo(captured, ranks, target))
+        fork_prepared(ranks, capture_graphs, lambda captured: run_gloo(captured, ranks, target))

@@ -22,7 +22,7 @@ from meshwright.program import with_schedule
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph, with_branches
 from meshwright.training.state import gather_state
-from tests.processes import fork_ranks
+from tests.processes import fork_prepared
 from tests.runtime.cases import FEW, MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
 from tests.runtime.matrix import cases_of_run
 from tests.runtime.models import MODELS
@@ -182,8 +182,11 @@ def run_models(models, cases_of, world_size: str, dtype_name: str, out: str, run
     torch.set_default_dtype(getattr(torch, dtype_name))
     # A model without a case is not captured.
     models = {name: make for name, make in models.items() if cases_of(name, int(world_size))}
-    captured = {name: capture_case(make) for name, make in models.items()}
-    fork_ranks(int(world_size), lambda: train_all(captured, cases_of, int(world_size), Path(out), run))
+    fork_prepared(
+        int(world_size),
+        lambda: {name: capture_case(make) for name, make in models.items()},
+        lambda captured: train_all(captured, cases_of, int(world_size), Path(out), run),
+    )
 
 
 def capture_case(make):

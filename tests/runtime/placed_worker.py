@@ -22,7 +22,7 @@ from meshwright.planner.placing.op_tasks import find_tasks
 from meshwright.program import build_placed_program
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Opcode, Placement, Workload, decode_document, encode_document
-from tests.processes import fork_ranks
+from tests.processes import fork_prepared
 from tests.runtime.cases import MICROBATCH_SIZE, RUN_SEED
 from tests.runtime.equality_worker import call, errors, make_optimizer, serial_reference, train_session
 from tests.runtime.placed_models import PLACED_MODELS
@@ -139,5 +139,8 @@ def run_all(cases, out):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    prepared = {name: prepare_case(make) for name, make in PLACED_MODELS.items()}
-    fork_ranks(int(sys.argv[1]), lambda: run_all(prepared, Path(sys.argv[2])))
+    fork_prepared(
+        int(sys.argv[1]),
+        lambda: {name: prepare_case(make) for name, make in PLACED_MODELS.items()},
+        lambda prepared: run_all(prepared, Path(sys.argv[2])),
+    )
