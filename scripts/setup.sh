@@ -69,8 +69,8 @@ warn_untested_torch() {
     "$venv/bin/python" - <<'END'
 import importlib.metadata
 version = importlib.metadata.version("torch")
-if version.split(".")[:2] != ["2", "13"]:
-    print(f"note: keeping torch {version}; Meshwright is tested with 2.13. "
+if version.split(".")[:2] not in (["2", "13"], ["2", "14"]):
+    print(f"note: keeping torch {version}; Meshwright is tested with 2.13 and 2.14. "
           "`make distclean`, then `make TORCH=own ...` installs that.")
 END
 }

@@ -19,6 +19,7 @@ from meshwright.program.sharding import fsdp_collectives, padded_bytes, paramete
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
 from meshwright.spec.recompute import recompute_choices
+from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
 from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
@@ -107,8 +108,8 @@ def train(captured, loops, layout):
 
 KINDS = {
     "all_reduce": "all_reduce",
-    "all_gather_single": "all_gather",
-    "reduce_scatter_single": "reduce_scatter",
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
 

@@ -35,6 +35,7 @@ from meshwright.records.importing.public import DEVICES
 from meshwright.records.table import columns_of
 from meshwright.spec import EventSink
 from meshwright.spec.measurements import TransferKind
+from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 LINK_SIZES = tuple(4**exponent for exponent in range(2, 14))
 # With the start of the processes and the fit, under a minute.
@@ -191,8 +192,8 @@ def _prepare(
     calls: dict[TransferKind, Callable[[], object]] = {
         "send": partial(round_trip, full, group),
         "all_reduce": partial(dist.all_reduce, full, group=group),
-        "all_gather": partial(dist.all_gather_single, full, part, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter_single, part, full, group=group),
+        "all_gather": partial(all_gather_single, full, part, group=group),
+        "reduce_scatter": partial(reduce_scatter_single, part, full, group=group),
         "all_to_all": partial(dist.all_to_all_single, torch.empty_like(part), part, group=group),
         "broadcast": partial(dist.broadcast, full, src=first, group=group),
     }

@@ -18,6 +18,7 @@ from meshwright.program import Bucket, cut_pieces
 from meshwright.program.parts import Parts
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange
 from meshwright.spec.errors import PlanError
+from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 
 class ShardedBucket(BucketBuffer):
@@ -52,8 +53,7 @@ class ShardedBucket(BucketBuffer):
         absent = {i for i, parameter in zip(self.tensors, self.parameters, strict=True) if parameter.grad is None}
         for tensor, piece in self.pieces.items():
             piece.grad = self._gradients[tensor] if tensor not in absent else None
-        work: dist.Work | None = dist.reduce_scatter_single(self.own_gradients, self.flat, group=group, async_op=True)
-        return work
+        return reduce_scatter_single(self.own_gradients, self.flat, group=group, async_op=True)
 
     def gather(self, group: dist.ProcessGroup | None) -> dist.Work | None:
         """Bring the updated parts of all together; gradients are done with."""
@@ -61,8 +61,7 @@ class ShardedBucket(BucketBuffer):
             parameter.grad = None
         # Gathering into the memory that is sent is not allowed everywhere.
         own = self.own_values.clone()
-        work: dist.Work | None = dist.all_gather_single(self.values, own, group=group, async_op=True)
-        return work
+        return all_gather_single(self.values, own, group=group, async_op=True)
 
 
 class ShardedBuckets(BucketExchange):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from meshwright.runtime.teams.grid import AxisGroup
 from meshwright.runtime.teams.shares import Cut
 from meshwright.spec.collective import CollectiveKind
+from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class _Convert(torch.autograd.Function):
 def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
     """What each process has."""
     found = value.new_empty(axis.size * value.numel())
-    dist.all_gather_single(found, value.contiguous().view(-1), group=axis.group)
+    all_gather_single(found, value.contiguous().view(-1), group=axis.group)
     return list(found.view(axis.size, *value.shape).unbind())
 
 
@@ -107,7 +108,7 @@ def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
     """The own share of the sum."""
     shares = torch.stack(cut.shares(value, axis.size))
     found = torch.empty_like(shares[0])
-    dist.reduce_scatter_single(found.view(-1), shares.view(-1), group=axis.group)
+    reduce_scatter_single(found.view(-1), shares.view(-1), group=axis.group)
     return found
 
 
