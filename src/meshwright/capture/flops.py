@@ -2,8 +2,9 @@
 
 torch's `flop_registry` (torch/utils/flop_counter.py) covers matrix products, convolutions and the GPU attention
 kernels; a multiply and an add are two operations, elementwise work counts nothing. It has no entry for the attention
-kernels of the CPU nor for matrix-vector products; those formulas stand here: attention as torch counts it for GPUs (no
-saving for causal masks; the backward pass recomputes the scores), a matrix-vector product as 2·rows·columns.
+kernels of the CPU nor for matrix-vector products, and before torch 2.13 none of grouped keys and values; those formulas
+stand here: attention as torch 2.13 counts it for GPUs (no saving for causal masks; the backward pass recomputes the
+scores), a matrix-vector product as 2·rows·columns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,13 +23,16 @@ aten = torch.ops.aten
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[3])
 
 
 def _attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    _grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    """Scores again; from the output's gradient those of weights and values, from that those of queries and keys."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
 def _matrix_vector(matrix: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -66,8 +70,24 @@ _NAMED: dict[str, Callable[..., int]] = {
 }
 
 _OWN: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_cudnn_attention,
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            aten._scaled_dot_product_flash_attention_backward,
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _attention_backward,
+    ),
     aten.mv: _matrix_vector,
     aten.dot: _matrix_vector,
     aten.addmv: _added_matrix_vector,
