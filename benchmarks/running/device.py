@@ -49,7 +49,11 @@ def rows(quick: bool):
     with one_rank():
         _, device = join_group("cuda")
         for name, microbatch in MODELS.items():
-            found += compare(name, microbatch, device, kind, QUICK_PAIRS if quick else PAIRS)
+            try:
+                found += compare(name, microbatch, device, kind, QUICK_PAIRS if quick else PAIRS)
+            except torch.OutOfMemoryError:
+                print(f"{name}: left out, it does not fit into this GPU's memory", flush=True)
+            torch.cuda.empty_cache()
     return found
 
 
@@ -122,4 +126,6 @@ def compare(name: str, microbatch: int, device: torch.device, kind: str | None, 
     return found
 
 
-NOTES = "" if torch.cuda.is_available() else "One CUDA device: **not run**, none was there."
+NOTES = (
+    f"One {torch.cuda.get_device_name()}." if torch.cuda.is_available() else "One GPU: **not run**, none was there."
+)

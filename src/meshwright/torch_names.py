@@ -1,4 +1,4 @@
-"""What torch calls otherwise in some of its versions (docs/torch-versions.md)."""
+"""Functions whose names differ between versions of torch (docs/torch-versions.md)."""
 
 from __future__ import annotations
 

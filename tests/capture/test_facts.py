@@ -3,11 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.capture import capture_model, differentiate
+from meshwright.capture.flops import count_flops
 from meshwright.spec import Extent, Graph, decode_document, encode_document
 
 from .models import CASES, Gpt, build, mean_square, numbers, token_loss, tokens
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
@@ -65,6 +69,17 @@ def test_documents_keep_the_graph(case):
     again = decode_document(Graph, encode_document(graph), "a test")
     assert again == graph
     assert again.content_hash == graph.content_hash
+
+
+def test_flops_of_attention_are_those_of_torch():
+    query, key, value, gradient = (torch.empty(2, *size) for size in ((8, 16, 4), (2, 32, 4), (2, 32, 6), (8, 16, 6)))
+    forward, backward = (
+        getattr(aten, f"_scaled_dot_product_flash_attention{end}").default for end in ("", "_backward")
+    )
+    shapes = [tensor.shape for tensor in (query, key, value)]
+    assert count_flops(forward, (query, key, value), {}, None) == sdpa_flop_count(*shapes)
+    counted = count_flops(backward, (gradient, query, key, value), {}, None)
+    assert counted == sdpa_backward_flop_count(gradient.shape, *shapes)
 
 
 def test_flops_of_a_gpt_in_closed_form():

@@ -179,6 +179,7 @@ def test_what_the_first_forward_sets_and_the_next_ones_leave_is_captured():
     model = Lazy().double()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     captured = capture_model(model, numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square)
+    assert captured.remark == ""
     assert model.table is None
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     graph = captured.graph
@@ -186,6 +187,55 @@ def test_what_the_first_forward_sets_and_the_next_ones_leave_is_captured():
     assert torch.equal(loss, mean_square(Lazy.forward(model, numbers(3, 4)), numbers(3, 4, 1)))
     with pytest.raises(CaptureError, match="step 1, the output 0 differs"):
         capture_model(Lazy(first=2.0).double(), numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square)
+
+
+def remembers_the_batch(module, x):
+    module.last = x.mean(0) if module.last is None else module.last
+    return x - module.last
+
+
+def remembers_a_weight(module, x):
+    module.last = module.linear.weight.exp() if module.last is None else module.last
+    return x @ module.last
+
+
+@pytest.mark.parametrize("act", [remembers_the_batch, remembers_a_weight])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_the_first_forward_sets_may_not_come_from_data(act, verify):
+    model = Outer(act).double()
+    model.body[1].last = None
+    with pytest.raises(CaptureError, match=r"changes the Python attribute 'last' of module 'body\.1'"):
+        capture_model(model, numbers(2, 4), targets=numbers(2, 4, 1), loss=mean_square, verify=verify)
+    assert model.body[1].last is None
+
+
+def test_blocks_that_set_tables_are_traced_once_each(monkeypatch):
+    export, exported = torch.export.export, []
+    monkeypatch.setattr(torch.export, "export", lambda *args, **options: exported.append(1) or export(*args, **options))
+    blocks = nn.Sequential(*(Lazy() for _ in range(6))).double()
+    graph = capture_model(blocks, numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square).graph
+    assert len(exported) == 2
+    assert sum(op.kind.startswith("aten.linear") for op in graph.ops) == 6
+    assert [block.table for block in blocks] == [None] * 6
+
+
+class Losses(nn.Module):
+    """Outputs with a loss among them, as models of transformers give."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        found = self.linear(x)
+        return {"loss": found.square().mean(), "logits": found}
+
+
+def test_of_outputs_with_a_loss_training_takes_the_loss():
+    model = Losses().double()
+    assert len(capture_model(model, numbers(3, 4)).graph.outputs) == 1
+    assert len(capture_model(model, numbers(3, 4), needs_loss=False).graph.outputs) == 2
+    assert len(capture_model(model, numbers(3, 4), mode="inference").graph.outputs) == 2
 
 
 def test_checkpoints_inside_a_model_are_left_out_with_a_remark():
@@ -200,6 +250,7 @@ def test_checkpoints_inside_a_model_are_left_out_with_a_remark():
     assert remarked.graph.content_hash == plain.graph.content_hash
     assert re.match(r".*test_refusals\.py:\d+: .*'body\.1' .*torch\.utils\.checkpoint", remarked.remark)
     assert "--recompute full" in remarked.remark
+    assert capture_model(Outer(recomputes_once).double(), numbers(3, 4), mode="inference").remark == ""
 
 
 def test_autograd_functions_work_after_a_refusal():

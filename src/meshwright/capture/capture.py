@@ -65,19 +65,19 @@ def capture_model(
     if training:
         refuse_frozen(model, title)
     with quiet_torch():
-        trace, described = _capture(model, inputs, targets, loss, training, title, events)
+        trace, described = _capture(model, inputs, targets, loss, training, needs_loss and training, title, events)
     if training and needs_loss and not described.graph.has_loss:
         raise CaptureError(
             f"{title} returns no scalar and no loss was given, so there is nothing to train on. Pass loss=..., a "
-            "function of the model's "
-            'output and the targets, or capture with mode="inference".'
+            "function of the model's output and the targets; let the model return outputs with a scalar `loss`, as "
+            'those of transformers do for a batch with labels; or capture with mode="inference".'
         )
     captured = Captured(
         graph=described.graph,
         trace=trace,
         table=described.table,
         legality=described.legality,
-        remark=explain_checkpoints(trace.checkpoints),
+        remark=explain_checkpoints(trace.checkpoints) if training else "",
     )
     if verify and can_verify(model, inputs, targets):
         events.progress("verify", 0, 1)
@@ -96,13 +96,22 @@ def flatten_batch(captured: Captured, inputs: Any, targets: Any = ()) -> tuple[t
 
 
 def _capture(
-    model: nn.Module, inputs: Any, targets: Any, loss: Any, training: bool, title: str, events: EventSink
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    loss: Any,
+    training: bool,
+    takes_own_loss: bool,
+    title: str,
+    events: EventSink,
 ) -> tuple[Trace, Described]:
     units = find_units(model)
     # A module that says so takes batches of one size only, and refuses another.
     for symbolic in (False,) if getattr(model, "takes_one_size", False) else (True, False):
         events.progress("trace", 0, 1)
-        trace = trace_model(model, inputs, targets, loss, training=training, symbolic=symbolic)
+        trace = trace_model(
+            model, inputs, targets, loss, training=training, takes_own_loss=takes_own_loss, symbolic=symbolic
+        )
         events.progress("trace", 1, 1)
         try:
             return trace, describe_trace(trace, title, units)

@@ -35,7 +35,10 @@ _Call = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what is dispatched, by the module that runs; "" is the model itself."""
+    """Counts what is dispatched in the last call, by the module that runs; "" is the model itself.
+
+    Of several calls the last one counts: the first may make what is used from then on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +61,7 @@ class Dispatched(TorchDispatchMode):
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
         """While active, count what the model dispatches."""
+        self.calls.clear()
         path = [""]
 
         def enter(name: str) -> Callable[..., None]:
@@ -81,6 +85,7 @@ class Dispatched(TorchDispatchMode):
     def run(self, part: fx.GraphModule, modules: Mapping[str, str], batch: Sequence[torch.Tensor]) -> Any:
         """Run a part, and count what it dispatches; ``modules`` names the module of each of its nodes."""
         dispatched = self
+        self.calls.clear()
 
         class Interpreter(fx.Interpreter):
             def run_node(self, n: fx.Node) -> Any:

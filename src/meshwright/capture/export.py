@@ -11,11 +11,12 @@ from __future__ import annotations
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from meshwright.capture.flatten import flatten_export
 from meshwright.capture.inputs import BatchLayout, describe_batch
@@ -43,14 +44,14 @@ class Whole(nn.Module):
     """Model and loss as one module over the batch's flat tensors; notes what forward changes in Python."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, layout: BatchLayout, *, training: bool
+        self, model: nn.Module, loss: Callable[..., Any] | None, layout: BatchLayout, *, takes_own_loss: bool
     ) -> None:
         super().__init__()
         self.model = model
-        self.plan = _WholePlan(model, loss, layout, training, [])
+        self.plan = _WholePlan(model, loss, layout, takes_own_loss, [])
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss; where there is none, in training the model's own, else its output."""
+        """The loss; where none was given, the model's own if that is wanted, else its output."""
         plan = self.plan
         args, kwargs, targets = plan.layout.rebuild(tensors)
         # Made here, because export has exchanged the parameters and some modules (LSTM) keep references to them.
@@ -63,7 +64,7 @@ class Whole(nn.Module):
             _write_back(name, module, buffers)
         if plan.loss is not None:
             return plan.loss(output, *targets)
-        return own_loss(output) if plan.training else output
+        return own_loss(output) if plan.takes_own_loss else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _WholePlan:
     model: nn.Module
     loss: Callable[..., Any] | None
     layout: BatchLayout
-    training: bool
+    takes_own_loss: bool
     changes: list[tuple[str, str]]
 
 
@@ -100,10 +101,13 @@ def trace_model(
     loss: Callable[..., Any] | None,
     *,
     training: bool,
+    takes_own_loss: bool = False,
     symbolic: bool = True,
     shorten: bool = True,
 ) -> Trace:
     """Trace the model; ``symbolic`` leaves the batch open, ``shorten`` traces each distinct block once.
+
+    ``takes_own_loss``: without a loss, of outputs with a loss the model gives that alone (`own_loss`).
 
     Raises CaptureError for everything that would not be captured faithfully.
     """
@@ -115,12 +119,11 @@ def trace_model(
     first_name = _first_names(model)
     with training_flags(model, training):
         try:
-            repeats = find_repeats(model) if shorten else []
-            module, pairs, checkpoints = _export(model, loss, layout, tensors, batched, repeats, training=training)
-            flat = flatten_export(module, first_name, pairs)
+            found = _export(model, loss, layout, tensors, batched, takes_own_loss=takes_own_loss, shorten=shorten)
+            flat = flatten_export(found.module, first_name, found.pairs)
         except NotRepeatableError:
-            module, pairs, checkpoints = _export(model, loss, layout, tensors, batched, [], training=training)
-            flat = flatten_export(module, first_name, pairs)
+            found = _export(model, loss, layout, tensors, batched, takes_own_loss=takes_own_loss, shorten=False)
+            flat = flatten_export(found.module, first_name, found.pairs)
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     return Trace(
         graph=flat.graph,
@@ -131,13 +134,25 @@ def trace_model(
         constants=flat.constants,
         branches=flat.branches,
         values=tuple(Value.of(tensor.detach()) for tensor in tensors),
-        batched=_open_dimensions(module),
+        batched=_open_dimensions(found.module),
         batch_size=_batch_size(tensors),
         training=training,
-        has_loss=_has_loss(module, loss),
+        has_loss=_has_loss(found.module, loss),
         returned=flat.returned if loss is None else None,
-        checkpoints=tuple(dict.fromkeys(checkpoints)),
+        checkpoints=tuple(dict.fromkeys(found.checkpoints)),
     )
+
+
+class _Exported(NamedTuple):
+    """What an export gave: the module, the two traced blocks of every repeated group, and what was noted meanwhile.
+
+    ``changes`` are the attributes that forward changed, ``checkpoints`` the places that call torch.utils.checkpoint.
+    """
+
+    module: Any
+    pairs: list[tuple[str, str]]
+    changes: list[tuple[str, str]]
+    checkpoints: list[str]
 
 
 def _export(
@@ -146,17 +161,34 @@ def _export(
     layout: BatchLayout,
     tensors: tuple[torch.Tensor, ...],
     batched: tuple[bool, ...],
-    repeats: list[Repeats],
     *,
-    training: bool,
-) -> tuple[Any, list[tuple[str, str]], list[str]]:
-    """Export model and loss.
-
-    Returns the exported module, the two traced blocks of every repeated group, and who calls torch.utils.checkpoint.
-    """
-    dynamic = tuple({0: torch.export.Dim.AUTO} if grows else None for grows in batched)
-    whole = Whole(model, loss, layout, training=training)
+    takes_own_loss: bool,
+    shorten: bool,
+) -> _Exported:
+    """Export model and loss, and once more if what the first forward sets may stay; the model is as before."""
     watch = StateWatch(model)
+
+    def attempt() -> _Exported:
+        whole = Whole(model, loss, layout, takes_own_loss=takes_own_loss)
+        return _attempt(whole, tensors, batched, find_repeats(model) if shorten else [])
+
+    try:
+        found = attempt()
+        if found.changes:
+            watch.restore()
+            if _sets_tables_alone(model, layout, tensors, watch):
+                found = attempt()
+    finally:
+        watch.restore()
+    watch.refuse(found.changes)
+    return found
+
+
+def _attempt(
+    whole: Whole, tensors: tuple[torch.Tensor, ...], batched: tuple[bool, ...], repeats: list[Repeats]
+) -> _Exported:
+    dynamic = tuple({0: torch.export.Dim.AUTO} if grows else None for grows in batched)
+    model = whole.model
     with ExitStack() as stack:
         fake_tensors = stack.enter_context(allocated(model, tensors))
         if model.training:
@@ -165,22 +197,12 @@ def _export(
         checkpoints = stack.enter_context(note_checkpoints(model))
         for group in repeats:
             stack.enter_context(group.installed())
-
-        def attempt() -> Any:
-            return torch.export.export(
-                whole, fake_tensors, strict=False, dynamic_shapes={"tensors": dynamic} if any(batched) else None
-            )
-
         try:
             # Where a model depends on data, export prints all that it has traced so far.
             stack.enter_context(redirect_stderr(StringIO()))
-            program = attempt()
-            if whole.plan.changes:
-                # What the first forward sets, as tables that are made when they are needed, may stay from then on.
-                watch.restore()
-                whole.plan.changes.clear()
-                _run_once(model, layout, fake_tensors)
-                program = attempt()
+            program = torch.export.export(
+                whole, fake_tensors, strict=False, dynamic_shapes={"tensors": dynamic} if any(batched) else None
+            )
             module = program.module(check_guards=False)
         except (CaptureError, NotRepeatableError):
             raise
@@ -188,20 +210,30 @@ def _export(
             if places and "constant's list" in str(error):
                 raise refuse_data_access(places[0]) from error
             raise explain_failure(error, model) from error
-        finally:
-            watch.restore()
-    watch.refuse(whole.plan.changes)
     if places and any(isinstance(value, FakeTensor) for value in program.constants.values()):
         raise refuse_data_access(places[0])
     check_repeats(module, repeats)
-    return module, [(group.traced[0], group.traced[1]) for group in repeats if group.num_skipped], checkpoints
+    pairs = [(group.traced[0], group.traced[1]) for group in repeats if group.num_skipped]
+    return _Exported(module, pairs, whole.plan.changes, checkpoints)
 
 
-def _run_once(model: nn.Module, layout: BatchLayout, tensors: tuple[torch.Tensor, ...]) -> None:
-    """One forward, after which buffers and random numbers are as before; attributes are what it made them."""
-    args, kwargs, _ = layout.rebuild(tensors)
-    with torch.no_grad(), kept_buffers(model), as_untraced(tensors):
-        model(*args, **kwargs)
+def _sets_tables_alone(
+    model: nn.Module, layout: BatchLayout, tensors: tuple[torch.Tensor, ...], watch: StateWatch
+) -> bool:
+    """Run a forward, which sets attributes; whether none of them was computed from weights or the batch.
+
+    These are fake meanwhile, so what comes from them is, too; a table that is made of numbers is real.
+    """
+    try:
+        with allocated(model, tensors, always=True) as fakes, torch.no_grad(), kept_buffers(model), as_untraced(fakes):
+            args, kwargs, _ = layout.rebuild(fakes)
+            model(*args, **kwargs)
+    except Exception:
+        # A forward that asks for values; what it sets depends on them.
+        return False
+    modules = dict(model.named_modules())
+    made = [getattr(modules[name], key, None) for name, key in watch.changes()]
+    return not any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(made))
 
 
 def _example(tensors: tuple[torch.Tensor, ...], symbolic: bool) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:

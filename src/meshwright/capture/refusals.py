@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 from meshwright.spec import CaptureError
-from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,10 +131,9 @@ def explain_checkpoints(places: Sequence[str]) -> str:
     """A remark on calls of ``torch.utils.checkpoint``; empty if there are none."""
     if not places:
         return ""
-    more = f" ({format_count(len(places), 'place')} in all)" if len(places) > 1 else ""
     return (
-        f"{places[0]} calls torch.utils.checkpoint{more}, which the graph leaves out: the plan says what is computed "
-        "again. Plan with --recompute full for the same, or with another --recompute that takes less time."
+        f"{places[0]} calls torch.utils.checkpoint, which the graph leaves out: the plan says what is computed again. "
+        "Plan with --recompute full for the same, or with another --recompute that takes less time."
     )
 
 

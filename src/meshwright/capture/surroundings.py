@@ -18,14 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 
 @contextmanager
-def allocated(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The batch to export with; weights that hold no data become fake CPU tensors meanwhile."""
+def allocated(
+    model: nn.Module, tensors: tuple[torch.Tensor, ...], *, always: bool = False
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The batch to export with; where any holds no data, or ``always``, all become fake CPU tensors meanwhile."""
     held = [*model.parameters(), *model.buffers(), *tensors]
-    if all(holds_data(tensor) for tensor in held):
+    if not always and all(holds_data(tensor) for tensor in held):
         yield tensors
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -83,6 +85,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for table, held in tables:
+                    table.clear()
                     table.update(held)
                 for buffer, copy in copies:
                     buffer.copy_(copy)
@@ -98,7 +101,7 @@ def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name in ("is_compiling", "is_exporting"):
-            stack.enter_context(patch.object(torch.compiler, name, _told_outside(getattr(torch.compiler, name))))
+            stack.enter_context(patch.object(torch.compiler, name, lambda: False))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None and hasattr(experts, "is_torchdynamo_compiling"):
             # The grouped product of torch 2.13 has a shape for tensors without data in bfloat16 alone.
@@ -112,16 +115,6 @@ def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
 
             stack.enter_context(patch.object(masks, "find_packed_sequence_indices", find_packed))
         yield
-
-
-def _told_outside(answer: Callable[[], bool]) -> Callable[[], bool]:
-    """No, to libraries other than torch; torch itself hears its own answer."""
-
-    def told() -> bool:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        return answer() if asking.partition(".")[0] == "torch" else False
-
-    return told
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -76,7 +76,7 @@ def verify_capture(
             output = model(*args, **kwargs)
             if loss is not None:
                 return loss(output, *rest)
-            return own_loss(output) if trace.training else output
+            return own_loss(output) if trace.has_loss else output
 
     def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
         made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)

@@ -131,7 +131,8 @@ def own_loss(output: Any) -> Any:
     Models of transformers return it so for a batch with labels.
     """
     found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if getattr(found, "ndim", None) == 0 and found.is_floating_point() else output
+    is_tensor = callable(getattr(found, "is_floating_point", None))
+    return found if is_tensor and found.is_floating_point() and found.ndim == 0 else output
 
 
 def _run_file(path: Path, content: bytes, error: type[MeshwrightError]) -> ModuleType:

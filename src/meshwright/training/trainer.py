@@ -76,8 +76,8 @@ def prepare(
             plan for inference has none.
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
             that makes one from a list of parameters; None for inference.
-        batch: an example batch ``(inputs, targets)``, or inputs alone where the model computes its loss, as a dict with
-            labels; only its shapes matter.
+        batch: an example batch ``(inputs, targets)``; only its shapes matter. Where the model computes its loss, the
+            inputs alone, as a dict with labels, or ``((first, second), ())`` for two positional ones.
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
         repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
@@ -108,7 +108,7 @@ def prepare(
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
-    if captured.remark:
+    if captured.remark and rank == 0:
         warnings.warn(captured.remark, stacklevel=2)
     session = open_session(
         captured,
