@@ -126,6 +126,4 @@ def compare(name: str, microbatch: int, device: torch.device, kind: str | None, 
     return found
 
 
-NOTES = (
-    f"One {torch.cuda.get_device_name()}." if torch.cuda.is_available() else "One GPU: **not run**, none was there."
-)
+NOTES = f"One {torch.cuda.get_device_name()}." if torch.cuda.is_available() else "One GPU: **not run**, none was there."
