@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What only a machine with a GPU can check: tests marked `gpu`, and steps of plans beside those of plain PyTorch.
 # Installs nothing: PYTHON (by default that of .venv, else python3) needs torch for CUDA and what the tests import.
-# Some 6 minutes on one H100. Exit code 0: all passed; 1: something failed; 3: torch sees no GPU, nothing was checked.
+# Some 6 minutes on one H100. Exit code 0: all passed; 1: something failed, a step or a prediction that misses its target
+# included; 3: torch sees no GPU, nothing was checked.
 #
 #     scripts/gpu_check.sh [FOLDER]    logs go to FOLDER, by default gpu-check in the checkout; the report to
 #                                      benchmarks/reports

@@ -68,10 +68,14 @@ END
 warn_untested_torch() {
     "$venv/bin/python" - <<'END'
 import importlib.metadata
+import tomllib
+from pip._vendor.packaging.requirements import Requirement
+with open("pyproject.toml", "rb") as file:
+    (torch,) = map(Requirement, tomllib.load(file)["project"]["optional-dependencies"]["torch"])
 version = importlib.metadata.version("torch")
-if version.split(".")[:2] not in (["2", "13"], ["2", "14"]):
-    print(f"note: keeping torch {version}; Meshwright is tested with 2.13 and 2.14. "
-          "`make distclean`, then `make TORCH=own ...` installs that.")
+if not torch.specifier.contains(version, prereleases=True):
+    print(f"note: keeping torch {version}; Meshwright is tested with torch{torch.specifier}. "
+          "`make distclean`, then `make TORCH=own ...` installs one of these.")
 END
 }
 

@@ -158,7 +158,7 @@ class Autocast(Body):
 
 
 class Counter(Body):
-    """A Python attribute that every forward changes"""
+    """A Python attribute that forward changes"""
 
     def forward(self, x):
         self.calls += 1

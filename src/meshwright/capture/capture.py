@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.capture.captured import Captured
 from meshwright.capture.describe import Described, NotAffineError, describe_trace
 from meshwright.capture.export import trace_model
-from meshwright.capture.refusals import explain_checkpoints, refuse_frozen
+from meshwright.capture.refusals import explain_checkpoint, refuse_frozen
 from meshwright.capture.surroundings import quiet_torch
 from meshwright.capture.units import find_units
 from meshwright.capture.verify import can_verify, verify_capture
@@ -77,7 +77,7 @@ def capture_model(
         trace=trace,
         table=described.table,
         legality=described.legality,
-        remark=explain_checkpoints(trace.checkpoints) if training else "",
+        remark=explain_checkpoint(trace.checkpoint) if training else "",
     )
     if verify and can_verify(model, inputs, targets):
         events.progress("verify", 0, 1)

@@ -139,7 +139,7 @@ def trace_model(
         training=training,
         has_loss=_has_loss(found.module, loss),
         returned=flat.returned if loss is None else None,
-        checkpoints=tuple(dict.fromkeys(found.checkpoints)),
+        checkpoint=found.checkpoints[0] if found.checkpoints else "",
     )
 
 

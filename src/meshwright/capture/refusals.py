@@ -22,7 +22,7 @@ from torch.utils import checkpoint as checkpointing
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _MODULE_FACTS = frozenset(vars(nn.Module()))
@@ -127,12 +127,12 @@ def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
         yield places
 
 
-def explain_checkpoints(places: Sequence[str]) -> str:
-    """A remark on calls of ``torch.utils.checkpoint``; empty if there are none."""
-    if not places:
+def explain_checkpoint(place: str) -> str:
+    """A remark on the place that calls ``torch.utils.checkpoint``; empty if none does."""
+    if not place:
         return ""
     return (
-        f"{places[0]} calls torch.utils.checkpoint, which the graph leaves out: the plan says what is computed again. "
+        f"{place} calls torch.utils.checkpoint, which the graph leaves out: the plan says what is computed again. "
         "Plan with --recompute full for the same, or with another --recompute that takes less time."
     )
 
@@ -200,7 +200,7 @@ class StateWatch:
             name, key = changes[0]
             module = dict(self._model.named_modules()).get(name, self._model)
             raise CaptureError(
-                f"Each forward changes the Python attribute {key!r} of module {name or 'the model itself'!r} "
+                f"Forward changes the Python attribute {key!r} of module {name or 'the model itself'!r} "
                 f"({type(module).__name__}); a captured model would keep the value of the first call. Make it a buffer "
                 "(register_buffer), or compute it in __init__."
             )

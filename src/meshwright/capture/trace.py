@@ -43,8 +43,8 @@ class Trace:
     ``state`` holds the model's parameters and buffers by their first name in the model's order, ``aliases`` the further
     names of tied ones, ``constants`` tensors made in forward, ``branches`` the subgraphs of `torch.cond` and its like.
     ``values`` are the looks of the example batch; ``batched`` says which of them grow with the batch, of ``batch_size``
-    samples in the example. ``returned``: how the model puts the graph's outputs together. ``checkpoints``: the places
-    that call ``torch.utils.checkpoint``, which the graph does not tell.
+    samples in the example. ``returned``: how the model puts the graph's outputs together. ``checkpoint``: a place
+    that calls ``torch.utils.checkpoint``, which the graph does not tell.
     """
 
     graph: fx.Graph
@@ -60,7 +60,7 @@ class Trace:
     training: bool
     has_loss: bool
     returned: Returned | None = None
-    checkpoints: tuple[str, ...] = ()
+    checkpoint: str = ""
     facts: dict[Any, Any] = field(default_factory=dict)
 
     @property
