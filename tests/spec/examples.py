@@ -244,6 +244,7 @@ TIMELINE = Timeline(
     memory_time_ps=np.array([0, 5]),
     memory_bytes=np.array([100, 200]),
     peak_memory_bytes=(100, 200),
+    reserved_memory_bytes=(128, 256),
 )
 
 MEASUREMENTS = Measurements(
