@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.spec import Cluster, Nvme, Offload, Plan, load_cluster, read_document, write_document
 
-PLAN = ["plan", "gpt-tiny", "--batch", "16", "--precision", "bfloat16"]
+PLAN = ["plan", "gpt-tiny", "--batch", "16", "--precision", "mixed", "--grad-dtype", "bfloat16"]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from meshwright.spec import (
 )
 
 GPT, CLUSTER = load_shipped_graph("gpt-tiny"), load_cluster("4xA100")
-WORKLOAD = Workload(global_batch=8, precision="bfloat16", optimizer=Optimizer(kind="adamw"))
+WORKLOAD = Workload(global_batch=8, precision="mixed", optimizer=Optimizer(kind="adamw"))
 
 
 def ways():
@@ -33,7 +33,7 @@ def test_json_holds_the_rows(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["layers"] == layer_rows(GPT, 8, WORKLOAD, CLUSTER)
     assert found["ways"] == choice_rows(GPT, 8, WORKLOAD, CLUSTER)
-    assert (found["device"], found["precision"]) == ("A100", "bfloat16")
+    assert (found["device"], found["precision"]) == ("A100", "mixed")
 
 
 def test_whole_and_computed_again_are_what_a_walk_finds():

@@ -79,7 +79,7 @@ def test_table_and_json_say_the_same(capsys, graph):
 def test_gpus_are_priced_in_half_precision(capsys):
     code, out, _ = run(capsys, "gpt2-small", "--cluster", "A100", "--json")
     assert code == 0
-    assert json.loads(out)["precision"] == "bfloat16"
+    assert json.loads(out)["precision"] == "mixed"
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,28 @@ def test_sgd_has_a_state_only_with_momentum(optimizer, states):
 
 def test_mixed_precision_halves_what_flows_and_adds_a_master_copy():
     full = weigh(chain_graph(4), [(0, 4)], 0, 2, optimizer=ADAMW)
-    mixed = weigh(chain_graph(4), [(0, 4)], 0, 2, optimizer=ADAMW, precision="bfloat16")
+    mixed = weigh(chain_graph(4), [(0, 4)], 0, 2, optimizer=ADAMW, precision="mixed-bf16-gradients")
     for name in ("parameter_bytes", "gradient_bytes", "saved_bytes", "input_bytes", "microbatch_bytes"):
         assert 2 * getattr(mixed, name) == getattr(full, name)
     assert mixed.optimizer_bytes == 4 * 3 * FLOATS + 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameters", "gradients", "states"),
+    [
+        ("float64", 8, 8, 16),
+        ("float32", 4, 4, 8),
+        ("mixed", 2, 4, 12),
+        ("mixed-bf16-gradients", 2, 2, 12),
+        ("mixed-float16", 2, 4, 12),
+        ("bfloat16", 2, 2, 4),
+    ],
+)
+def test_a_precision_says_the_bytes_of_a_parameter(precision, parameters, gradients, states):
+    memory = weigh(chain_graph(1), [(0, 1)], 0, 1, optimizer=ADAMW, precision=precision)
+    assert memory.parameter_bytes == parameters * FLOATS // 4
+    assert memory.gradient_bytes == gradients * FLOATS // 4
+    assert memory.optimizer_bytes == states * FLOATS // 4 + 4
 
 
 def test_a_storage_that_several_ops_keep_counts_once():

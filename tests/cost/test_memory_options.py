@@ -20,7 +20,7 @@ from meshwright.spec import (
 
 GPT, MIXTRAL = load_shipped_graph("gpt-tiny"), load_shipped_graph("mixtral-tiny")
 WORK = Workload(global_batch=8, optimizer=Optimizer(kind="adamw"))
-MIXED = Workload(global_batch=8, optimizer=Optimizer(kind="adamw"), precision="bfloat16")
+MIXED = Workload(global_batch=8, optimizer=Optimizer(kind="adamw"), precision="mixed-bf16-gradients")
 
 
 def weigh(graph, workload=WORK, stage=0, bounds=None, num_in_flight=1, num_microbatches=1, **options):
@@ -55,9 +55,11 @@ def test_zero_shards_what_its_stage_says(ranks):
     assert [item.parameter_bytes for item in by_stage[:3]] == [2 * psi] * 3
     assert [item.gradient_bytes for item in by_stage[:2]] == [2 * psi] * 2
     assert by_stage[0].optimizer_bytes == 12 * psi
-    assert all(item.optimizer_bytes == pytest.approx(12 * psi / ranks, rel=1e-3) for item in by_stage[1:])
-    layer = by_stage[2].gradient_bytes - 2 * psi / ranks
-    assert by_stage[3].parameter_bytes - 2 * psi / ranks == pytest.approx(2 * layer, rel=1e-2)
+    assert all(item.optimizer_bytes == pytest.approx(12 * psi / ranks, rel=1e-3) for item in by_stage[1:3])
+    # Shards of gradients are in float32, and those of the weights are the master weights.
+    assert by_stage[3].optimizer_bytes == pytest.approx(8 * psi / ranks, rel=1e-3)
+    layer = by_stage[2].gradient_bytes - 4 * psi / ranks
+    assert by_stage[3].parameter_bytes - 4 * psi / ranks == pytest.approx(2 * layer, rel=1e-2)
     # The largest layer of this model is the block with its 4·h² + 8·h² of weights.
     assert layer == pytest.approx(2 * 12 * 128**2, rel=0.02)
 
@@ -94,9 +96,9 @@ def test_recomputing_keeps_what_ranges_read():
 
 
 def test_what_is_moved_away_is_held_elsewhere_and_travels():
-    here = weigh(GPT, MIXED, num_ranks=2, zero=2)
-    host = weigh(GPT, MIXED, num_ranks=2, zero=2, states_on="host")
-    disk = weigh(GPT, MIXED, num_ranks=2, zero=2, states_on="nvme")
+    here = weigh(GPT, MIXED, num_ranks=2, zero=1)
+    host = weigh(GPT, MIXED, num_ranks=2, zero=1, states_on="host")
+    disk = weigh(GPT, MIXED, num_ranks=2, zero=1, states_on="nvme")
     assert here.device_bytes - host.device_bytes == host.host_bytes == disk.nvme_bytes == here.optimizer_bytes
     # 2 bytes of gradient down and 2 of parameter up for each element of the share.
     assert host.host_moved_bytes == disk.host_moved_bytes == pytest.approx(4 * GPT.num_parameters() / 2, rel=1e-3)

@@ -95,10 +95,19 @@ def test_many_elements_take_several_starts():
 
 def test_mixed_precision_goes_over_a_master_copy():
     graph, parameters = weights()
-    cost = CostModel(cluster=make_cluster(), precision="bfloat16")
+
+    def seconds(precision):
+        return (
+            CostModel(cluster=make_cluster(), precision=precision)
+            .price_optimizer(graph, parameters, ADAMW, KIND, "fused")
+            .seconds
+        )
+
     # the loop in four bytes; the gradient is read in two and written in four, the parameter the other way round
-    found = cost.price_optimizer(graph, parameters, ADAMW, KIND, "fused").seconds
-    assert found == pytest.approx(1010 * (28e-9 + 12e-9) + (2 + 2 * 2) * LAUNCH_S)
+    assert seconds("mixed-bf16-gradients") == pytest.approx(1010 * (28e-9 + 12e-9) + (2 + 2 * 2) * LAUNCH_S)
+    # gradients in float32 are read as they are, and without a master copy all is in two bytes
+    assert seconds("mixed") == pytest.approx(1010 * (28e-9 + 6e-9) + (2 + 2) * LAUNCH_S)
+    assert seconds("bfloat16") == pytest.approx(1010 * 14e-9 + 2 * LAUNCH_S)
 
 
 def test_a_price_says_what_it_rests_on():

@@ -8,7 +8,15 @@ from meshwright.cost import CostModel, load_cost_model
 from meshwright.cost.traced import collect_traced
 from meshwright.records import make_records
 from meshwright.records.parquet import write_records
-from meshwright.spec import ClusterError, GraphError, MeasurementError, Optimizer, load_cluster, load_shipped_graph
+from meshwright.spec import (
+    ClusterError,
+    GraphError,
+    MeasurementError,
+    Optimizer,
+    PlanError,
+    load_cluster,
+    load_shipped_graph,
+)
 
 GRAPH = load_shipped_graph("gpt-tiny")
 
@@ -70,7 +78,7 @@ def test_odd_questions_are_refused():
             cost.price_ops(GRAPH, batch, kind)
     with pytest.raises(MeasurementError, match="loop 'bogus'"):
         cost.price_optimizer(GRAPH, GRAPH.parameters, Optimizer(), kind, loop="bogus")
-    with pytest.raises(MeasurementError, match="precision 'int3'"):
+    with pytest.raises(PlanError, match="precision 'int3'"):
         CostModel(cluster=cost.cluster, precision="int3")
     with pytest.raises(MeasurementError, match="end 'middle'"):
         cost.at_end("middle")

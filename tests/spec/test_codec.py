@@ -33,7 +33,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.codec import document_kind
 from tests.marks import examples
-from tests.spec.examples import CLUSTER, EXAMPLES, WORKLOAD
+from tests.spec.examples import CLUSTER, EXAMPLES, PLACEMENT, PLAN, WORKLOAD
 from tests.strategies import DOCUMENTS
 
 every_type = pytest.mark.parametrize("kind", sorted(EXAMPLES))
@@ -314,6 +314,22 @@ def test_another_schema_is_named():
         decode_document(Cluster, data, "here")
     with pytest.raises(DocumentError, match="another version"):
         decode_document(Workload, {**data, "schema": "meshwright/workload/99"}, "here")
+
+
+@pytest.mark.parametrize(("document", "text"), [(PLAN, "plan"), (PLACEMENT, "placement")])
+def test_half_precision_of_the_first_schema_has_master_weights(document, text):
+    data = encode_document(document)
+    assert data["schema"] == f"meshwright/{text}/2"
+    for written, read in (("bfloat16", "mixed-bf16-gradients"), ("float64", "float64")):
+        old = {
+            **data,
+            "schema": f"meshwright/{text}/1",
+            "workload": {**data["workload"], "precision": written},
+        }
+        assert decode_document(type(document), old, "here").workload.precision == read
+    for wrong in ("meshwright/plan/0", "meshwright/plan/3", "meshwright/plan/x"):
+        with pytest.raises(DocumentError, match="schema"):
+            decode_document(type(document), {**data, "schema": wrong}, "here")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -15,6 +15,7 @@ from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import PlanError
 from meshwright.spec.files import refuse_replacing
+from meshwright.spec.precision import Precision
 from meshwright.spec.units import format_bytes, format_count, format_seconds
 from meshwright.spec.workload import Workload
 
@@ -35,7 +36,7 @@ class PlaceRequest:
     cluster: str
     batch: int
     optimizer: Optimizer
-    precision: Literal["float32", "bfloat16"]
+    precision: Precision
     ranks: list[int]
     microbatch_sizes: list[int]
     measurements: Path | None

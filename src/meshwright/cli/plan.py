@@ -28,8 +28,11 @@ from meshwright.cli.pages import HtmlOption, OpenOption, page_path
 from meshwright.cli.plan_files import files_to_write
 from meshwright.cli.plan_output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.planning import (
+    GRADIENT_HELP,
+    PRECISION_HELP,
+    GradientType,
+    choose_precision,
     default_batch,
-    default_precision,
     given_options,
     on_cluster,
     print_misfit,
@@ -53,6 +56,7 @@ from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
 from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+from meshwright.spec.precision import Precision
 from meshwright.spec.sharding import read_placement
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
@@ -72,6 +76,7 @@ _OF_PLACEMENTS = frozenset(
         "--batch",
         "--optimizer",
         "--precision",
+        "--grad-dtype",
         "--ranks",
         "--microbatch-size",
         "--measurements",
@@ -94,10 +99,8 @@ def plan(
         int | None, typer.Option(help="Samples per step, over all ranks.", min=1, max=MAX_GLOBAL_BATCH)
     ] = None,
     optimizer: Annotated[OptimizerName, typer.Option(help="The optimizer.")] = "adamw",
-    precision: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Precision of the computation; by default bfloat16 where the devices are GPUs."),
-    ] = None,
+    precision: Annotated[Precision | None, typer.Option(help=PRECISION_HELP)] = None,
+    grad_dtype: Annotated[GradientType | None, typer.Option(help=GRADIENT_HELP)] = None,
     inference: Annotated[
         bool, typer.Option("--inference", help="Plan forward passes: no loss, no backward, no optimizer.")
     ] = False,
@@ -243,7 +246,7 @@ def plan(
                 cluster=cluster,
                 batch=batch or default_batch(max(ranks or (machine.num_ranks,))),
                 optimizer=Optimizer.named(optimizer),
-                precision=precision or default_precision(machine.device_kind(0).peak_flops_per_s),
+                precision=choose_precision(precision, grad_dtype, machine.device_kind(0).peak_flops_per_s),
                 ranks=ranks or [],
                 microbatch_sizes=microbatch_size or [],
                 measurements=measurements,
@@ -276,8 +279,8 @@ def plan(
     graph_for = graphs_of(model, sizes, mode=mode, target=planned_target(moved))
     if is_stored_graph(model) and not inference:
         mode = graph_for(1).mode
-    usual = default_precision(machine.device_kind(0).peak_flops_per_s)
-    chosen = (precision or usual) if earlier is None else earlier.workload.precision
+    chosen = choose_precision(precision, grad_dtype, machine.device_kind(0).peak_flops_per_s, mode)
+    chosen = chosen if earlier is None else earlier.workload.precision
     width, experts = (max(getattr(item, name) for item in shardings) for name in ("width", "expert"))
     workload = Workload(
         kind=mode,

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from rich.text import Text
 
+from meshwright.cli.models import Mode
 from meshwright.cli.output import print_json, print_tables
 from meshwright.spec.errors import PlanError
+from meshwright.spec.precision import Precision
 from meshwright.spec.scenario import Price, Scenario, load_scenario
 
 if TYPE_CHECKING:
@@ -35,9 +37,30 @@ def print_misfit(error: NothingFitsError, as_json: bool) -> None:
         print_tables(Text(f"Nearest plan: {error.nearest.plan.describe()}"), fit_table(rows))
 
 
-def default_precision(peaks: dict[str, float]) -> Literal["float32", "bfloat16"]:
-    """Mixed precision where the device computes bfloat16 faster than float32."""
-    return "bfloat16" if peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0) else "float32"
+# What a user can say of gradients; None where the precision alone says it.
+GradientType = Literal["float32", "bfloat16"]
+PRECISION_HELP = "What is computed and kept in; by default mixed where devices compute bfloat16 faster, else float32."
+GRADIENT_HELP = "Of --precision mixed: the type in which gradients are added up and summed. By default float32."
+
+
+def choose_precision(
+    precision: Precision | None, gradients: GradientType | None, peaks: dict[str, float], mode: Mode = "training"
+) -> Precision:
+    """The precision that is asked for; by default two bytes where the device computes bfloat16 faster than float32.
+
+    Raises typer.BadParameter for a type of gradients beside a precision that has its own.
+    """
+    if precision is None and peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0):
+        precision = "mixed" if mode == "training" else "bfloat16"
+    precision = precision or "float32"
+    if gradients is None:
+        return precision
+    if precision not in ("mixed", "mixed-bf16-gradients") or mode != "training":
+        raise typer.BadParameter(
+            f"--grad-dtype {gradients} was given with --precision {precision}, which says what gradients are in. Leave "
+            "it out, or train in --precision mixed."
+        )
+    return "mixed" if gradients == "float32" else "mixed-bf16-gradients"
 
 
 def default_batch(num_ranks: int) -> int:
@@ -51,6 +74,7 @@ _OF_THE_PLAN = frozenset(
         "--batch",
         "--optimizer",
         "--precision",
+        "--grad-dtype",
         "--inference",
         "--aim",
         "--ranks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Precision
 from meshwright.spec.program import Program
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.timeline import Timeline
@@ -49,8 +50,8 @@ def show(
         Path | None, typer.Option(help="A measurement table of these devices (.json), for --cluster.")
     ] = None,
     precision: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Precision for --cluster; by default bfloat16 where the devices are GPUs."),
+        Precision | None,
+        typer.Option(help="Precision for --cluster; by default mixed where devices compute bfloat16 faster."),
     ] = None,
     collectives: Annotated[
         bool,

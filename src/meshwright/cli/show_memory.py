@@ -5,8 +5,9 @@ from __future__ import annotations
 from meshwright.cli.output import print_json, print_tables
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.graph import Graph
+from meshwright.spec.precision import Precision
 from meshwright.spec.units import format_bytes
-from meshwright.spec.workload import Optimizer, Precision, Workload
+from meshwright.spec.workload import Optimizer, Workload
 
 
 def show_memory(graph: Graph, machine: Cluster, precision: Precision, batch_size: int, as_json: bool) -> None:

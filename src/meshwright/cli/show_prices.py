@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import print_json, print_tables
-from meshwright.cli.planning import default_precision
+from meshwright.cli.planning import choose_precision
 from meshwright.cli.show_memory import show_memory
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.graph import Graph
-from meshwright.spec.workload import Precision
+from meshwright.spec.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
             "name or a captured graph; `meshwright simulate` prices a plan."
         )
     machine = load_cluster(pricing.cluster or "")
-    precision = pricing.precision or default_precision(machine.device_kind(0).peak_flops_per_s)
+    precision = choose_precision(pricing.precision, None, machine.device_kind(0).peak_flops_per_s, value.mode)
     if pricing.memory:
         show_memory(value, machine, precision, batch_size, as_json)
         return
@@ -78,7 +78,7 @@ def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool
             f"{document}: --collectives needs a cluster, found a {type(value).__name__.lower()}. Give a file or "
             "a short form, 2x8xH100."
         )
-    precision = pricing.precision or default_precision(value.device_kind(0).peak_flops_per_s)
+    precision = choose_precision(pricing.precision, None, value.device_kind(0).peak_flops_per_s)
     cost = load_cost_model(value, pricing.measurements, precision)
     listing = list_collectives(cost, _read_ranks(pricing.ranks, value))
     if as_json:

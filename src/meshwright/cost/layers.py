@@ -17,7 +17,6 @@ from meshwright.cost.optimizers import default_loop
 from meshwright.cost.prediction import BASES
 from meshwright.report import graph_rows, graph_total, make_table
 from meshwright.spec import Optimizer, format_percent, format_seconds
-from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from meshwright.cost.model import CostModel
@@ -37,7 +36,7 @@ def priced_rows(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind
     GraphError if the graph is not valid for this batch size.
     """
     prices = cost.price_ops(graph, batch_size, kind)
-    width = DTYPE_BYTES[cost.precision]
+    width = cost.numbers.value_bytes
     spans = [np.arange(layer.start, layer.stop) for layer in graph.layers]
     rows = [
         {"layer": row["layer"], **_times(prices, span), **{key: row[key] for key in _MEMORY}}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels import KernelModel
     from meshwright.records import Records
     from meshwright.spec import Cluster
-    from meshwright.spec.workload import Precision
+    from meshwright.spec.precision import Precision
 
 
 def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precision) -> CostModel:

@@ -39,9 +39,9 @@ from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
+from meshwright.spec.precision import numbers_of
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.teams import team_cluster
-from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence, Set
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import Optimizer, StageSlice, Workload
-    from meshwright.spec.workload import Precision
+    from meshwright.spec.precision import Numbers, Precision
 
 T = TypeVar("T")
 
@@ -97,13 +97,10 @@ class CostModel:
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.precision not in DTYPE_BYTES:
-            raise MeasurementError(
-                f"A precision {self.precision!r} was given; known are {', '.join(DTYPE_BYTES)}. Choose one of them."
-            )
+        dtype = self.numbers.values
         if self.measurements is not None:
-            object.__setattr__(self, "_ops", OpTable(self.measurements, self.precision))
-            object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.precision))
+            object.__setattr__(self, "_ops", OpTable(self.measurements, dtype))
+            object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, dtype))
             if self.collectives is None and self.measurements.transfers:
                 transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0, batches=())
                 own, host = fit_measured(from_measurements(transfers))
@@ -111,15 +108,20 @@ class CostModel:
                 object.__setattr__(self, "collective_hosts", host)
         prices = CollectivePrices(
             cluster=self.usual_links or self.devices or self.cluster,
-            dtype=self.precision,
+            dtype=dtype,
             own=self.collectives,
             host=self.collective_hosts,
             changed=self.devices or self.cluster if self.usual_links is not None else None,
         )
         object.__setattr__(self, "_collectives", prices)
-        width = DTYPE_BYTES[self.precision]
+        width = self.numbers.value_bytes
         teams = TeamPrices(prices=prices, sharding=self.sharding, float_bytes=width, end=self.end)
         object.__setattr__(self, "teams", teams)
+
+    @property
+    def numbers(self) -> Numbers:
+        """The types that the precision stands for."""
+        return numbers_of(self.precision)
 
     @property
     def overhead_s(self) -> float:
@@ -304,7 +306,7 @@ class CostModel:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
         sources = OpSources(table=table, traced=self.traced, kernels=self.kernels, teams=self.teams)
-        found = price_sizes(graph, batch_sizes, classes, kind, self.precision, sources)
+        found = price_sizes(graph, batch_sizes, classes, kind, self.numbers.values, sources)
         return found if self.end is None else [prices.at_end(self.end) for prices in found]
 
     def _chosen(self, found: Predictions) -> float:

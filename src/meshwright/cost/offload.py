@@ -20,7 +20,6 @@ from meshwright.cost.optimizers import MEASURED_STEP, bytes_per_element, state_b
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import price_seconds
 from meshwright.spec.errors import ClusterError
-from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from meshwright.cost.model import CostModel
@@ -46,7 +45,7 @@ class HostPrices:
                 f"Node {node.name!r} does not say how fast its memory is, but an optimizer was to step there. Write "
                 "host_memory_bandwidth_bytes_per_s into the cluster file."
             )
-        elements = gradient_bytes / DTYPE_BYTES[self._cost.precision]
+        elements = gradient_bytes / self._cost.numbers.gradient_bytes
         moved = elements * bytes_per_element(optimizer, self._cost.precision, "fused")
         seconds = moved * parts / node.host_memory_bandwidth_bytes_per_s
         return price_seconds(seconds, _HOST_STEP, "roofline")
@@ -66,7 +65,7 @@ class HostPrices:
         seconds = [self._cost.host_transfer_seconds(rank, gradient_bytes)]
         seconds.append(self.price_step(rank, gradient_bytes, optimizer).at(self._cost.end))
         if place == "nvme":
-            elements = gradient_bytes // DTYPE_BYTES[self._cost.precision]
+            elements = gradient_bytes // self._cost.numbers.gradient_bytes
             moved = elements * state_bytes(optimizer, self._cost.precision)
             seconds += [price(rank, moved).at(self._cost.end) for price in (self.price_read, self.price_write)]
         return max(seconds)

@@ -9,8 +9,9 @@ Else the roofline of what torch runs, by the way in which it goes over the param
     foreach   every operation is a kernel over all tensors, started again per 320 chunks of 65,536 elements
     fused     one kernel reads parameters, gradients and states and writes parameters and states
 
-Which one runs: `default_loop`. In mixed precision the loop goes over the four-byte master copy; the gradient is widened
-before it, the parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by tensor.
+Which one runs: `default_loop`. In mixed precision the loop goes over the float32 master copy; a gradient in bfloat16 is
+widened before it, the parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by
+tensor.
 Source: torch 2.13, torch/optim/adam.py and sgd.py, aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
 """
 
@@ -25,7 +26,7 @@ from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import price_seconds
 from meshwright.cost.roofline import LAUNCH_S
-from meshwright.spec.units import DTYPE_BYTES
+from meshwright.spec.precision import Numbers, numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 # How torch goes over the parameters in an optimizer's step.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
 
-# Bytes of a master weight and of an optimizer state in mixed precision (spec: Workload.precision).
-MASTER_BYTES = 4
 # AdamW counts its steps in one float32 per parameter tensor (torch.optim.AdamW, state "step").
 STEP_COUNTER_BYTES = 4
 # Arrays that each operation of an update reads and writes: of _single_tensor_adam, with its decay mul_, lerp_, mul_,
@@ -54,11 +53,10 @@ MEASURED_STEP = Interval(low=0.17, high=2.41)
 _CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36
 
 
-def state_bytes(optimizer: Optimizer, dtype: str) -> int:
+def state_bytes(optimizer: Optimizer, precision: str) -> int:
     """Bytes of optimizer states and master weight per parameter element."""
-    if dtype == "bfloat16":
-        return MASTER_BYTES * (1 + optimizer.num_states)
-    return DTYPE_BYTES[dtype] * optimizer.num_states
+    numbers = numbers_of(precision)
+    return numbers.master_bytes + numbers.state_bytes * optimizer.num_states
 
 
 def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
@@ -89,7 +87,7 @@ def price_step(
     elements: NDArray[np.int64],
     optimizer: Optimizer,
     kind: DeviceKind,
-    dtype: str,
+    precision: str,
     curve: Curve | None,
     loop: OptimizerLoop,
     unsure: Interval,
@@ -100,26 +98,33 @@ def price_step(
     """
     if curve is not None and loop == "tensors":
         return _price_measured(elements, curve)
-    per_element = bytes_per_element(optimizer, dtype, loop)
-    kernels = _num_kernels(elements, optimizer, loop) + 2 * (dtype == "bfloat16") * len(elements)
+    per_element = bytes_per_element(optimizer, precision, loop)
+    kernels = _num_kernels(elements, optimizer, loop) + len(_conversions(numbers_of(precision))) * len(elements)
     seconds = float(elements.sum()) * per_element / kind.memory_bandwidth_bytes_per_s + kernels * LAUNCH_S
     return price_seconds(seconds, unsure, "roofline")
 
 
-def bytes_per_element(optimizer: Optimizer, dtype: str, loop: OptimizerLoop) -> int:
+def bytes_per_element(optimizer: Optimizer, precision: str, loop: OptimizerLoop) -> int:
     """Bytes of memory that a step reads and writes for each parameter element, conversions of mixed precision too."""
-    mixed = dtype == "bfloat16"
-    width = MASTER_BYTES if mixed else DTYPE_BYTES[dtype]
-    return width * _num_accesses(optimizer, loop) + 2 * mixed * (MASTER_BYTES + DTYPE_BYTES[dtype])
+    numbers = numbers_of(precision)
+    return numbers.state_bytes * _num_accesses(optimizer, loop) + sum(_conversions(numbers))
+
+
+def _conversions(numbers: Numbers) -> list[int]:
+    """Bytes per element of each conversion around a step on master weights: of the gradient, and of the parameter."""
+    if not numbers.master_bytes:
+        return []
+    widened = [numbers.gradient_bytes + numbers.master_bytes] if numbers.gradient_bytes < numbers.master_bytes else []
+    return [*widened, numbers.master_bytes + numbers.value_bytes]
 
 
 def price_copy(
-    elements: NDArray[np.int64], kind: DeviceKind, dtype: str, curve: Curve | None, unsure: Interval
+    elements: NDArray[np.int64], kind: DeviceKind, precision: str, curve: Curve | None, unsure: Interval
 ) -> Price:
-    """Copying tensors of these sizes (shape: tensors), one by one."""
+    """Copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
     if curve is not None:
         return _price_measured(elements, curve)
-    moved = 2 * float(elements.sum()) * DTYPE_BYTES[dtype]
+    moved = 2 * float(elements.sum()) * numbers_of(precision).gradient_bytes
     seconds = moved / kind.memory_bandwidth_bytes_per_s + LAUNCH_S * len(elements)
     return price_seconds(seconds, unsure, "roofline")
 

@@ -30,7 +30,8 @@ from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
 from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.workload import OptimizerName, Precision
+from meshwright.spec.precision import Precision
+from meshwright.spec.workload import OptimizerName
 
 Row = dict[str, Any]
 

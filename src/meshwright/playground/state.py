@@ -18,7 +18,8 @@ from urllib.parse import parse_qsl, urlencode
 from meshwright.planner.layouts import LayoutName
 from meshwright.spec.errors import PlaygroundError, suggest
 from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.workload import OptimizerName, Precision
+from meshwright.spec.precision import Precision
+from meshwright.spec.workload import OptimizerName
 
 # A link is read whole before anything else; what the controls can say takes some hundred characters.
 MAX_QUERY_LENGTH = 8000
@@ -67,7 +68,7 @@ class State:
     schedule: str = "1f1b"
     overlap: bool = True
     bucket_mib: float = 25.0
-    precision: Precision = "bfloat16"
+    precision: Precision = "mixed"
     optimizer: OptimizerName = "adamw"
     slow_rank: int = 0
     slowdown: float = 1.0

@@ -100,7 +100,7 @@ def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[
     dtype = None
     for parameter in parameters:
         tensor = graph.tensors[parameter]
-        num_bytes = tensor.num_bytes(0, plan.workload.float_bytes)
+        num_bytes = plan.workload.gradient_bytes(tensor)
         if chosen and (total + num_bytes > plan.exchange.bucket_bytes or tensor.dtype != dtype):
             filled.append((tuple(chosen), total))
             chosen, total = [], 0

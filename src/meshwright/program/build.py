@@ -80,7 +80,8 @@ def _build_program(
             buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
             exchanged = buckets if step == num_steps - 1 else ()
             trained = find_trained(graph, stages)
-            done = append_exchange(builder, computations, trained, exchanged, plan.exchange, written[0])
+            numbers = plan.workload.numbers
+            done = append_exchange(builder, computations, trained, exchanged, plan.exchange, numbers, written[0])
             if plan.offload.optimizer != "device":
                 pieces = host_pieces(graph, plan, buckets)
                 append_host_steps(builder, computations, done, pieces, fold.whole if fold else plan, graph)

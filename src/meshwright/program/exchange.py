@@ -26,6 +26,7 @@ from meshwright.program.transfers import Computations, find_first_forwards, find
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
+from meshwright.spec.precision import Numbers
 from meshwright.spec.slices import StageSlice
 
 Ids = NDArray[np.int64]
@@ -73,11 +74,13 @@ def append_exchange(
     trained: NDArray[np.bool_],
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
+    numbers: Numbers,
     first: Computations,
 ) -> Exchanged:
     """Write down the exchange of the buckets and the steps of the trained stages.
 
-    ``first``: the computations of the first step of the body, which has several where exchanges are rare.
+    ``numbers``: gradients and parameters travel in their types. ``first``: the computations of the first step of the
+    body, which has several where exchanges are rare.
     """
     num_replicas = np.diff(computations.replica_offsets)
     seats = Seats(
@@ -99,12 +102,13 @@ def append_exchange(
     )
     if sums is not None:
         builder.wait_each(steps[held.seat], sums[held.row])
-    for numbers in agreed:
-        builder.wait_each(steps[stepping], numbers[seats.rank[stepping]])
+    for agreement in agreed:
+        builder.wait_each(steps[stepping], agreement[seats.rank[stepping]])
     if exchange.shard_optimizer or exchange.every_steps > 1:
         order = np.lexsort((rows.part, -rows.bucket, rows.stage, rows.rank))
         opcode = Opcode.ALL_GATHER if exchange.shard_optimizer else Opcode.ALL_REDUCE
-        back = append_rows(builder, rows, order, opcode, rows.num_bytes, rows.group)
+        num_bytes = rows.num_bytes * numbers.value_bytes // numbers.gradient_bytes
+        back = append_rows(builder, rows, order, opcode, num_bytes, rows.group)
         builder.wait_each(back[held.row], steps[held.seat])
         forwards = first.handle[find_first_forwards(first)[held.seat]]
         builder.wait_late_each(forwards, back[held.row])

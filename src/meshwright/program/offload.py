@@ -114,15 +114,17 @@ def append_host_steps(
     step = _append(builder, rows, every, "host", Opcode.HOST_STEP, rows.num_bytes)
     there, back = rows.ready.copy(), step.copy()
     there[copied] = _append(builder, rows, copied, "down", Opcode.COPY_DOWN, rows.num_bytes)
-    back[copied] = _append(builder, rows, copied, "up", Opcode.COPY_UP, rows.num_bytes)
+    numbers = plan.workload.numbers
+    parameter_bytes = rows.num_bytes * numbers.value_bytes // numbers.gradient_bytes
+    back[copied] = _append(builder, rows, copied, "up", Opcode.COPY_UP, parameter_bytes)
     builder.wait_each(there[copied], rows.ready[copied])
-    for before in (there, last, *(numbers[rows.rank] for numbers in done.agreed)):
+    for before in (there, last, *(agreement[rows.rank] for agreement in done.agreed)):
         builder.wait_each(step, before)
     builder.wait_each(back[copied], step[copied])
     builder.wait_each(done.steps[rows.needing_seat], back[rows.needed])
     if plan.offload.optimizer == "nvme":
-        width = plan.workload.float_bytes
-        moved = -(-rows.num_bytes // width) * state_bytes(plan.workload.optimizer, plan.workload.precision)
+        each = state_bytes(plan.workload.optimizer, plan.workload.precision)
+        moved = -(-rows.num_bytes // numbers.gradient_bytes) * each
         read = _append(builder, rows, every, "drives", Opcode.READ_STATES, moved)
         write = _append(builder, rows, every, "drives", Opcode.WRITE_STATES, moved, lane=1)
         builder.wait_each(read, last)

@@ -14,6 +14,7 @@ from meshwright.spec import (
     format_percent,
     format_seconds,
 )
+from meshwright.spec.precision import numbers_of
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import (
     Checkpoints,
@@ -40,14 +41,14 @@ def describe_scenario(scenario: Scenario) -> str:
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
     """Which of the first devices are priced at another rate, for their kind has none of a precision; empty if none."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
-    sentences = []
+    dtype, sentences = numbers_of(precision).values, []
     for name, kind in kinds.items():
-        if precision in kind.peak_flops_per_s:
+        if dtype in kind.peak_flops_per_s:
             continue
-        rates = sorted((rate, dtype) for dtype, rate in kind.peak_flops_per_s.items())
+        rates = sorted((rate, other) for other, rate in kind.peak_flops_per_s.items())
         (slowest, slow), (fastest, fast) = rates[0], rates[-1]
         sentences.append(
-            f"{name} has no rate for {precision}, so what it computes is priced at its slowest, "
+            f"{name} has no rate for {dtype}, so what it computes is priced at its slowest, "
             f"{format_flops(slowest)}/s of {slow}. A plan in {fast} would have {format_flops(fastest)}/s there."
         )
     return " ".join(sentences)

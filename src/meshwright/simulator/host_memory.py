@@ -92,7 +92,7 @@ def node_memory(plan: Plan | Placement, graph: Graph, cost: CostModel) -> tuple[
 def _stage_bytes(plan: Plan, graph: Graph, cost: CostModel) -> list[tuple[int, int]]:
     """Bytes on the host and on drives of one rank of each stage."""
     workload, buckets = plan.workload, gradient_buckets(graph, plan)
-    width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
+    numbers, states = workload.numbers, state_bytes(workload.optimizer, workload.precision)
     largest: dict[int, int] = defaultdict(int)
     for index, num_bytes in (
         *((index, bucket.num_bytes) for bucket in buckets for index in bucket.stages),
@@ -104,15 +104,15 @@ def _stage_bytes(plan: Plan, graph: Graph, cost: CostModel) -> list[tuple[int, i
         memory = cost.stage_memory(graph, stage, plan.microbatch_size, workload)
         parts = find_shards(plan, stage.index).states
         gradients, kept = -(-memory.gradient_bytes // parts), -(-memory.optimizer_bytes // parts)
-        copied = 0 if workload.precision == "bfloat16" else gradients
+        copied = 0 if numbers.master_bytes else gradients
         if plan.offload.parameters == "host":
             shared = {parameter for bucket in buckets for parameter in bucket.parameters}
-            own = (graph.tensors[i].num_bytes(0, width) for i in stage.parameters if i not in shared)
+            own = (graph.tensors[i].num_bytes(0, numbers.value_bytes) for i in stage.parameters if i not in shared)
             copied = -(-sum(own) // parts)
         host = gradients + copied
         if plan.offload.optimizer == "host":
             found.append((host + kept, 0))
         else:
-            at_hand = PIECES_AT_HAND * -(-largest[stage.index] // (width * parts)) * states
+            at_hand = PIECES_AT_HAND * -(-largest[stage.index] // (numbers.gradient_bytes * parts)) * states
             found.append((host + min(at_hand, kept), kept))
     return found

@@ -74,7 +74,7 @@ def stage_bytes(
     memory = cost.stage_memory(
         graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
     )
-    size, width = plan.microbatch_size, plan.workload.float_bytes
+    size, width, numbers = plan.microbatch_size, plan.workload.float_bytes, plan.workload.numbers
     made, used = (
         sum(
             channel.backward_bytes(graph, size, width)
@@ -84,26 +84,35 @@ def stage_bytes(
         for channels in (stage.incoming, stage.outgoing)
     )
     num_inputs = _most_microbatches(plan, stage.index, kind, cost)
-    phases, gathered = memory.phases, 0
-    kept_bytes = 0
+    phases, parameter_bytes, optimizer_bytes = memory.phases, memory.parameter_bytes, memory.optimizer_bytes
     if shards.is_cut:
         kept_bytes = sum(graph.tensors[i].num_bytes(0, width) for i in bucketed)
+        cut_bytes = memory.parameter_bytes - kept_bytes
+        own_bytes = 0 if shards.on_host else -(-cut_bytes // shards.parameters)
+        has_wide_shards = numbers.master_bytes > 0 and not steps_on_host(plan)
+        if has_wide_shards:
+            # A rank's part of the weights is its part of the master weights.
+            trained = [i for i in stage.parameters if graph.tensors[i].requires_grad and i not in bucketed]
+            optimizer_bytes -= numbers.master_bytes * sum(graph.tensors[i].num_elements(0) for i in trained)
+            own_bytes = -(-cut_bytes // width * numbers.master_bytes // len(shards.ranks))
+            own_bytes += cut_bytes * (shards.zero == 2)
         if shards.zero == 3:
             root, largest = unit_bytes(graph, stage, bucketed, width, gradients=False)
-            gathered = min(root + LAYERS_AT_HAND * largest, memory.parameter_bytes - kept_bytes)
-        whole = sum(unit_bytes(graph, stage, bucketed, width, gradients=True))
-        phases = _shared_gradients(phases, 0 if shards.on_host else shards.gradients, whole)
+            own_bytes += min(root + LAYERS_AT_HAND * largest, cut_bytes)
+        parameter_bytes = kept_bytes + own_bytes
+        whole = sum(unit_bytes(graph, stage, bucketed, numbers.gradient_bytes, gradients=True))
+        widened = numbers.master_bytes // numbers.gradient_bytes if has_wide_shards else 1
+        phases = _shared_gradients(phases, 0 if shards.on_host else shards.gradients, whole, widened)
     # A gradient that goes to another stage of the rank changes hands instead of leaving.
     gone = by_part({SENT: made, RECEIVED: used - made})
     waiting = _kept_for_weights(graph, plan, stage)
-    shared_bytes = 0 if shards.on_host else -(-(memory.parameter_bytes - kept_bytes) // shards.parameters)
-    states_bytes, step = -(-memory.optimizer_bytes // shards.states), _shared_workspace(phases.optimizer, shards.states)
+    states_bytes, step = -(-optimizer_bytes // shards.states), _shared_workspace(phases.optimizer, shards.states)
     if steps_on_host(plan):
         states_bytes, step = 0, _without(phases.optimizer, WORKSPACE)
     return StageBytes(
         resident=by_part(
             {
-                PARAMETERS: shared_bytes + kept_bytes + gathered,
+                PARAMETERS: parameter_bytes,
                 BUFFERS: memory.buffer_bytes,
                 OPTIMIZER: states_bytes,
                 BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
@@ -155,12 +164,15 @@ def _shared_workspace(phase: Phase, shards: int) -> Phase:
     return Phase(most=most, after=phase.after)
 
 
-def _shared_gradients(phases: StagePhases, parts: int, whole_bytes: int) -> StagePhases:
-    """Of gradients each rank keeps a part, or none; those of the root and one unit are there whole until scattered."""
+def _shared_gradients(phases: StagePhases, parts: int, whole_bytes: int, widened: int) -> StagePhases:
+    """Of gradients each rank keeps a part, or none, in a type ``widened`` times as wide.
+
+    Those of the root and one unit are there whole until scattered.
+    """
 
     def share(phase: Phase, extra: int) -> Phase:
         most, after = (
-            tuple((-(-n // parts) if parts else 0) if part == GRADIENTS else n for part, n in enumerate(row))
+            tuple((-(-n * widened // parts) if parts else 0) if part == GRADIENTS else n for part, n in enumerate(row))
             for row in (phase.most, phase.after)
         )
         return Phase(most=tuple(n + extra * (part == WORKSPACE) for part, n in enumerate(most)), after=after)

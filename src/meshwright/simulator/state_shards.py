@@ -35,7 +35,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
 from meshwright.cost.memory import backend_of
 from meshwright.program.sharding import Unit, find_units, padded_bytes
-from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Placement, Plan, StageSlice
+from meshwright.spec import DeviceKind, Graph, Placement, Plan, StageSlice
 from meshwright.spec.collective import summing_axes
 
 Floats = NDArray[np.float64]
@@ -118,7 +118,8 @@ def gather_waits(
         total = 0.0
         for axes in dict.fromkeys(over[i] for i in exchanged):
             alike = [i for i in exchanged if over[i] == axes]
-            num_bytes = padded_bytes(graph, alike, len(shards.ranks), DTYPE_BYTES[cost.precision])
+            width = cost.numbers.value_bytes if gathers else cost.numbers.gradient_bytes
+            num_bytes = padded_bytes(graph, alike, len(shards.ranks), width)
             total += cost.collective_seconds(op, shards.ranks, num_bytes, shards.beside, axes=axes)
             total += _host_copy_seconds(shards, num_bytes / len(shards.ranks), cost)
         return total

@@ -72,10 +72,11 @@ def encode_document(value: Any) -> dict[str, Any]:
 
 
 def decode_document(cls: type[T], data: Any, where: str) -> T:
-    """Like `decode`, after the ``schema`` key was checked."""
+    """Like `decode`, after the ``schema`` key was checked; ``cls.upgraded(data, version)`` reads older versions."""
     expected = _schema(cls)
     if not isinstance(data, dict):
         raise DocumentError(f"{where}: expected a document {expected!r}, found {type(data).__name__}.")
+    data = _upgraded(cls, data)
     if (given := data.get("schema")) != expected:
         raise DocumentError(f"{where}: expected schema {expected!r}, found {given!r}. {_schema_remedy(data, cls)}")
     return decode(cls, {key: item for key, item in data.items() if key != "schema"}, where)
@@ -126,6 +127,16 @@ def _dump(data: Any, depth: int) -> str:
 
 def _schema(cls: type) -> str:
     return f"meshwright/{cls.__name__.lower()}/{getattr(cls, 'SCHEMA_VERSION', 1)}"
+
+
+def _upgraded(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    """The data of an older version as the current one has it; as given where there is no way to it."""
+    kind, current = cls.__name__.lower(), getattr(cls, "SCHEMA_VERSION", 1)
+    given, upgrade = data.get("schema"), getattr(cls, "upgraded", None)
+    versions = {f"meshwright/{kind}/{version}": version for version in range(1, current)}
+    if upgrade is None or not isinstance(given, str) or given not in versions:
+        return data
+    return {**upgrade(data, versions[given]), "schema": _schema(cls)}
 
 
 def _schema_remedy(data: dict[str, Any], cls: type) -> str:

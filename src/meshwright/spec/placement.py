@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from meshwright.spec.errors import GraphMismatchError, PlanError
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.plan import MAX_MICROBATCH_STAGES
+from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.program import MAX_IDLE_RANKS
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -67,7 +68,8 @@ class Placement:
     num_microbatches: int = 1
     model_sizes: tuple[tuple[str, int], ...] = ()
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
+    upgraded = staticmethod(upgraded_precision)
 
     def __post_init__(self) -> None:
         _check_parts(self)

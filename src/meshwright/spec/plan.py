@@ -17,6 +17,7 @@ from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.offload import ON_DEVICE, Offload, check_offload, check_offloaded_plan
 from meshwright.spec.own_code import order_file, split_reference
+from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
@@ -72,7 +73,8 @@ class Plan:
     model_sizes: tuple[tuple[str, int], ...] = ()
     rewritten: str = ""
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
+    upgraded = staticmethod(upgraded_precision)
 
     def __post_init__(self) -> None:
         _check_plan(self)

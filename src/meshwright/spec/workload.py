@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.precision import Numbers, Precision, numbers_of
+
+if TYPE_CHECKING:
+    from meshwright.spec.graph import Tensor
 
 # Far beyond any published training; more is a slip, and finding its divisors would take minutes.
 MAX_GLOBAL_BATCH = 2**40
 
-Precision = Literal["float64", "float32", "bfloat16"]
 # What a user can ask for by a word.
 OptimizerName = Literal["adamw", "sgd", "sgd-momentum"]
 
@@ -74,9 +77,8 @@ class Loader:
 class Workload:
     """One step over ``global_batch`` samples.
 
-    ``precision`` "bfloat16" is mixed precision: two-byte parameters, gradients and activations, four-byte master
-    weights and optimizer states. Inference has neither gradients nor optimizer. ``loader``: what inputs come from; they
-    are always there if none is given.
+    ``precision`` is a word of `spec.precision`. Inference has neither gradients nor optimizer. ``loader``: what inputs
+    come from; they are always there if none is given.
     """
 
     kind: Literal["training", "inference"] = "training"
@@ -88,9 +90,18 @@ class Workload:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     @property
+    def numbers(self) -> Numbers:
+        """The types that the precision stands for."""
+        return numbers_of(self.precision)
+
+    @property
     def float_bytes(self) -> int:
-        """Bytes of one floating element of an activation, parameter or gradient."""
-        return {"float64": 8, "float32": 4, "bfloat16": 2}[self.precision]
+        """Bytes of one floating element of an activation or parameter."""
+        return self.numbers.value_bytes
+
+    def gradient_bytes(self, parameter: Tensor) -> int:
+        """Bytes of a parameter's gradient."""
+        return parameter.num_elements(0) * self.numbers.gradient_bytes
 
     def __post_init__(self) -> None:
         if not 1 <= self.global_batch <= MAX_GLOBAL_BATCH:

@@ -115,10 +115,12 @@ def weigh_rank(
     num_microbatches = max(num_microbatches, num_in_flight)
     plain = weigh_stage(graph, stage, batch_size, workload, device=device)
     width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
+    numbers = workload.numbers
+    gradient_width = numbers.gradient_bytes
     shards = _Shards(graph, stage, options)
     all_elements, trainable = shards.held(stage.parameters), shards.held(_trainable(graph, stage.parameters))
     layer = shards.largest_layer()
-    parameters, gradients, kept_states = width * all_elements, width * trainable, states * trainable
+    parameters, gradients, kept_states = width * all_elements, gradient_width * trainable, states * trainable
     activations = plain.activation_bytes(num_in_flight, num_microbatches)
     # At the fullest moment of a first backward most gradients are yet to be made.
     peak = plain.peak_bytes(num_in_flight, num_microbatches) - plain.static_bytes
@@ -126,9 +128,13 @@ def weigh_rank(
     if options.zero >= 1:
         kept_states = states * shards.sharded(_trainable(graph, stage.parameters))
     if options.zero >= 2:
-        gradients = width * (shards.sharded(_trainable(graph, stage.parameters)) + layer)
-    if options.zero == 3:
-        parameters = width * (shards.sharded(stage.parameters) + LAYERS_AT_HAND * layer)
+        sharded = shards.sharded(_trainable(graph, stage.parameters))
+        # With states on the device, a rank's part of the weights is its part of the master weights (`spec.precision`).
+        master = numbers.master_bytes if options.states_on == "device" else 0
+        gradients = (master or gradient_width) * sharded + gradient_width * layer
+        if options.zero == 3:
+            parameters = (master or width) * shards.sharded(stage.parameters) + width * LAYERS_AT_HAND * layer
+            kept_states -= master * sharded
     activations_moved, activations_away = 0, 0
     if options.activations_on == "host":
         kept = plain.microbatch_bytes - plain.received_bytes - plain.sent_bytes
@@ -136,7 +142,7 @@ def weigh_rank(
         activations_away = num_in_flight * kept - at_hand
         activations_moved = 2 * num_microbatches * kept
     away = kept_states if options.states_on != "device" else 0
-    exchanged = 2 * width * shards.sharded(_trainable(graph, stage.parameters)) if away else 0
+    exchanged = (width + gradient_width) * shards.sharded(_trainable(graph, stage.parameters)) if away else 0
     return RankMemory(
         parameter_bytes=parameters,
         gradient_bytes=gradients,

@@ -134,7 +134,7 @@ def weigh_stage(
     saved = {i for i in saved if graph.tensors[i].role not in state_roles} - elsewhere
     outgoing = [i for channel in stage_slice.outgoing for i in channel.tensors]
     sent = storages([*outgoing, *stage_slice.outputs]) - saved - elsewhere
-    saved_bytes, gradient_bytes = size(saved), size(trainable)
+    saved_bytes, gradient_bytes = size(saved), sum(workload.gradient_bytes(graph.tensors[i]) for i in trainable)
     sent_bytes = size(i for i in sent if graph.tensors[i].role not in state_roles)
     counters = STEP_COUNTER_BYTES * len(trainable) if workload.optimizer.kind == "adamw" else 0
     if has_own_backward(graph):

@@ -15,7 +15,7 @@ from meshwright.cost.memory.backward import (
 )
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
-from meshwright.cost.optimizers import MASTER_BYTES, STEP_COUNTER_BYTES
+from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import GraphError, computed_again
 from meshwright.spec.memory import (
     BUCKETS,
@@ -74,6 +74,8 @@ class StageWalk:
         self._device, self._loop = device, loop
         self._sizes, self._elements = _measures(graph, batch_size, workload.float_bytes, device)
         self.trains = stage.has_backward and workload.kind == "training"
+        # Whether gradients are added up in a wider type than backwards make them in.
+        self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
         self._lives = find_lifetimes(graph, stage, trains=self.trains)
         self._bucketed = frozenset(bucketed)
         self._first_use: dict[int, int] = {}
@@ -149,13 +151,15 @@ class StageWalk:
     def optimize(self, *, first: bool) -> None:
         """One step of the optimizer over all trained parameters, then the gradients go."""
         kind, num_states = self._workload.optimizer.kind, self._workload.optimizer.num_states
-        mixed = self._workload.precision == "bfloat16"
-        width = MASTER_BYTES if mixed else self._workload.float_bytes
-        sizes = {i: self._elements[i] * width for i in self._stage.parameters if self._graph.tensors[i].requires_grad}
+        numbers = self._workload.numbers
+        trained = [i for i in self._stage.parameters if self._graph.tensors[i].requires_grad]
+        sizes = {i: self._elements[i] * numbers.state_bytes for i in trained}
         for parameter, size in sizes.items():
             self.ledger.begin(f"optimizer step of {self._graph.tensors[parameter].name}")
             if first:
-                for _ in range(num_states + int(mixed)):
+                if numbers.master_bytes:
+                    self.ledger.take(self._elements[parameter] * numbers.master_bytes, OPTIMIZER)
+                for _ in range(num_states):
                     self.ledger.take(size, OPTIMIZER)
                 if kind == "adamw":
                     self.ledger.take(STEP_COUNTER_BYTES, OPTIMIZER)
@@ -230,13 +234,21 @@ class StageWalk:
 
     def _part_of_gradient(self, tensor: int) -> int:
         if self._graph.tensors[tensor].role == "parameter":
-            return WORKSPACE if tensor in self._parameter_gradients else GRADIENTS
+            return WORKSPACE if self._widens or tensor in self._parameter_gradients else GRADIENTS
         return SENT if tensor in self._returned else WORKSPACE
 
     def _deliver(self, tensor: int, gradient: _Gradient) -> None:
         """Hand a gradient on to the op that made the tensor, or to the parameter."""
         if self._graph.tensors[tensor].role == "parameter":
-            if tensor in self._parameter_gradients:
+            if self._widens:
+                # Autograd makes it of the gradient's own type before it adds it up.
+                wide = self._workload.gradient_bytes(self._graph.tensors[tensor])
+                if tensor in self._parameter_gradients:
+                    self._borrow(wide)
+                else:
+                    self._parameter_gradients[tensor] = self.ledger.take(wide, GRADIENTS)
+                self._drop(gradient)
+            elif tensor in self._parameter_gradients:
                 self._drop(gradient)
             elif gradient.holders == 1:
                 self._parameter_gradients[tensor] = gradient.block

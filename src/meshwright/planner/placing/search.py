@@ -252,10 +252,10 @@ def _held_bytes(problem: PlaceProblem, ops: Sequence[int]) -> int:
     for tensor in sorted({i for op in ops for i in graph.ops[op].inputs}):
         facts = graph.tensors[tensor]
         if facts.role in ("parameter", "buffer"):
-            num_bytes = facts.num_bytes(0, workload.float_bytes)
-            trained = training and facts.role == "parameter" and facts.requires_grad
-            states = facts.num_elements(0) * state_bytes(workload.optimizer, workload.precision) if trained else 0
-            total += num_bytes * (1 + trained) + states
+            total += facts.num_bytes(0, workload.float_bytes)
+            if training and facts.role == "parameter" and facts.requires_grad:
+                states = facts.num_elements(0) * state_bytes(workload.optimizer, workload.precision)
+                total += workload.gradient_bytes(facts) + states
     for tensor in (i for op in ops for i in graph.ops[op].outputs if training):
         if graph.tensors[tensor].storage == tensor:
             kept = graph.tensors[tensor].num_bytes(problem.microbatch_size, workload.float_bytes)

@@ -75,7 +75,7 @@ def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: W
     width = workload.float_bytes
     sizes = _column(len(graph.tensors), {i: t.num_bytes(batch_size, width) for i, t in enumerate(graph.tensors)})
     trainable = [i for i in graph.parameters if graph.tensors[i].requires_grad] if training else []
-    gradients = _column(len(graph.tensors), {i: int(sizes[i]) for i in trainable})
+    gradients = _column(len(graph.tensors), {i: workload.gradient_bytes(graph.tensors[i]) for i in trainable})
     each_state = state_bytes(workload.optimizer, workload.precision)
     counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
     states = _column(

@@ -78,7 +78,7 @@ def _optimizer_picoseconds(
         return _picoseconds(seconds)
     if offload.optimizer != "device":
         hosts = HostPrices(cost, cost.cluster.num_ranks)
-        sizes = np.array([graph.tensors[i].num_bytes(0, workload.float_bytes) for i in trainable], np.float64)
+        sizes = np.array([workload.gradient_bytes(graph.tensors[i]) for i in trainable], np.float64)
         whole_s = hosts.bound_step_seconds(0, int(sizes.sum()), workload.optimizer, offload.optimizer)
         seconds[trainable] = whole_s * sizes / sizes.sum()
         return _picoseconds(seconds)

@@ -19,10 +19,12 @@ from meshwright.report.settings.launch import DEFAULT_PORT
 from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import require_even_tokens, unsaid_states_of_context
-from meshwright.spec import PlanError
+from meshwright.spec import DTYPE_BYTES, PlanError
 
 SYSTEM, VERSION = "accelerate", "1.15"
 PLUGIN = "accelerate, through Megatron-LM,"
+# accelerate's words for what it computes in.
+_MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 COMM_STRATEGIES = {"ring": "alltoall", "all_gather": "allgather"}
 
 
@@ -32,7 +34,7 @@ def export_accelerate(facts: Facts) -> Settings:
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(facts),
-        "mixed_precision": "bf16" if plan.workload.precision == "bfloat16" else "no",
+        "mixed_precision": _MIXED.get(plan.workload.numbers.values, "no"),
         "use_cpu": facts.is_cpu,
         "debug": False,
         "num_processes": plan.num_devices,
@@ -215,18 +217,26 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
         ),
         Unsaid(what=f"optimizer {plan.workload.optimizer.name}", reason="it is made in the script"),
     ]
-    if plan.workload.precision == "bfloat16":
-        items.append(
-            Unsaid(
-                what="parameters and gradients of two bytes",
-                reason="Megatron-LM sums gradients in float32"
-                if _way(facts) == "megatron"
-                else "autocast and FSDP keep both in float32",
-            )
-        )
+    items += _unsaid_precision(facts)
     if plan.workload.precision == "float64":
         items.append(Unsaid(what="float64", reason="it is the dtype of the model in the script"))
     return tuple(items)
+
+
+def _unsaid_precision(facts: Facts) -> list[Unsaid]:
+    numbers, way = facts.plan.workload.numbers, _way(facts)
+    if DTYPE_BYTES[numbers.values] > 2:
+        return []
+    items = []
+    if way == "megatron" and numbers.gradient_bytes == 2:
+        items.append(Unsaid(what="gradients of two bytes", reason="Megatron-LM sums gradients in float32"))
+    elif way != "megatron" and not (facts.zero >= 2 and numbers.master):
+        items.append(
+            Unsaid(what="parameters of two bytes", reason="autocast and FSDP keep parameters and gradients in float32")
+        )
+    if not numbers.master:
+        items.append(Unsaid(what=f"states in {numbers.states}", reason="they are kept in float32"))
+    return items
 
 
 def _unsaid_split(facts: Facts) -> list[Unsaid]:

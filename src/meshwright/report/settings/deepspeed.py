@@ -26,7 +26,8 @@ SYSTEM, VERSION = "DeepSpeed", "0.19.8"
 def export_deepspeed(facts: Facts) -> Settings:
     """The configuration for the plan. Raises PlanError where DeepSpeed cannot run it at all."""
     plan = facts.plan
-    if plan.workload.precision == "float64":
+    precision, numbers = plan.workload.precision, plan.workload.numbers
+    if precision == "float64":
         raise PlanError(
             "DeepSpeed trains in float32, float16 or bfloat16, not in float64. Plan with another precision."
         )
@@ -36,7 +37,7 @@ def export_deepspeed(facts: Facts) -> Settings:
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": facts.microbatches_per_replica,
         "optimizer": _optimizer(facts),
-        "bf16": {"enabled": plan.workload.precision == "bfloat16"},
+        "bf16": {"enabled": numbers.values == "bfloat16"},
         "zero_optimization": _zero(facts),
     }
     if facts.zero and plan.workload.optimizer.kind != "adamw":
@@ -48,9 +49,11 @@ def export_deepspeed(facts: Facts) -> Settings:
         values["tensor_parallel"] = {"autotp_size": plan.sharding.tensor}
     if facts.num_stages > 1 and facts.again.is_full:
         values["pipeline"] = {"activation_checkpoint_interval": 1}
-    if plan.workload.precision == "bfloat16":
-        # The default too, and without ZeRO the only one that it takes (engine.py, _do_optimizer_sanity_check).
-        values["data_types"] = {"grad_accum_dtype": "bf16"}
+    if numbers.values == "float16":
+        values["fp16"] = {"enabled": True}
+    if numbers.values == "bfloat16":
+        # Without ZeRO it takes bf16 alone (engine.py, _do_optimizer_sanity_check).
+        values["data_types"] = {"grad_accum_dtype": "fp32" if facts.zero and precision == "mixed" else "bf16"}
     return Settings(
         system=SYSTEM,
         version=VERSION,
@@ -176,7 +179,13 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             )
         )
     is_copied = facts.num_stages > 1 and facts.num_replicas > 1 and facts.zero == 0
-    if plan.workload.precision == "bfloat16" and is_copied:
+    if plan.workload.precision == "mixed" and not facts.zero:
+        items.append(Unsaid(what="gradients in float32", reason="without ZeRO DeepSpeed keeps them in bfloat16"))
+    if plan.workload.precision == "bfloat16":
+        items.append(
+            Unsaid(what="states in bfloat16, no master weights", reason="DeepSpeed keeps both in float32 beside them")
+        )
+    if plan.workload.numbers.values == "bfloat16" and is_copied:
         items.append(
             Unsaid(
                 what="master weights and optimizer states whole on every replica",

@@ -71,7 +71,7 @@ class Facts:
     @property
     def bucket_elements(self) -> int:
         """Gradient elements in a bucket."""
-        return self.plan.exchange.bucket_bytes // self.plan.workload.float_bytes
+        return self.plan.exchange.bucket_bytes // self.plan.workload.numbers.gradient_bytes
 
     @property
     def is_even(self) -> bool:

@@ -158,7 +158,8 @@ def _layout(stages: tuple[StageParts, ...]) -> str | None:
 
 def _precision_and_optimizer(facts: Facts) -> dict[str, Any]:
     workload = facts.plan.workload
-    values: dict[str, Any] = {"--bf16": True} if workload.precision == "bfloat16" else {}
+    flags = {"bfloat16": "--bf16", "float16": "--fp16"}
+    values: dict[str, Any] = {flags[workload.numbers.values]: True} if workload.numbers.values in flags else {}
     if workload.optimizer.kind == "adamw":
         return values | {"--optimizer": "adam"}
     return values | {"--optimizer": "sgd", "--sgd-momentum": 0.9 if workload.optimizer.momentum else 0.0}
@@ -232,12 +233,16 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="without --overlap-grad-reduce all gradients are reduced at once",
             )
         )
-    if plan.workload.precision == "bfloat16":
+    if plan.workload.numbers.gradients == "bfloat16":
         items.append(
             Unsaid(
                 what="gradients of two bytes",
                 reason="with --bf16 gradients are summed and reduced in float32, twice the memory and traffic",
             )
+        )
+    if plan.workload.precision == "bfloat16":
+        items.append(
+            Unsaid(what="states in bfloat16, no master weights", reason="Megatron-LM keeps both in float32 beside them")
         )
     if facts.is_cpu:
         items.append(Unsaid(what=f"devices of {plan.cluster}", reason="Megatron-LM trains on GPUs"))

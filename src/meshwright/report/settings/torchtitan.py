@@ -37,8 +37,10 @@ FULL, FULL_IMPORT, FULL_CONFIG = (
 def export_torchtitan(facts: Facts) -> Settings:
     """The config module for the plan. Raises PlanError where torchtitan cannot run it at all."""
     plan = facts.plan
-    if plan.workload.precision == "float64":
-        raise PlanError("torchtitan trains in float32 or bfloat16, not in float64. Plan with --precision float32.")
+    if plan.workload.numbers.values not in ("float32", "bfloat16"):
+        raise PlanError(
+            f"torchtitan trains in float32 or bfloat16, not in {plan.workload.precision}. Plan with --precision mixed."
+        )
     if plan.workload.optimizer.kind != "adamw":
         raise PlanError(
             f"torchtitan has Adam, AdamW and Muon, but the plan is for {plan.workload.optimizer.name}. "
@@ -119,8 +121,8 @@ def _training(facts: Facts) -> dict[str, Any]:
     values: dict[str, Any] = {
         "training.local_batch_size": local,
         "training.global_batch_size": plan.workload.global_batch,
-        "training.dtype": "float32",
-        "training.mixed_precision_param": plan.workload.precision,
+        "training.dtype": plan.workload.numbers.master or plan.workload.numbers.values,
+        "training.mixed_precision_param": plan.workload.numbers.values,
     }
     if facts.shape is not None:
         values["training.seq_len"] = facts.shape["sequence_length"]
@@ -157,13 +159,11 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="torchtitan replicates by FSDP2, which reduces block by block during backward",
             )
         )
-    if plan.workload.precision == "bfloat16":
-        items.append(
-            Unsaid(
-                what="parameters and gradients of two bytes",
-                reason="torchtitan keeps both in float32 and reduces in float32",
-            )
-        )
+    numbers = plan.workload.numbers
+    if numbers.master and facts.zero < 2:
+        items.append(Unsaid(what="parameters of two bytes", reason="torchtitan keeps them in float32"))
+    if numbers.gradient_bytes == 2:
+        items.append(Unsaid(what="gradients of two bytes", reason="torchtitan sums them in float32"))
     return tuple(items)
 
 

@@ -143,7 +143,7 @@ def forecast_run(
 def saved_bytes(plan: Plan | Placement, graph: Graph) -> int:
     """Bytes of parameters and optimizer states of the whole model, once."""
     work = plan.workload
-    each = work.float_bytes + state_bytes(work.optimizer, work.precision)
+    each = work.numbers.value_bytes + state_bytes(work.optimizer, work.precision)
     storages = {tensor.storage: tensor for tensor in graph.tensors if tensor.role == "parameter"}
     return sum(tensor.num_elements(0) for tensor in storages.values()) * each
 

@@ -106,7 +106,7 @@ def amounts_of(
     prices = cost.price_ops(graph, batch_size, kind)
     training = workload.kind == "training"
     seconds = prices.forward_s + (prices.backward_s + prices.accumulate_s if training else 0.0)
-    states = workload.float_bytes + state_bytes(workload.optimizer, workload.precision)
+    states = workload.numbers.gradient_bytes + state_bytes(workload.optimizer, workload.precision)
     return Amounts(
         graph=graph,
         batch_size=batch_size,

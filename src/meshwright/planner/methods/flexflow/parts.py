@@ -93,7 +93,7 @@ def _held_bytes(parts: Graph, number: int, workload: Workload) -> int:
     held = [parts.tensors[t] for t in dict.fromkeys(t for op in ops for t in op.inputs)]
     found = sum(tensor.num_bytes(1, width) for tensor in held if tensor.role in _HELD)
     if parts.mode == "training":
-        states = width + state_bytes(workload.optimizer, workload.precision)
+        states = workload.numbers.gradient_bytes + state_bytes(workload.optimizer, workload.precision)
         trained = (tensor for tensor in held if tensor.role == "parameter" and tensor.requires_grad)
         found += sum(tensor.num_elements(1) * states for tensor in trained) + parts.saved_bytes(
             ops, 1, float_bytes=width

@@ -141,5 +141,5 @@ def _find_weights(graph: Graph, at: int, layer: SoapLayer, workload: Workload, n
         if item.role == "parameter" and item.requires_grad:
             splits = np.array([tensor in dim.places for dim in layer.dims] + [False] * (num_dims - len(layer.dims)))
             key = tuple(bool(split) for split in splits)
-            sizes[key] = sizes.get(key, 0) + item.num_bytes(1, workload.float_bytes)
+            sizes[key] = sizes.get(key, 0) + workload.gradient_bytes(item)
     return [Weight(layer=at, num_bytes=num_bytes, splits=splits) for splits, num_bytes in sizes.items()]

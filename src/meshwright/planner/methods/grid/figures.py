@@ -184,12 +184,13 @@ class Figures:
         trained = np.array([tensor.requires_grad for tensor in graph.tensors]) * training
         elements = np.array([tensor.num_elements(0) for tensor in graph.tensors], np.int64) * trained
         each = state_bytes(self.workload.optimizer, self.workload.precision)
+        gradient = self.workload.numbers.gradient_bytes
         kept = [_added(structure, structure.saved.table(size)) * training for size in sizes]
         spread, parameters = self._short.spread, _added(structure, structure.parameters.table(sizes[0]))
         return LayerBytes(
             parameters=spread(parameters) * self._on_device,
             states=spread(_added(structure, structure.parameters.table(elements * each))) * self._steps_on_device,
-            gradients=spread(_added(structure, structure.parameters.table(sizes[0] * trained))) * self._on_device,
+            gradients=spread(_added(structure, structure.parameters.table(elements * gradient))) * self._on_device,
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
         )

@@ -19,7 +19,6 @@ from meshwright.cost import CostModel
 from meshwright.records.importing.pipedream import read_edges, read_layers
 from meshwright.records.text_files import read_unpacked
 from meshwright.spec import DeviceKind, DocumentError, Graph, PlanError, slice_graph
-from meshwright.spec.units import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 
@@ -100,7 +99,7 @@ def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKin
     each = _op_seconds(graph, batch_size, cost, kind)
     slices = slice_graph(graph, [(layer, layer + 1) for layer in range(len(graph.layers))])
     own = [[op for op in layer.ops if not graph.ops[op].replicable] for layer in slices]
-    width = DTYPE_BYTES[cost.precision]
+    width = cost.numbers.value_bytes
     reads: list[tuple[int, ...]] = []
     activations, parameters = np.zeros((2, len(slices)))
     seen: set[int] = set()

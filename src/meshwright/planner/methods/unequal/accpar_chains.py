@@ -30,14 +30,14 @@ def chain_layers(graph: Graph, batch_size: int, cost: CostModel) -> tuple[ChainL
         prices = cost.price_ops(graph, batch_size, kind)
         each = prices.forward_s + prices.backward_s + prices.accumulate_s
         seconds.append(np.add.reduceat(each, edges[:-1]))
-    width = 2 if cost.precision == "bfloat16" else None
+    width = cost.numbers.value_bytes
     return tuple(
         _layer(graph, graph.ops[index], batch_size, width, tuple(float(own[place]) for own in seconds))
         for place, index in enumerate(weighted)
     )
 
 
-def _layer(graph: Graph, op: Op, batch_size: int, width: int | None, seconds: tuple[float, ...]) -> ChainLayer:
+def _layer(graph: Graph, op: Op, batch_size: int, width: int, seconds: tuple[float, ...]) -> ChainLayer:
     weight = _weight(graph, op)
     assert weight is not None
     values = [i for i in op.inputs if graph.tensors[i].role not in ("parameter", "buffer", "constant")]

@@ -1,0 +1,87 @@
+"""Precisions: each is one word, with one meaning in memory, price and runtime.
+
+    word                    parameters   activations  gradients   beside them, for the optimizer
+    float64                 float64      float64      float64     states in float64
+    float32                 float32      float32      float32     states in float32
+    mixed                   bfloat16     bfloat16     float32     master weights and states in float32
+    mixed-bf16-gradients    bfloat16     bfloat16     bfloat16    master weights and states in float32
+    bfloat16                bfloat16     bfloat16     bfloat16    states in bfloat16
+    mixed-float16           float16      float16      float32     master weights and states in float32
+
+Bytes per parameter under AdamW are 32, 16, 18, 16, 8 and 18. "mixed" is Megatron-LM's ``--bf16``: gradients of
+microbatches are added up, and summed over replicas, in float32.
+
+Where replicas share out gradients (ZeRO 2 and 3), the master weights are the weights: each rank keeps its part of them
+in float32, and what is gathered is of the type of the parameters (FSDP2: ``MixedPrecisionPolicy(param_dtype)``). The
+gradients are summed in their own type (``reduce_dtype``) and kept in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from meshwright.spec.errors import PlanError, suggest
+from meshwright.spec.units import DTYPE_BYTES
+
+Precision = Literal["float64", "float32", "mixed", "mixed-bf16-gradients", "bfloat16", "mixed-float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The types of a precision by torch's names: ``values`` are parameters and activations; "" for no ``master``."""
+
+    values: str
+    gradients: str
+    states: str
+    master: str = ""
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an element of a parameter or an activation."""
+        return DTYPE_BYTES[self.values]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of a parameter's gradient."""
+        return DTYPE_BYTES[self.gradients]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of an element of one state of the optimizer."""
+        return DTYPE_BYTES[self.states]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of an element of the master weights; 0 without them."""
+        return DTYPE_BYTES[self.master] if self.master else 0
+
+
+_NUMBERS: dict[str, Numbers] = {
+    "float64": Numbers("float64", "float64", "float64"),
+    "float32": Numbers("float32", "float32", "float32"),
+    "mixed": Numbers("bfloat16", "float32", "float32", "float32"),
+    "mixed-bf16-gradients": Numbers("bfloat16", "bfloat16", "float32", "float32"),
+    "bfloat16": Numbers("bfloat16", "bfloat16", "bfloat16"),
+    "mixed-float16": Numbers("float16", "float32", "float32", "float32"),
+}
+# What the runtime does not compute in.
+SIMULATED_ONLY: tuple[Precision, ...] = ("mixed-float16",)
+
+
+def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:
+    """Data of a document with a workload; in version 1 ``bfloat16`` had float32 master weights and states."""
+    workload = data.get("workload")
+    if version == 1 and isinstance(workload, dict) and workload.get("precision") == "bfloat16":
+        return {**data, "workload": {**workload, "precision": "mixed-bf16-gradients"}}
+    return data
+
+
+def numbers_of(precision: str) -> Numbers:
+    """The types of a precision. Raises PlanError for an unknown word."""
+    if precision not in _NUMBERS:
+        words = get_args(Precision)
+        raise PlanError(
+            f"The precision {precision!r} was given{suggest(precision, words)}; known are {', '.join(words)}."
+        )
+    return _NUMBERS[precision]
