@@ -81,11 +81,11 @@ def compare(name: str, microbatch: int, device: torch.device, kind: str | None, 
         model=name,
         graph_hash=captured.graph.content_hash,
         cluster=cluster,
-        workload=Workload(global_batch=NUM_MICROBATCHES * microbatch, precision="bfloat16"),
+        workload=Workload(global_batch=NUM_MICROBATCHES * microbatch, precision="amp"),
         stages=(StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0,)),),
         num_microbatches=NUM_MICROBATCHES,
     )
-    session = open_session(captured, plan, torch.optim.AdamW, autocast=torch.bfloat16, device=device)
+    session = open_session(captured, plan, torch.optim.AdamW, device=device)
     optimizer, steps = torch.optim.AdamW(model.parameters()), [0]
 
     def ours() -> None:

@@ -50,12 +50,12 @@ def test_options_that_say_nothing_are_refused(run, tmp_path, words, said):
 
 def test_a_plan_for_several_nodes_comes_with_the_line_that_starts_it(run, tmp_path):
     path = write_plan(tmp_path, "2x2xcpu", 4)
-    code, out, _ = run("run", path, "--steps", 2, "--autocast", "--out", "its results")
+    code, out, _ = run("run", path, "--steps", 2, "--seed", 3, "--out", "its results")
     assert code == 1
     words = " ".join(out.split())
     assert "torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST" in words
     assert "--module meshwright run" in words
-    assert "plan.json --steps 2 --out 'its results' --autocast" in words
+    assert "plan.json --steps 2 --out 'its results' --seed 3" in words
     assert "N being 0 to 1" in words
     assert not (tmp_path / "run").exists()
 

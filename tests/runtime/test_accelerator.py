@@ -13,7 +13,6 @@ import torch
 
 from meshwright.capture.devices import bind_call, bind_graph
 from meshwright.runtime import choose_device, join_group
-from meshwright.runtime.devices import check_autocast
 from meshwright.spec import Plan, PlanError, RunError, StagePlan, Workload
 from tests.marks import left_to_ci
 
@@ -129,16 +128,6 @@ def test_another_accelerator_is_named(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     with pytest.raises(PlanError, match="its accelerator here, 'xpu', is not supported"):
         choose_device(make_plan("H100"))
-
-
-def test_a_gpu_without_bfloat16_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    check_autocast(torch.device("cuda", 0), None)
-    check_autocast(torch.device("cpu"), torch.bfloat16)
-    with pytest.raises(PlanError, match=r"bfloat16, which Tesla T4 \(compute capability 7\.5\).*from 8\.0 on"):
-        check_autocast(torch.device("cuda", 0), torch.bfloat16)
 
 
 def test_each_rank_of_a_host_needs_a_gpu(monkeypatch):

@@ -11,17 +11,17 @@ from meshwright.training import Job, check_losses, run_plan
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
-def job_of(folder, **options):
+def job_of(folder, precision="float32"):
     graph = load_shipped_graph("gpt-tiny")
     plan = Plan(
         model="gpt-tiny",
         graph_hash=graph.content_hash,
         cluster="1xcpu",
-        workload=Workload(global_batch=4),
+        workload=Workload(global_batch=4, precision=precision),
         stages=(StagePlan(start=0, stop=len(graph.layers), ranks=(0,)),),
         num_microbatches=2,
     )
-    return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=6, device="cuda", **options)
+    return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=6, device="cuda")
 
 
 def test_losses_are_those_of_one_process(tmp_path):
@@ -32,8 +32,9 @@ def test_losses_are_those_of_one_process(tmp_path):
     assert 0 < timeline.peak_memory_bytes[0] <= timeline.reserved_memory_bytes[0]
 
 
-def test_under_autocast_it_learns_as_without(tmp_path):
+@pytest.mark.parametrize("precision", ["amp", "amp-float16", "mixed", "mixed-bf16-gradients", "bfloat16"])
+def test_in_two_bytes_it_learns_as_in_four(tmp_path, precision):
     plain = run_plan(job_of(tmp_path), tmp_path / "plain")
-    half = run_plan(job_of(tmp_path, autocast="bfloat16"), tmp_path / "half")
+    half = run_plan(job_of(tmp_path, precision), tmp_path / "half")
     assert half.losses == pytest.approx(plain.losses, rel=2e-2)
     assert half.losses[-1] < half.losses[0]

@@ -195,5 +195,5 @@ def test_an_optimizer_with_state_of_what_is_split_is_refused():
     optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
     whole.grad = torch.ones(2)
     optimizer.step()
-    with pytest.raises(PlanError, match="state of parameters that the plan splits"):
+    with pytest.raises(PlanError, match="state of parameters in whose place the plan has others"):
         own_optimizer(optimizer, [share], {id(whole): share})

@@ -14,7 +14,7 @@ from tests.marks import left_to_ci
 pytestmark = pytest.mark.distributed
 
 
-def job_of(folder, *, ranks=((0,), (1,)), schedule="1f1b", sharding=None, zero=0, **options):
+def job_of(folder, *, ranks=((0,), (1,)), schedule="1f1b", sharding=None, zero=0, precision="float32", **options):
     graph = load_shipped_graph("gpt-tiny")
     count = len(graph.layers)
     bounds = [count * place // len(ranks) for place in range(len(ranks) + 1)]
@@ -22,7 +22,7 @@ def job_of(folder, *, ranks=((0,), (1,)), schedule="1f1b", sharding=None, zero=0
         model="gpt-tiny",
         graph_hash=graph.content_hash,
         cluster="2xcpu",
-        workload=Workload(global_batch=4),
+        workload=Workload(global_batch=4, precision=precision),
         stages=tuple(StagePlan(start=bounds[i], stop=bounds[i + 1], ranks=own) for i, own in enumerate(ranks)),
         num_microbatches=4,
         schedule=schedule,
@@ -54,7 +54,7 @@ def test_losses_of_a_run_are_those_of_one_process(tmp_path, options, warm_ranks)
 def test_what_one_process_would_not_have_is_refused(tmp_path):
     for options, words in (
         ({"schedule": "pipedream"}, "weights are older"),
-        ({"autocast": "bfloat16"}, "autocast"),
+        ({"precision": "amp"}, "of amp, whose products"),
         ({"resume": True, "checkpoint": "kept"}, "goes on from a checkpoint"),
     ):
         with pytest.raises(PlanError, match=words):

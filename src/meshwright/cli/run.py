@@ -48,9 +48,6 @@ def run(
     clip_norm: Annotated[
         float | None, typer.Option(help="The norm that all gradients together have at most.", min=0.0)
     ] = None,
-    autocast: Annotated[
-        bool, typer.Option("--autocast", help="Compute forwards in bfloat16 where torch's autocast does; weights stay.")
-    ] = False,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
         typer.Option(help="What the ranks compute on; by default what the plan's cluster has."),
@@ -125,7 +122,6 @@ def run(
         repair=cast("RepairKind | None", repair),
         repair_fade=repair_fade,
         clip_norm=clip_norm,
-        autocast="bfloat16" if autocast else None,
         device=device,
         save_model=str(save_model.resolve()) if save_model is not None else None,
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,

@@ -43,7 +43,6 @@ _OF_DRY_RUNS = frozenset(
         "--repair",
         "--repair-fade",
         "--clip-norm",
-        "--autocast",
         "--json",
     }
 )

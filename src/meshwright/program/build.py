@@ -81,7 +81,10 @@ def _build_program(
             exchanged = buckets if step == num_steps - 1 else ()
             trained = find_trained(graph, stages)
             numbers = plan.workload.numbers
-            done = append_exchange(builder, computations, trained, exchanged, plan.exchange, numbers, written[0])
+            agreed = plan.exchange.clip_norm + plan.scales_loss
+            done = append_exchange(
+                builder, computations, trained, exchanged, plan.exchange, numbers, agreed, written[0]
+            )
             if plan.offload.optimizer != "device":
                 pieces = host_pieces(graph, plan, buckets)
                 append_host_steps(builder, computations, done, pieces, fold.whole if fold else plan, graph)

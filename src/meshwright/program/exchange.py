@@ -75,12 +75,13 @@ def append_exchange(
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
     numbers: Numbers,
+    num_agreed: int,
     first: Computations,
 ) -> Exchanged:
     """Write down the exchange of the buckets and the steps of the trained stages.
 
-    ``numbers``: gradients and parameters travel in their types. ``first``: the computations of the first step of the
-    body, which has several where exchanges are rare.
+    ``numbers``: gradients and parameters travel in their types. ``num_agreed``: numbers on which all ranks agree.
+    ``first``: the computations of the first step of the body, which has several where exchanges are rare.
     """
     num_replicas = np.diff(computations.replica_offsets)
     seats = Seats(
@@ -92,7 +93,7 @@ def append_exchange(
     sums = _append_sums(builder, rows, buckets, exchange, len(computations.offsets) - 1)
     stepping = np.flatnonzero(trained[seats.stage])
     stepping = stepping[np.lexsort((seats.stage[stepping], seats.rank[stepping]))]
-    agreed = _append_agreements(builder, computations, seats, rows, sums, exchange)
+    agreed = _append_agreements(builder, computations, seats, rows, sums, num_agreed)
     steps = np.full(len(seats.stage), -1, np.int64)
     steps[stepping] = builder.extend(
         np.searchsorted(seats.rank[stepping], np.arange(len(computations.offsets))),
@@ -138,7 +139,7 @@ def _append_agreements(
     seats: Seats,
     rows: PartRows,
     sums: Ids | None,
-    exchange: GradientExchange,
+    count: int,
 ) -> list[Ids]:
     """For each number on which all ranks agree, the handle of every rank."""
     num_ranks = len(computations.offsets) - 1
@@ -146,7 +147,7 @@ def _append_agreements(
     lowest = np.full(num_ranks, len(seats.stage), np.int64)
     np.minimum.at(lowest, seats.rank, seats.stage)
     found: list[Ids] = []
-    for number in range(exchange.clip_norm + exchange.loss_scale):
+    for number in range(count):
         handles = builder.extend(
             np.arange(num_ranks + 1),
             "exchange",

@@ -18,7 +18,6 @@ from meshwright.spec.instructions import Backward, BackwardInput, Forward, Instr
 from meshwright.spec.plan import Plan
 from meshwright.spec.recompute import computed_again
 from meshwright.spec.slices import StageSlice
-from meshwright.spec.units import DTYPE_BYTES
 
 _ROOT = -1
 
@@ -151,16 +150,21 @@ class Expansion:
 
     def _flat(self, kind: str, stage: int, parameters: Sequence[int]) -> Exchanged:
         count = len(self._plan.stages[stage].ranks)
-        return Exchanged(kind, "replicas", padded_bytes(self._graph, parameters, count))
+        numbers = self._plan.workload.numbers
+        width = numbers.gradient_bytes if kind == "reduce_scatter" else numbers.value_bytes
+        return Exchanged(kind, "replicas", padded_bytes(self._graph, parameters, count, width))
 
     def _gradient_bytes(self, parameter: int, stage: int) -> int:
         """Of a gradient that is summed before an update: of what this rank updates."""
         facts, count = self._graph.tensors[parameter], len(self._plan.stages[stage].ranks)
+        numbers = self._plan.workload.numbers
         if parameter in self._pieces:
-            return self._pieces[parameter] * DTYPE_BYTES[facts.dtype]
+            return self._pieces[parameter] * numbers.gradient_bytes
         if stage in self._units:
-            return padded_bytes(self._graph, (parameter,), count) // count
-        return facts.num_bytes(0)
+            # What a rank keeps of a sum has the type of its part of the weights.
+            kept = numbers.master_bytes or numbers.gradient_bytes
+            return padded_bytes(self._graph, (parameter,), count, kept) // count
+        return self._plan.workload.gradient_bytes(facts)
 
 
 def _in_order(events: list[_Event]) -> list[Exchanged]:

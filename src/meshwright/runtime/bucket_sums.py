@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch.distributed as dist
 
-from meshwright.runtime.clipping import NormClip
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.rank_program import Issued, RankProgram
 from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets
@@ -27,10 +27,17 @@ from meshwright.spec.instructions import (
 )
 
 
+class Agreement(Protocol):
+    """A number on which all ranks agree before an update."""
+
+    def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
+        """Gradients are summed: take this rank's part of the number, and sum it up over all ranks."""
+
+
 class BucketSums:
     """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for those that leave at a mark.
 
-    What is summed and is none of its buckets is the norm of all gradients, where these are clipped.
+    What is summed and is none of its buckets are numbers on which all ranks agree, by their indices.
     """
 
     def __init__(
@@ -38,9 +45,9 @@ class BucketSums:
         exchange: Exchange | None,
         transport: Transport,
         issue: Callable[[Issued], None],
-        clip: NormClip | None,
+        agreements: Mapping[int, Agreement],
     ) -> None:
-        self._exchange, self._transport, self._issue, self._clip = exchange, transport, issue, clip
+        self._exchange, self._transport, self._issue, self._agreements = exchange, transport, issue, agreements
         # What may leave inside the computation that runs, and which parts are ready but have not left.
         self._marked: deque[Issued] = deque()
         self._ready: set[int] = set()
@@ -53,8 +60,8 @@ class BucketSums:
 
     def sum_up(self, part: int, group: tuple[int, ...]) -> list[dist.Work]:
         """Sum a part of a bucket over a group."""
-        if self._clip is not None and part == self._clip.index:
-            return self._clip.begin(group)
+        if part in self._agreements:
+            return self._agreements[part].begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
         self._ready.discard(part)
         values = self._exchange.to_sum(part)

@@ -54,19 +54,6 @@ def own_device(kind: Backend) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def check_autocast(device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raise PlanError if a GPU has no arithmetic of the type in which forwards are to compute."""
-    if dtype is not torch.bfloat16 or device.type != "cuda":
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise PlanError(
-            f"Forwards were to compute in bfloat16, which {torch.cuda.get_device_name(device)} (compute capability "
-            f"{major}.{minor}) does not have; GPUs have it from 8.0 on. Compute in float32: leave --autocast out, in "
-            "Python autocast=None."
-        )
-
-
 def _planned_kinds(plan: Plan | Placement) -> dict[str, bool]:
     """The names of the kinds of devices that the plan was made for, and whether CUDA's libraries compute there."""
     try:

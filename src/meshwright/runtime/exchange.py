@@ -14,6 +14,7 @@ import torch
 
 from meshwright.program import Bucket
 from meshwright.program.parts import Parts
+from meshwright.runtime.precisions import gradient_type
 
 
 class Exchange(Protocol):
@@ -56,7 +57,7 @@ class BucketBuffer:
         total = sum(parameter.numel() for parameter in self.parameters)
         # Where gradients are summed inside of backwards, the replicas of a stage meet in a bucket of none.
         first = self.parameters[0] if self.parameters else torch.empty(0)
-        self.flat = torch.zeros(-(-total // multiple) * multiple, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(-(-total // multiple) * multiple, dtype=gradient_type(first), device=first.device)
         self.views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(

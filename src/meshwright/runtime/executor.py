@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, assert_never
 
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.bucket_sums import BucketSums
-from meshwright.runtime.clipping import NormClip
+from meshwright.runtime.bucket_sums import Agreement, BucketSums
 from meshwright.runtime.coming import Coming
 from meshwright.runtime.exchange import Exchange
+from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.messages import Messages
 from meshwright.runtime.pending import Key, Pending, Work
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
@@ -90,7 +91,8 @@ class Executor:
 
     ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
     gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
-    parameters. ``loss_scale`` multiplies each microbatch's loss: 1 / their number for the mean over a step. Arguments
+    parameters. ``loss_scale`` multiplies each microbatch's loss: 1 / their number for the mean over a step; ``scale``,
+    too, so that gradients stay in the range of float16. ``agreements`` are numbers by the index of their sum. Arguments
     are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
     """
 
@@ -110,7 +112,8 @@ class Executor:
         device: torch.device,
         run_seed: int = 0,
         bound_gradient_sends: bool = True,
-        clip: NormClip | None = None,
+        agreements: Mapping[int, Agreement] = MappingProxyType({}),
+        scale: LossScale | None = None,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._loss_scale = loss_scale
@@ -120,7 +123,8 @@ class Executor:
         self._messages = Messages(
             self._stages, transport, layouts, self._pending, bound_gradient_sends=bound_gradient_sends
         )
-        self._sums = BucketSums(exchange, transport, self._issue_marked, clip)
+        self._sums = BucketSums(exchange, transport, self._issue_marked, agreements)
+        self._scale = scale
         self._optimizer_step = optimizer_step
         self._recorder = recorder
         self._device = device
@@ -191,6 +195,9 @@ class Executor:
         """Wait for what was issued, but for what computations of the next section wait for themselves."""
         self._pending.settle(but=self._awaited_late)
         self._messages.settled()
+        if self._scale is not None:
+            # A rank that updates nothing moves its scale as the others do.
+            self._scale.skips()
 
     def take_outputs(self) -> Outputs:
         """The outputs of the graph that this rank made since the last call."""
@@ -305,18 +312,23 @@ class Executor:
         if not facts.has_backward:
             self._messages.forget(stage, microbatch)
 
+    @property
+    def _seed_gradient(self) -> float:
+        """The gradient of a loss by itself."""
+        return self._loss_scale * (self._scale.value if self._scale is not None else 1.0)
+
     def _backward(self, stage: int, microbatch: int, final: Collection[int]) -> None:
         microbatch += self._visit.microbatches_on
         received = self._messages.gradients(stage, microbatch)
         with self._sums.filling(final):
-            self._input_gradients = self._runners[stage].backward(microbatch, received, self._loss_scale)
+            self._input_gradients = self._runners[stage].backward(microbatch, received, self._seed_gradient)
         self._messages.hand_back(stage, microbatch, self._input_gradients)
         self._messages.give_back(stage, microbatch)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
         microbatch += self._visit.microbatches_on
         received = self._messages.gradients(stage, microbatch)
-        self._input_gradients = self._runners[stage].backward_input(microbatch, received, self._loss_scale)
+        self._input_gradients = self._runners[stage].backward_input(microbatch, received, self._seed_gradient)
         self._messages.hand_back(stage, microbatch, self._input_gradients)
 
     def _backward_weight(self, stage: int, microbatch: int, final: Collection[int]) -> None:

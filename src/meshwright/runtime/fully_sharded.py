@@ -9,6 +9,8 @@ to torch's defaults:
     zero 2     units stay until their backward; in both the root unit does
     sums       gradients are added up over the replicas behind each microbatch's backward, and not divided: losses have
                their share of the mean already
+    types      with master weights, these are what a rank has parts of; parameters are gathered in their own type,
+               and gradients summed in theirs
 
 What several stages hold stays whole, and is summed in buckets.
 """
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.program.sharding import Unit, find_units
@@ -31,6 +33,7 @@ from meshwright.runtime.teams import Grid
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Numbers
 from meshwright.spec.slices import StageSlice
 
 
@@ -49,6 +52,7 @@ def share_out(
     kept: Collection[int],
     let_go: bool,
     device: torch.device,
+    numbers: Numbers,
 ) -> Mapping[int, torch.nn.Parameter]:
     """Share out the parameters of a stage's module but those ``kept``; returns, by tensor id, the own parts.
 
@@ -65,9 +69,14 @@ def share_out(
     with unset_fake_temporarily():
         mesh = DeviceMesh.from_group(group, device.type)
     ignored = {module.get_parameter(graph.tensors[i].name) for i in kept if i in stage.parameters}
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if numbers.master and graph.mode == "training":
+        _widen(module, ignored, getattr(torch, numbers.master))
+        values, gradients = (getattr(torch, name) for name in (numbers.values, numbers.gradients))
+        policy = MixedPrecisionPolicy(param_dtype=values, reduce_dtype=gradients, cast_forward_inputs=False)
     before: list[FSDPModule] = []
     for _, item in gathered:
-        each = _fully_shard(item, mesh, let_go=let_go and item is not module, ignored=ignored)
+        each = _fully_shard(item, mesh, let_go=let_go and item is not module, ignored=ignored, policy=policy)
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)
         each.set_modules_to_backward_prefetch(before if let_go else [])
@@ -76,15 +85,32 @@ def share_out(
 
 
 def _fully_shard(
-    module: torch.nn.Module, mesh: DeviceMesh, *, let_go: bool, ignored: set[torch.nn.Parameter]
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    let_go: bool,
+    ignored: set[torch.nn.Parameter],
+    policy: MixedPrecisionPolicy,
 ) -> FSDPModule:
     try:
-        return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, ignored_params=ignored)
+        return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, ignored_params=ignored, mp_policy=policy)
     except (ValueError, NotImplementedError) as error:
         raise PlanError(
             f"The plan shares out parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "
             "the parameter, or plan with --zero 1 or 0."
         ) from None
+
+
+def _widen(module: torch.nn.Module, kept: Collection[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Put parameters of another type in place of a module's, but for those kept: its parts of them are the masters."""
+    widened: dict[int, torch.nn.Parameter] = {}
+    for item in module.modules():
+        for name, value in item._parameters.items():
+            if value is not None and value not in kept and value.dtype.is_floating_point:
+                if id(value) not in widened:
+                    made = torch.nn.Parameter(value.detach().to(dtype), requires_grad=value.requires_grad)
+                    widened[id(value)] = made
+                item._parameters[name] = widened[id(value)]
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

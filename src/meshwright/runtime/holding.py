@@ -102,7 +102,16 @@ def _join_replicas(
         kept = {i for bucket in gradient_buckets(model.graph, plan) for i in bucket.parameters}
         let_go = plan.exchange.zero == 3
         for stage, module, ranks in replicated:
-            shared |= share_out(module, model.graph, stage, groups[ranks], kept=kept, let_go=let_go, device=device)
+            shared |= share_out(
+                module,
+                model.graph,
+                stage,
+                groups[ranks],
+                kept=kept,
+                let_go=let_go,
+                device=device,
+                numbers=plan.workload.numbers,
+            )
     told: list[tuple[list[torch.Tensor], int, dist.ProcessGroup]] = []
     for stage, module, ranks in replicated:
         names = {model.graph.tensors[i].name for i in stage.buffers if i in written}

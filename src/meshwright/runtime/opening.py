@@ -25,13 +25,15 @@ from meshwright.program import (
 from meshwright.program.parts import cut_parts
 from meshwright.runtime.alike import begin_alike
 from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
-from meshwright.runtime.devices import check_autocast, choose_device
+from meshwright.runtime.devices import choose_device
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.layouts import channel_layouts
+from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.placed import check_placed_writes
+from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
 from meshwright.runtime.recompute import Again
 from meshwright.runtime.recorder import Recorder
@@ -62,35 +64,37 @@ def open_session(
     *,
     run_seed: int = 0,
     repair: Repair | None = None,
-    autocast: torch.dtype | None = None,
     clip_norm: float | None = None,
     device: torch.device | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
-    is done about gradients that are stale, ``autocast`` the type in which forwards compute what torch's autocast lets
-    them, ``clip_norm`` the norm that all gradients together have at most, ``device`` where it computes, by default the
-    one that the plan's cluster has, and then the process group is joined. Raises PlanError if the plan does not fit the
-    graph, these or the number of processes, splits what cannot be run in shares, or parts what writes to the same
-    memory.
+    is done about gradients that are stale, ``clip_norm`` the norm that all gradients together have at most, ``device``
+    where it computes, by default the one that the plan's cluster has, and then the process group is joined. A plan in
+    ``mixed`` or ``bfloat16`` is one of the graph of the model that was cast (`training.precision`). Raises PlanError if
+    the plan does not fit the graph, these or the number of processes, splits what cannot be run in shares, or parts
+    what writes to the same memory.
     """
     check_repair(plan, repair)
     plan = with_clipping(plan, clip_norm)
     _check_fit(captured, plan)
     if device is None:
         _, device = join_group(choose_device(plan))
-    check_autocast(device, autocast)
+    check_precision(plan, device)
+    numbers, autocast = plan.workload.numbers, autocast_type(plan)
     grid = _take_place(plan)
     begin_alike(captured, device)
     share = take_holding(captured, plan, grid, device)
     transport, recorder = Transport(share.program, device, grid), Recorder(device)
+    if captured.graph.mode == "training":
+        set_gradient_types(share.parameters, numbers)
     exchange = _make_exchange(share, grid)
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
-    clip = _make_clip(share, updated, clip_norm, grid, transport, device) if clip_norm is not None else None
+    scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
-    updates = _make_updates(share, updated, optimizer, repair, stale, clip)
+    updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale)
     runners = _make_runners(share, parts, device, autocast)
     layouts = channel_layouts(
         share.model.graph, share.model.stand_in, share.all_stages, share.model.plan.microbatch_size, device, autocast
@@ -114,7 +118,8 @@ def open_session(
             device=device,
             run_seed=run_seed,
             bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
-            clip=clip,
+            agreements={item.index: item for item in (scale, clip) if item is not None},
+            scale=scale,
         )
 
     def make_shorter(count: int) -> Steps:
@@ -228,25 +233,32 @@ def _make_exchange(share: Holding, grid: Grid) -> Exchange | None:
     return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets], parts)
 
 
-def _make_clip(
+def _make_agreements(
     share: Holding,
     updated: Mapping[int, torch.nn.Parameter],
-    max_norm: float,
+    max_norm: float | None,
     grid: Grid,
     transport: Transport,
     device: torch.device,
-) -> NormClip:
+) -> tuple[LossScale | None, NormClip | None]:
+    """On what all ranks agree before an update, in this order: the scale of the loss, and the norm of all gradients."""
+    plan = share.plan
+    if not isinstance(plan, Plan):
+        return None, None
+
     def complete_gradients() -> None:
         for stage in share.stages:
             share.model.sum_parts(stage, _gradients(updated))
 
+    index = len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket)
+    scale = LossScale(index, updated, complete_gradients, grid, transport, device) if plan.scales_loss else None
+    if max_norm is None:
+        return scale, None
     shared_out = {i for i, own in updated.items() if own is not share.cut[i]}
-    holders = count_holders(share.all_stages, share.plan, share.model.alike, shared_out)
-    plan = share.plan
-    index = (
-        len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket) if isinstance(plan, Plan) else 0
-    )
-    return NormClip(index, max_norm, updated, holders, complete_gradients, grid, transport, device)
+    holders = count_holders(share.all_stages, plan, share.model.alike, shared_out)
+    # Gradients are completed once.
+    complete, index = (complete_gradients, index) if scale is None else (lambda: None, index + 1)
+    return scale, NormClip(index, max_norm, updated, holders, complete, grid, transport, device)
 
 
 def _gradients(parameters: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor]:
@@ -294,17 +306,19 @@ def _make_updates(
     repair: Repair | None,
     stale: Mapping[int, int],
     clip: NormClip | None,
+    scale: LossScale | None,
 ) -> StageSteps:
     plan, model = share.plan, share.model
     scales: dict[int, float] = {}
     if isinstance(plan, Plan) and _updates_by_stage(plan):
         scales = {stage.index: 1.0 / minibatches_per_update(plan, stage.index) for stage in share.stages}
-    trainable = [parameter for parameter in updated.values() if parameter.requires_grad]
+    masters = Masters(updated, plan.workload.numbers)
+    trainable = [parameter for parameter in masters.updated.values() if parameter.requires_grad]
     shards_optimizer = isinstance(plan, Plan) and plan.exchange.shard_optimizer
     if shards_optimizer and not isinstance(optimizer, torch.optim.Optimizer):
         # Functions look at parameters, as at the number of their dims, which pieces have not.
         optimizer = optimizer([item for item in share.cut.values() if item.requires_grad]) or optimizer
-    own = own_optimizer(optimizer, trainable, share.replaced(updated))
+    own = own_optimizer(optimizer, trainable, share.replaced(masters.updated))
     if shards_optimizer:
         check_elementwise(own)
     return StageSteps(
@@ -314,9 +328,13 @@ def _make_updates(
         _stages_doing(share.arranged)[OptimizerStep],
         scales,
         rate=lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
-        # Before gradients are clipped, all are completed.
-        sum_parts=lambda stage: model.sum_parts(share.all_stages[stage], _gradients(updated)) if clip is None else None,
+        # Before all ranks agree on something of gradients, all are completed.
+        sum_parts=lambda stage: (
+            model.sum_parts(share.all_stages[stage], _gradients(updated)) if clip is None and scale is None else None
+        ),
         clip=clip.coefficient if clip is not None else None,
+        masters=masters,
+        scale=scale,
     )
 
 

@@ -27,6 +27,7 @@ from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.precision import SIMULATED_ONLY
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
@@ -101,9 +102,9 @@ class Session:
 
     @property
     def own_state(self) -> list[torch.Tensor]:
-        """Parameters and buffers, as far as this process holds them."""
+        """Parameters, their master weights and buffers, as far as this process holds them."""
         buffers = [item for module in self.modules for item in module.buffers()]
-        return [own_part(item) for item in (*self.parameters.values(), *buffers)]
+        return [own_part(item) for item in (*self.parameters.values(), *self.updates.masters, *buffers)]
 
     @property
     def graph(self) -> Graph:
@@ -182,6 +183,11 @@ def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
 
 def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
+    if plan.workload.precision in SIMULATED_ONLY:
+        raise PlanError(
+            f"The plan computes in {plan.workload.precision}, which can only be simulated. Plan with another precision "
+            "to run, as mixed or amp-float16."
+        )
     if plan.only_simulated:
         raise PlanError(
             f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums buckets, whole or in "

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from meshwright.program import Bucket, cut_pieces
 from meshwright.program.parts import Parts
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange
+from meshwright.runtime.precisions import set_gradient_type
 from meshwright.spec.errors import PlanError
 from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
@@ -30,10 +31,10 @@ class ShardedBucket(BucketBuffer):
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], place: int, count: int) -> None:
         super().__init__(bucket, parameters, count)
         self.tensors = bucket.parameters
-        self.values = torch.zeros_like(self.flat)
+        self.values = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
         size = len(self.flat) // count
         self.own_values = self.values.narrow(0, place * size, size)
-        self.own_gradients = torch.zeros_like(self.own_values)
+        self.own_gradients = torch.zeros_like(self.own_values, dtype=self.flat.dtype)
         self.pieces: dict[int, torch.nn.Parameter] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         sizes = [parameter.numel() for parameter in parameters]
@@ -45,6 +46,7 @@ class ShardedBucket(BucketBuffer):
             parameter.data = value.view(parameter.shape)
             if own:
                 self.pieces[tensor] = torch.nn.Parameter(self.own_values[own.start : own.stop])
+                set_gradient_type(self.pieces[tensor], self.flat.dtype)
                 self._gradients[tensor] = self.own_gradients[own.start : own.stop]
 
     def scatter(self, group: dist.ProcessGroup | None) -> dist.Work | None:

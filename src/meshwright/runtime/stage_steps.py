@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.loss_scale import LossScale
+from meshwright.runtime.precisions import Masters
 from meshwright.spec.errors import PlanError
 from meshwright.spec.slices import StageSlice
 
@@ -25,7 +27,8 @@ class StageSteps:
     ``stepping`` are the stages that the program has a step for; the last one takes what no other holds. ``scales``
     multiply the gradients of a stage first, where they are not 1; ``rate(stage, updates)`` the learning rates, after
     so many updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have parts;
-    ``clip()`` is what all gradients are multiplied with.
+    ``clip()`` is what all gradients are multiplied with. ``masters`` are what the optimizer updates; ``scale`` says of
+    a step whether it is left out.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class StageSteps:
         rate: Callable[[int, int], float] = lambda _stage, _updates: 1.0,
         sum_parts: Callable[[int], None] = lambda _stage: None,
         clip: Callable[[], torch.Tensor] | None = None,
+        masters: Masters,
+        scale: LossScale | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._masters, self._scale = optimizer, masters, scale
         self._rate, self._sum_parts, self._clip = rate, sum_parts, clip
         self._num_updates = dict.fromkeys(stepping, 0)
         self._scales = scales
@@ -66,18 +71,25 @@ class StageSteps:
         found = [parameter.grad for parameter in own if parameter.grad is not None]
         if found and self._scales.get(stage, 1.0) != 1.0:
             torch._foreach_mul_(found, self._scales[stage])
-        if found and self._clip is not None:
+        is_left_out = self._scale is not None and self._scale.skips()
+        if found and self._clip is not None and not is_left_out:
             coefficient = self._clip()
             for gradient in found:
                 own_part(gradient).mul_(coefficient.to(gradient.dtype))
-        if self._optimizer is not None and found:
-            with _scaled_rates(self._optimizer, self._rate(stage, self._num_updates[stage])):
+        if self._optimizer is not None and found and not is_left_out:
+            rate = self._rate(stage, self._num_updates[stage])
+            with self._masters.stepping(own), _scaled_rates(self._optimizer, rate):
                 self._optimizer.step()
-        self._num_updates[stage] += 1
+        self._num_updates[stage] += not is_left_out
         for parameter in own:
             parameter.grad = None
         for parameter, gradient in others:
             parameter.grad = gradient
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The master weights that the optimizer updates in place of parameters."""
+        return [*self._masters.masters.values()]
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state, of parts where parameters are parts, and how often each stage was updated."""
@@ -85,6 +97,8 @@ class StageSteps:
         return {
             "optimizer": tree_map_only(torch.Tensor, own_part, found),
             "num_updates": {str(stage): count for stage, count in self._num_updates.items()},
+            "masters": self._masters.state(),
+            "scale": self._scale.state() if self._scale is not None else {},
         }
 
     def set_rate(self, rate: float) -> None:
@@ -95,6 +109,9 @@ class StageSteps:
     def take_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
         self._num_updates = {stage: state["num_updates"][str(stage)] for stage in self._num_updates}
+        self._masters.take_state(state.get("masters", {}))
+        if self._scale is not None:
+            self._scale.take_state(state["scale"])
         if self._optimizer is None:
             return
         self._optimizer.load_state_dict(state["optimizer"])
@@ -142,8 +159,8 @@ def own_optimizer(
         return optimizer(parameters)
     if any(id(parameter) in replaced for parameter in optimizer.state):
         raise PlanError(
-            "The optimizer was given with state of parameters that the plan splits, which has no share of them. Make a "
-            "new optimizer, or plan without splitting ops."
+            "The optimizer was given with state of parameters in whose place the plan has others: shares, or master "
+            "weights. Make a new optimizer, or plan without splitting ops and in --precision float32."
         )
     own = {id(parameter) for parameter in parameters}
     groups = [

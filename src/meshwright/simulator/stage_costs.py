@@ -183,7 +183,7 @@ def _passes_over_gradients(plan: Plan | Placement) -> float:
     if isinstance(plan, Placement):
         return 0.0
     # The norm reads, clipping reads and writes; unscaling reads and writes, and looks for infinite values meanwhile.
-    return 1.5 * plan.exchange.clip_norm + 1.0 * plan.exchange.loss_scale
+    return 1.5 * plan.exchange.clip_norm + 1.0 * plan.scales_loss
 
 
 def weights_share(graph: Graph, op: Op) -> float:

@@ -137,6 +137,11 @@ class Plan:
         return sum(len(stage.ranks) for stage in self.stages) > self.num_ranks
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether all ranks agree, before an update, on whether gradients of a scaled loss are finite."""
+        return self.exchange.loss_scale or (self.workload.kind == "training" and self.workload.numbers.scales_loss)
+
+    @property
     def is_runnable(self) -> bool:
         """Whether the runtime executes it: nothing kept away, sums of buckets.
 
@@ -267,6 +272,12 @@ def _check_schedule(plan: Plan) -> None:
         raise PlanError(
             f"A staleness of {plan.exchange.staleness} waves was given for the schedule {plan.schedule}, which has no "
             f"waves. Leave it out, or choose {WAVES}."
+        )
+    if plan.is_asynchronous and plan.scales_loss:
+        raise PlanError(
+            f"The precision {plan.workload.precision} was given for the schedule {plan.schedule}, which never flushes; "
+            "losses are scaled there, and all ranks agree on each step whether to update. Choose --precision amp, or a "
+            "schedule that flushes, as 1f1b."
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(

@@ -3,13 +3,16 @@
     word                    parameters   activations  gradients   beside them, for the optimizer
     float64                 float64      float64      float64     states in float64
     float32                 float32      float32      float32     states in float32
+    amp                     float32      autocast     float32     states in float32
+    amp-float16             float32      autocast     float32     states in float32, the scale of the loss
     mixed                   bfloat16     bfloat16     float32     master weights and states in float32
     mixed-bf16-gradients    bfloat16     bfloat16     bfloat16    master weights and states in float32
     bfloat16                bfloat16     bfloat16     bfloat16    states in bfloat16
     mixed-float16           float16      float16      float32     master weights and states in float32
 
-Bytes per parameter under AdamW are 32, 16, 18, 16, 8 and 18. "mixed" is Megatron-LM's ``--bf16``: gradients of
-microbatches are added up, and summed over replicas, in float32.
+Bytes per parameter under AdamW are 32, 16, 16, 16, 18, 16, 8 and 18. "amp" runs forwards under torch's autocast to
+bfloat16. "mixed" is Megatron-LM's ``--bf16``: gradients of microbatches are added up, and summed over replicas, in
+float32. Losses of float16 are scaled; all ranks agree before an update on whether some gradient is not finite.
 
 Where replicas share out gradients (ZeRO 2 and 3), the master weights are the weights: each rank keeps its part of them
 in float32, and what is gathered is of the type of the parameters (FSDP2: ``MixedPrecisionPolicy(param_dtype)``). The
@@ -24,17 +27,23 @@ from typing import Any, Literal, get_args
 from meshwright.spec.errors import PlanError, suggest
 from meshwright.spec.units import DTYPE_BYTES
 
-Precision = Literal["float64", "float32", "mixed", "mixed-bf16-gradients", "bfloat16", "mixed-float16"]
+Precision = Literal[
+    "float64", "float32", "amp", "amp-float16", "mixed", "mixed-bf16-gradients", "bfloat16", "mixed-float16"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The types of a precision by torch's names: ``values`` are parameters and activations; "" for no ``master``."""
+    """The types of a precision by torch's names; "" for no ``master`` weights, and for no ``autocast``.
+
+    ``values`` are parameters and, but for what autocast computes, activations.
+    """
 
     values: str
     gradients: str
     states: str
     master: str = ""
+    autocast: str = ""
 
     @property
     def value_bytes(self) -> int:
@@ -52,6 +61,11 @@ class Numbers:
         return DTYPE_BYTES[self.states]
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may leave the range of their type, so that losses are scaled."""
+        return "float16" in (self.values, self.autocast)
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of an element of the master weights; 0 without them."""
         return DTYPE_BYTES[self.master] if self.master else 0
@@ -60,6 +74,8 @@ class Numbers:
 _NUMBERS: dict[str, Numbers] = {
     "float64": Numbers("float64", "float64", "float64"),
     "float32": Numbers("float32", "float32", "float32"),
+    "amp": Numbers("float32", "float32", "float32", autocast="bfloat16"),
+    "amp-float16": Numbers("float32", "float32", "float32", autocast="float16"),
     "mixed": Numbers("bfloat16", "float32", "float32", "float32"),
     "mixed-bf16-gradients": Numbers("bfloat16", "bfloat16", "float32", "float32"),
     "bfloat16": Numbers("bfloat16", "bfloat16", "bfloat16"),

@@ -37,8 +37,8 @@ def refuse_unchecked(job: Job) -> None:
         why = "a placement, or no training"
     elif plan.is_asynchronous:
         why = f"the schedule {plan.schedule}, under which weights are older than in one process"
-    elif job.autocast is not None:
-        why = "autocast, whose products round otherwise than those of smaller parts"
+    elif plan.workload.precision not in ("float32", "float64"):
+        why = f"{plan.workload.precision}, whose products round otherwise than those of smaller parts"
     elif job.resume:
         why = "a run that goes on from a checkpoint"
     if why:

@@ -25,18 +25,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.capture import Captured, flatten_batch
+from meshwright.capture import Captured, capture_model, flatten_batch
 from meshwright.program import gradient_buckets, num_filling_steps
 from meshwright.program.expansion import Expansion
 from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
 from meshwright.runtime.rank_program import SectionName, arrange_rank
 from meshwright.runtime.transport import MESSAGES, SUMS
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
-from meshwright.spec.units import DTYPE_BYTES
 from meshwright.training.job import Job, capture_fake, tile
+from meshwright.training.precision import bind_plan, cast_batch, cast_model, cast_type
 
 # What a number takes; that many bytes are no tensor.
 _NUMBER_BYTES = 8
@@ -94,11 +95,15 @@ class DryRun:
 
 
 class FakeModel(NamedTuple):
-    """A model without memory: its graph, a batch (inputs, targets), and the mode of its fake tensors."""
+    """A model without memory: its graph, a batch (inputs, targets), and the mode of its fake tensors.
+
+    ``planned`` is the graph that plans are of, where the model was cast.
+    """
 
     captured: Captured
     batch: tuple[Any, Any]
     mode: FakeTensorMode
+    planned: Graph | None = None
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -133,7 +138,9 @@ def dry_run(
         )
     num_steps = num_filling_steps(plan) + 1 if plan.is_asynchronous else 1
     with _fake_processes(process, plan.num_devices):
-        captured, batch, mode = model or fake_model(plan, job.seed)
+        captured, batch, mode, planned = model or fake_model(plan, job.seed)
+        if planned is not None:
+            plan = bind_plan(plan, planned, captured.graph)
         with mode:
             tensors = _global_batch(captured, batch, plan)
             session = open_session(
@@ -142,7 +149,6 @@ def dry_run(
                 optimizer,
                 run_seed=job.seed,
                 clip_norm=job.clip_norm,
-                autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
                 device=device or torch.device("cpu"),
             )
             with _Noting() as noting:
@@ -178,12 +184,19 @@ def _fake_processes(process: int, count: int) -> Iterator[None]:
 
 
 def fake_model(plan: Plan, seed: int = 0) -> FakeModel:
-    """The model of a plan, for dry runs of any plan of the same model and kind of workload."""
+    """The model of a plan, for dry runs of any plan of the same model, kind of workload and precision."""
     source, captured = capture_fake(plan, seed)
     mode = next(
         item.fake_mode for item in (*source.model.parameters(), *source.model.buffers()) if isinstance(item, FakeTensor)
     )
-    return FakeModel(captured, (source.inputs, source.targets), mode)
+    batch, dtype = (source.inputs, source.targets), cast_type(plan)
+    if dtype is None:
+        return FakeModel(captured, batch, mode)
+    with mode:
+        cast_model(source.model, dtype)
+        inputs, targets = cast_batch(batch, dtype)
+    cast = capture_model(source.model, inputs, targets=targets, loss=source.loss, mode=plan.workload.kind, verify=False)
+    return FakeModel(cast, (inputs, targets), mode, captured.graph)
 
 
 def _global_batch(captured: Captured, batch: tuple[Any, Any], plan: Plan) -> Sequence[torch.Tensor]:
@@ -280,7 +293,8 @@ def _predict(
                     continue
                 count = len(ranks)
                 elements = sum(graph.tensors[i].num_elements(0) for i in buckets[number].parameters)
-                width = DTYPE_BYTES[graph.tensors[buckets[number].parameters[0]].dtype]
+                numbers = plan.workload.numbers
+                width = numbers.value_bytes if isinstance(item, AllGather) else numbers.gradient_bytes
                 is_cut = not isinstance(item, AllReduce)
                 total = -(-elements // count) * count if is_cut else elements
                 kind = {AllReduce: "all_reduce", ReduceScatter: "reduce_scatter", AllGather: "all_gather"}[type(item)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -46,8 +46,8 @@ class Job:
 
     ``first_recorded``: the first step to record, by number from 0; if none is given, the last ones are recorded.
 
-    ``repair`` of stale gradients, and the updates in which it fades; ``autocast`` of forwards, and the
-    norm to which gradients are clipped. ``checkpoint``: the folder that checkpoints are written to, every so many
+    ``repair`` of stale gradients, and the updates in which it fades; the norm to which gradients are clipped.
+    ``checkpoint``: the folder that checkpoints are written to, every so many
     steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before. ``device``: by
     default what the plan's cluster has.
     """
@@ -62,7 +62,6 @@ class Job:
     pin_cores: bool = True
     repair: RepairKind | None = None
     repair_fade: int = 0
-    autocast: Literal["bfloat16"] | None = None
     clip_norm: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 0

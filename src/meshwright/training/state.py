@@ -29,7 +29,7 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
         held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
         if isinstance(held, DTensor):
             # Replicas that have parts of it put them together, at the same place in this loop.
-            held = held.full_tensor()
+            held = held.full_tensor().to(getattr(torch, facts.dtype))
         own = held.detach().contiguous() if held is not None else torch.empty(0)
         if session.rank in holders and session.rank != 0:
             dist.send(own, 0)

@@ -49,6 +49,7 @@ from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
+from meshwright.training.precision import bind_plan, cast_batch, cast_inputs, cast_model, cast_type
 from meshwright.training.state import gather_state, save_state
 
 
@@ -61,7 +62,6 @@ def prepare(
     plan: Plan | Placement | Path | str,
     run_seed: int = 0,
     repair: Repair | None = None,
-    autocast: torch.dtype | None = None,
     clip_norm: float | None = None,
     feed: Feed | None = None,
     verify: bool = True,
@@ -70,8 +70,8 @@ def prepare(
     """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
 
     Args:
-        model: the whole model, equal on all ranks (build it after ``torch.manual_seed``); it is not changed, but the
-            memory of the parameters that other ranks hold is released.
+        model: the whole model, equal on all ranks (build it after ``torch.manual_seed``). The memory of the parameters
+            that other ranks hold is released, and a plan in ``mixed`` or ``bfloat16`` casts it; else it is not changed.
         loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss, alone or as ``outputs.loss``. A
             plan for inference has none.
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
@@ -81,8 +81,6 @@ def prepare(
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
         repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
-        autocast: compute forwards under torch's autocast to this type, as ``torch.bfloat16``; weights, gradients and
-            the optimizer stay as they are.
         clip_norm: the norm that all gradients of the model together have at most, as torch's clip_grad_norm_ does it.
         feed: the data set that `Trainer.train` reads.
         verify: compare the captured model with the eager one first.
@@ -101,13 +99,17 @@ def prepare(
         loss, targets, optimizer = None, (), _no_optimizer
     if optimizer is None:
         raise PlanError("The plan is for training, and no optimizer was given. Give one over model.parameters().")
-    captured = capture_model(
-        model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=verify and rank == 0
-    )
+    dtype = cast_type(plan)
+    capture = partial(capture_model, model, loss=loss, mode=plan.workload.kind)
+    captured = capture(inputs, targets=targets, verify=verify and rank == 0 and dtype is None)
     if captured.graph.batch_size not in (None, plan.microbatch_size):
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
-        captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
+        captured = capture(inputs, targets=targets, verify=False)
+    if dtype is not None and cast_model(model, dtype):
+        inputs, targets = cast_batch((inputs, targets), dtype)
+        given, captured = captured, capture(inputs, targets=targets, verify=verify and rank == 0)
+        plan = bind_plan(plan, given.graph, captured.graph)
     if captured.remark and rank == 0:
         warnings.warn(captured.remark, stacklevel=2)
     session = open_session(
@@ -116,14 +118,13 @@ def prepare(
         optimizer,
         run_seed=run_seed,
         repair=repair,
-        autocast=autocast,
         clip_norm=clip_norm,
         device=own_device,
     )
     _release_other_parameters(model, session)
     settings = {
         "clip norm": str(clip_norm),
-        "autocast": str(autocast),
+        "precision": plan.workload.precision,
         "repair": str(repair),
         "data set": feed.describe_order() if feed is not None else str(None),
     }
@@ -191,11 +192,16 @@ class Trainer:
         }
 
     def _run(self, inputs: Any, targets: Any) -> tuple[tuple[torch.Tensor, ...], Outputs]:
-        tensors = flatten_batch(self._captured, inputs, targets)
+        tensors = self._flatten(inputs, targets)
         if not self._is_checked:
             check_same_batch(tensors)
             self._is_checked = True
         return tensors, self._session.run_step(self._steps, tensors)
+
+    def _flatten(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
+        """A batch in the order of the graph's inputs, and in their types where the plan casts."""
+        tensors = flatten_batch(self._captured, inputs, targets)
+        return tensors if cast_type(self.plan) is None else cast_inputs(self._captured.graph, tensors)
 
     def train(self) -> Iterator[float]:
         """Train on the data set that `prepare` was given; yields, step by step, what `step` returns.
@@ -239,7 +245,7 @@ class Trainer:
 
     def _collate(self, samples: list[Any]) -> tuple[torch.Tensor, ...]:
         assert self._feed is not None, "a trainer that reads a data set has one"
-        return load_to(flatten_batch(self._captured, *unpack(self._feed.collate(samples))), self._session.device)
+        return load_to(self._flatten(*unpack(self._feed.collate(samples))), self._session.device)
 
     def _took(self, made: Outputs, count: int) -> float:
         """Count a step, and its losses."""
@@ -271,7 +277,7 @@ class Trainer:
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
         """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
         session = self._session
-        given = session.microbatch_inputs(flatten_batch(self._captured, inputs, targets))
+        given = session.microbatch_inputs(self._flatten(inputs, targets))
         # Stages share what several of them read: the same memory counts once.
         mine = {
             (index, item.data_ptr()): item.nbytes
@@ -334,7 +340,7 @@ class Trainer:
 
         Call it before the first step, all ranks together: weights, optimizer states, random numbers and the order of a
         `Feed` go on as if nothing had happened. Learning-rate schedulers are your own. Raises RunError for a folder
-        without a checkpoint, or one of another plan, number of processes, seed, data set, clipping, autocast or repair.
+        without a checkpoint, or one of another plan, number of processes, seed, data set, clipping or repair.
         """
         if self._steps:
             raise RunError(f"{self._steps} steps were run already. Resume before the first one.")

@@ -134,7 +134,6 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         run_seed=job.seed,
         repair=job_repair(job),
         clip_norm=job.clip_norm,
-        autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
         device=job.device,
     )
     seconds: list[float] = []

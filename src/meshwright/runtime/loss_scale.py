@@ -1,0 +1,78 @@
+"""Scaled losses, as gradients of float16 need them: the scale, and whether all ranks may update.
+
+Losses are multiplied by the scale, so that gradients of small values do not vanish in float16. Before the first update
+of a step a rank divides its gradients by it and notes whether one is not finite; the program's own all-reduce over all
+ranks (`program.exchange`) adds that up. If any is not, all ranks leave the step out and halve the scale; after 2,000
+steps in a row it is doubled (torch.amp.GradScaler: its defaults).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.teams import Grid
+from meshwright.runtime.transport import Transport
+
+_START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
+
+
+class LossScale:
+    """The scale of a run, in the program the all-reduce of a bucket number ``index``."""
+
+    def __init__(
+        self,
+        index: int,
+        parameters: Mapping[int, torch.nn.Parameter],
+        complete: Callable[[], None],
+        grid: Grid,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self.index = index
+        self.value = _START
+        self.num_skipped = 0
+        self._num_good = 0
+        self._parameters = [item for item in parameters.values() if item.requires_grad]
+        self._complete, self._grid, self._transport = complete, grid, transport
+        self._found = torch.zeros(1, device=device)
+        self._is_open = self._skips = False
+
+    def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
+        """Gradients are summed: divide them by the scale, and add up over all ranks whether one is not finite."""
+        self._complete()
+        self._found.zero_()
+        inverse = torch.full((1,), 1.0 / self.value, device=self._found.device)
+        gradients = [own_part(item.grad) for item in self._parameters if item.grad is not None]
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, inverse)
+        self._is_open = True
+        for axis in self._grid.axes.values():
+            dist.all_reduce(self._found, group=axis.group)
+        return self._transport.sum_over(self._found, ranks)
+
+    def skips(self) -> bool:
+        """Whether the step is left out; behind `begin` and its works. The first call of a step moves the scale."""
+        if self._is_open:
+            self._is_open = False
+            # Fake tensors, of a dry run, have no values.
+            self._skips = not isinstance(self._found, FakeTensor) and bool(self._found.item())
+            self.num_skipped += self._skips
+            self._num_good = 0 if self._skips else self._num_good + 1
+            if self._skips:
+                self.value *= _BACKOFF
+            elif self._num_good == _GROWTH_STEPS:
+                self.value, self._num_good = self.value * _GROWTH, 0
+        return self._skips
+
+    def state(self) -> dict[str, float]:
+        """The scale, and steps since it was moved."""
+        return {"value": self.value, "num_good": self._num_good}
+
+    def take_state(self, state: Mapping[str, float]) -> None:
+        """Go on from a `state`."""
+        self.value, self._num_good = float(state["value"]), int(state["num_good"])

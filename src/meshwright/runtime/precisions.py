@@ -1,0 +1,123 @@
+"""The types of a plan's precision as the runtime has them: gradients, and the weights that an optimizer goes on with.
+
+    gradients   a parameter's ``grad_dtype`` says in which type autograd makes and adds up its gradient
+    masters     of a parameter that computes in two bytes the optimizer updates a float32 copy; it reads the gradient
+                as it is summed, and what it made is copied back into the parameter (Megatron-LM:
+                optimizer/optimizer.py, Float16OptimizerWithFloat16Params)
+
+Masters begin as the parameters, so with the digits that these have. Where replicas share out gradients (ZeRO 2 and 3),
+their parts of the weights are the masters (`fully_sharded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import WAVES
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Numbers
+
+
+def check_precision(plan: Plan | Placement, device: torch.device) -> None:
+    """Raise PlanError for a precision that cannot be run so, or that a GPU has no arithmetic for."""
+    numbers, training = plan.workload.numbers, plan.workload.kind == "training"
+    if training and numbers.scales_loss and isinstance(plan, Placement):
+        raise PlanError(
+            f"A placement was to train in {plan.workload.precision}, whose losses are scaled; such can only be "
+            "simulated. Place ops with --precision amp, or plan by layers."
+        )
+    if training and numbers.master and isinstance(plan, Plan) and plan.schedule == WAVES:
+        raise PlanError(
+            f"The schedule {WAVES} sums what weights changed by, and {plan.workload.precision} has two sets of them; "
+            "such a plan can only be simulated. Plan with --precision amp, bfloat16 or float32."
+        )
+    if "bfloat16" not in (numbers.values, numbers.autocast) or device.type != "cuda":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise PlanError(
+            f"The plan computes in bfloat16, which {torch.cuda.get_device_name(device)} (compute capability "
+            f"{major}.{minor}) does not have; GPUs have it from 8.0 on. Plan with --precision float32 or amp-float16."
+        )
+
+
+def autocast_type(plan: Plan | Placement) -> torch.dtype | None:
+    """The type that forwards are cast to by torch's autocast."""
+    return _dtype(plan.workload.numbers.autocast)
+
+
+def set_gradient_types(parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
+    """Let autograd make the gradients of parameters in the type that the precision says.
+
+    Raises PlanError for a torch that cannot.
+    """
+    for parameter in parameters.values():
+        if parameter.requires_grad and parameter.dtype is _dtype(numbers.values) and not isinstance(parameter, DTensor):
+            set_gradient_type(parameter, _dtype(numbers.gradients))
+
+
+def set_gradient_type(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Let a tensor have gradients of another type than its own. Raises PlanError for a torch that cannot."""
+    if dtype is None or dtype is gradient_type(parameter):
+        return
+    if not hasattr(parameter, "grad_dtype"):
+        raise PlanError(
+            f"torch {torch.__version__} adds up gradients in the type of their parameters alone; the plan has "
+            f"{parameter.dtype} and {dtype}. Install torch 2.13, or plan with --grad-dtype bfloat16."
+        )
+    parameter.grad_dtype = dtype
+
+
+def gradient_type(parameter: torch.Tensor) -> torch.dtype:
+    """The type of a parameter's gradient."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+class Masters:
+    """Of parameters, by tensor id, those that the optimizer updates: ``updated``, masters of some among them."""
+
+    def __init__(self, parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
+        self.updated = dict(parameters)
+        self.masters: dict[int, torch.nn.Parameter] = {}
+        for tensor, parameter in parameters.items():
+            is_narrow = parameter.dtype is _dtype(numbers.values) and parameter.dtype is not _dtype(numbers.master)
+            if numbers.master and parameter.requires_grad and is_narrow:
+                master = torch.nn.Parameter(parameter.detach().to(_dtype(numbers.master)))
+                self.updated[tensor] = self.masters[tensor] = master
+        self._of = {id(parameters[tensor]): master for tensor, master in self.masters.items()}
+
+    @contextmanager
+    def stepping(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Within, an optimizer finds the gradients of parameters at their masters; these are what it made behind it."""
+        pairs = [(item, self._of[id(item)]) for item in parameters if item.grad is not None and id(item) in self._of]
+        for parameter, master in pairs:
+            assert parameter.grad is not None, "others were left out"
+            master.grad = parameter.grad.to(master.dtype)
+        yield
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+        for _, master in pairs:
+            master.grad = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The masters by tensor id."""
+        return {str(tensor): master.detach() for tensor, master in self.masters.items()}
+
+    def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `state`."""
+        with torch.no_grad():
+            for tensor, master in self.masters.items():
+                master.copy_(state[str(tensor)])
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    found = getattr(torch, name) if name else None
+    assert found is None or isinstance(found, torch.dtype), "precisions name types of torch"
+    return found

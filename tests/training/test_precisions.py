@@ -1,0 +1,165 @@
+"""Every precision that the runtime has, under every way to share out states, against plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.cli.main import invoke
+from meshwright.runtime.precisions import Masters, check_precision, set_gradient_type
+from meshwright.simulator import simulate_plan
+from meshwright.spec import Plan, PlanError, StagePlan, Workload, load_cluster, write_document
+from meshwright.spec.precision import numbers_of
+from meshwright.spec.shipped import load_shipped_graph
+from tests.processes import run_ranks
+from tests.training.precision_worker import TYPES
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+GRAPH = load_shipped_graph("gpt-tiny")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What the ranks found of a precision, by layout."""
+    known = {}
+
+    def train(precision, *broken):
+        if (precision, *broken) not in known:
+            out = tmp_path_factory.mktemp("precision") / "found.json"
+            run_ranks("tests.training.precision_worker", 2, str(out), precision, *broken)
+            known[precision, *broken] = json.loads(out.read_text())
+        return known[precision, *broken]
+
+    return train
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["mixed", "amp-float16", "amp", "bfloat16", "mixed-bf16-gradients", "float32"])
+def test_weights_and_losses_are_those_of_plain_pytorch(trained, precision):
+    for layout, found in trained(precision).items():
+        assert found["types"] == [str(TYPES[precision][0])]
+        if layout == "tensor":
+            # Products are in halves, each rounded by itself.
+            assert 0 < found["off"] <= 3 * found["spread"], found
+            assert found["losses"] == pytest.approx(found["wanted_losses"], rel=2.0**-7)
+        else:
+            assert found["off"] == 0, (layout, found)
+            assert found["losses"] == pytest.approx(found["wanted_losses"], rel=1e-9)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["mixed", "bfloat16", "amp", "mixed-bf16-gradients", "amp-float16", "float32"])
+def test_bytes_are_those_of_the_precision(trained, precision):
+    numbers = numbers_of(precision)
+    each_state = numbers.master_bytes + 2 * numbers.state_bytes
+    for layout, found in trained(precision).items():
+        for held in found["held"]:
+            count, parts = held["elements"], 2 if layout.startswith("zero") else 1
+            parameters, gradients, states = numbers.value_bytes * count, numbers.gradient_bytes * count, each_state
+            if layout == "zero 1":
+                # All of them, and those of the own part, which are summed.
+                gradients += gradients // 2
+            if layout in ("zero 2", "zero 3"):
+                # With master weights these are what a rank has a part of.
+                wide = numbers.master_bytes
+                parameters, gradients = (
+                    (wide or numbers.value_bytes) * count // 2,
+                    (wide or numbers.gradient_bytes) * count // 2,
+                )
+                states -= wide
+            assert held["parameters"] == parameters, layout
+            assert held["gradients"] == gradients, layout
+            assert held["states"] == states * count // parts, layout
+
+
+@pytest.mark.long
+def test_a_gradient_that_is_not_finite_is_left_out_by_all(trained):
+    for layout, found in trained("amp-float16", "1").items():
+        for notes in found["notes"]:
+            assert notes == {"same": [False, True, False], "num_steps": 2}, layout
+        assert found["skipped"] == 1
+        assert found["off"] == 0 or layout == "tensor"
+
+
+@pytest.mark.long
+def test_precisions_differ(trained):
+    losses = {tuple(trained(precision)["1f1b"]["losses"]) for precision in ("float32", "amp", "amp-float16", "mixed")}
+    assert len(losses) == 4, "where all are alike, equality says nothing"
+
+
+def plan_of(precision, **options):
+    return Plan(
+        model="gpt-tiny",
+        graph_hash=GRAPH.content_hash,
+        cluster="1xcpu",
+        workload=Workload(global_batch=8, precision=precision, **options),
+        stages=(StagePlan(start=0, stop=6, ranks=(0,)),),
+        num_microbatches=2,
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["mixed", "bfloat16", "amp-float16"])
+def test_the_command_line_runs_what_was_planned(precision, tmp_path, warm_ranks, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--cluster", "1xcpu", "--batch", "8", "-m", "4", "--precision", precision, "--out", "plan.json"]
+    assert invoke(["plan", "gpt-tiny", *options]) == 0
+    capsys.readouterr()
+    assert invoke(["run", "plan.json", "--steps", "2"]) == 0
+    assert "in 2 steps" in capsys.readouterr().out
+    assert invoke(["run", "plan.json", "--dry"]) == 0
+
+
+def test_what_is_only_predicted_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of("mixed-float16")
+    assert simulate_plan(plan, GRAPH, load_cluster("1xH100")).step_time_s > 0
+    assert invoke(["run", str(write_document(plan, tmp_path / "plan.json"))]) == 1
+    assert "computes in mixed-float16, which can only be simulated" in capsys.readouterr().err
+
+
+def test_scaled_losses_need_a_schedule_that_flushes():
+    two = (StagePlan(start=0, stop=3, ranks=(0,)), StagePlan(start=3, stop=6, ranks=(1,)))
+    with pytest.raises(PlanError, match="amp-float16 was given for the schedule pipedream"):
+        replace(plan_of("amp-float16"), stages=two, schedule="pipedream")
+
+
+def test_a_gpu_without_bfloat16_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_precision(plan_of("float32"), torch.device("cuda", 0))
+    check_precision(plan_of("amp-float16"), torch.device("cuda", 0))
+    check_precision(plan_of("mixed"), torch.device("cpu"))
+    for precision in ("amp", "mixed", "bfloat16"):
+        with pytest.raises(PlanError, match=r"bfloat16, which Tesla T4 \(compute capability 7\.5\).*amp-float16"):
+            check_precision(plan_of(precision), torch.device("cuda", 0))
+
+
+def test_a_torch_without_types_of_gradients_is_named():
+    class Old:
+        dtype = torch.bfloat16
+
+    with pytest.raises(PlanError, match="adds up gradients in the type of their parameters alone"):
+        set_gradient_type(Old(), torch.float32)
+
+
+def test_masters_go_on_where_parameters_cannot():
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    set_gradient_type(parameter, torch.float32)
+    masters = Masters({7: parameter}, numbers_of("mixed"))
+    optimizer = torch.optim.SGD([masters.updated[7]], lr=1.0)
+    # A step of 2^-10 is lost in bfloat16, 16 of them are not.
+    for step in range(16):
+        parameter.grad = torch.full((3,), 2.0**-10)
+        with masters.stepping([parameter]):
+            optimizer.step()
+        assert bool((parameter == 1).all()) == (step < 2)
+    assert torch.equal(masters.updated[7], torch.full((3,), 1 - 2.0**-6))
+    assert masters.updated[7].grad is None
+    again = Masters({7: parameter}, numbers_of("mixed"))
+    again.take_state(masters.state())
+    assert torch.equal(again.updated[7], masters.updated[7])
