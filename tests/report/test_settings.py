@@ -68,7 +68,7 @@ def test_every_setting_is_documented(system, name):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16", "mixed-bf16-gradients"])
 @pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(kind="sgd"), Optimizer(kind="sgd", momentum=True)])
 def test_every_variant_is_documented_or_refused(system, precision, optimizer):
     for bounds, ranks in (([(0, 34)], [[0]]), ([(0, 1), (1, 33), (33, 34)], [[0, 3], [1, 4], [2, 5]])):
@@ -261,7 +261,7 @@ def regular_plans(draw):
         count=replicas * draw(st.integers(1, 5)),
         size=draw(st.integers(1, 3)),
         schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
-        precision=draw(st.sampled_from(["float32", "bfloat16"])),
+        precision=draw(st.sampled_from(["float32", "mixed", "mixed-bf16-gradients", "bfloat16"])),
         exchange=GradientExchange(bucket_bytes=draw(st.integers(8, 10**9)), overlap=draw(st.booleans())),
     )
 
@@ -340,7 +340,36 @@ def test_the_text_holds_the_values(name, system, tmp_path):
         assert READERS[system](settings.text, tmp_path) == dict(settings.values)
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("float32", None), ("bfloat16", {"grad_accum_dtype": "bf16"})])
-def test_deepspeed_sums_gradients_in_the_bytes_of_the_plan(precision, expected):
-    net = plan_of([(0, 34)], [[0, 1]], precision=precision)
-    assert export("deepspeed", net).values.get("data_types") == expected
+@pytest.mark.parametrize(
+    ("precision", "zero", "expected"),
+    [
+        ("float32", 1, None),
+        ("amp", 1, None),
+        ("mixed", 1, "fp32"),
+        # Without ZeRO it has no other; the export says so.
+        ("mixed", 0, "bf16"),
+        ("mixed-bf16-gradients", 1, "bf16"),
+    ],
+)
+def test_deepspeed_sums_gradients_in_the_bytes_of_the_plan(precision, zero, expected):
+    net = plan_of([(0, 34)], [[0, 1]], precision=precision, exchange=GradientExchange(zero=zero))
+    settings = export("deepspeed", net)
+    assert settings.values.get("data_types") == (expected and {"grad_accum_dtype": expected})
+    unsaid = [item.what for item in settings.unsaid]
+    assert ("gradients in float32" in unsaid) == (precision == "mixed" and not zero)
+    assert ("autocast to bfloat16" in unsaid) == (precision == "amp")
+
+
+def test_what_other_systems_do_not_compute_in_is_refused():
+    for precision, systems in (("amp", ("megatron", "torchtitan")), ("mixed-float16", ("torchtitan",))):
+        for system in systems:
+            with pytest.raises(PlanError, match=f"not in {precision}.*--precision mixed"):
+                export(system, plan_of([(0, 34)], [[0, 1]], precision=precision))
+    half = plan_of([(0, 34)], [[0, 1]], precision="mixed-float16", exchange=GradientExchange(zero=1))
+    for system, setting in (("megatron", "--fp16"), ("deepspeed", "fp16")):
+        check_documented(system, export(system, half))
+        assert export(system, half).values[setting]
+    alone = plan_of([(0, 34)], [[0, 1]], precision="amp-float16")
+    assert export("accelerate", alone).values["mixed_precision"] == "fp16"
+    with pytest.raises(PlanError, match="which has no autocast"):
+        export("accelerate", plan_of([(0, 17), (17, 34)], [[0], [1]], precision="amp"))

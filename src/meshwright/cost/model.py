@@ -38,6 +38,7 @@ from meshwright.cost.table import OpTable, roofline_interval
 from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import numbers_of
 from meshwright.spec.sharding import UNSHARDED, Sharding
@@ -97,7 +98,7 @@ class CostModel:
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        dtype = self.numbers.values
+        dtype = self.numbers.compute
         if self.measurements is not None:
             object.__setattr__(self, "_ops", OpTable(self.measurements, dtype))
             object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, dtype))
@@ -114,7 +115,7 @@ class CostModel:
             changed=self.devices or self.cluster if self.usual_links is not None else None,
         )
         object.__setattr__(self, "_collectives", prices)
-        width = self.numbers.value_bytes
+        width = None if self.numbers.autocast else self.numbers.value_bytes
         teams = TeamPrices(prices=prices, sharding=self.sharding, float_bytes=width, end=self.end)
         object.__setattr__(self, "teams", teams)
 
@@ -134,6 +135,7 @@ class CostModel:
 
     def price_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpPrices:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
+        graph = as_computed(graph, self.numbers)
         key = ("ops", self._known(graph), batch_size, device_kind.name)
         return self._keep(key, lambda: self._price_ops(graph, batch_size, device_kind))
 
@@ -279,6 +281,7 @@ class CostModel:
         bucketed: Set[int] = frozenset(),
     ) -> StageMemory:
         """Bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
+        graph = as_computed(graph, workload.numbers)
         exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
         # Where some gradients are exchanged and some are not, it matters which.
         which = any(exchanged) if len(set(exchanged)) < 2 else stage_slice
@@ -290,6 +293,7 @@ class CostModel:
 
     def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
         """Price all ops for several batch sizes at once, which takes less time than one after the other."""
+        graph = as_computed(graph, self.numbers)
         kind = device_kind.at_usual_speed() if not graph.collectives else device_kind
         keys = {size: ("ops", self._known(graph), size, kind.name) for size in batch_sizes}
         missing = [size for size, key in keys.items() if key not in self._kept]
@@ -306,7 +310,7 @@ class CostModel:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
         sources = OpSources(table=table, traced=self.traced, kernels=self.kernels, teams=self.teams)
-        found = price_sizes(graph, batch_sizes, classes, kind, self.numbers.values, sources)
+        found = price_sizes(graph, batch_sizes, classes, kind, self.numbers, sources)
         return found if self.end is None else [prices.at_end(self.end) for prices in found]
 
     def _chosen(self, found: Predictions) -> float:

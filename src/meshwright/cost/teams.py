@@ -80,7 +80,7 @@ class TeamPrices:
 
     prices: CollectivePrices
     sharding: Sharding
-    float_bytes: int
+    float_bytes: int | None
     end: End | None = None
     _kept: dict[tuple[str, Axes, int], tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
     _groups: dict[Axes, list[list[Group]]] = field(init=False, repr=False, default_factory=dict)

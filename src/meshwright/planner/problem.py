@@ -33,6 +33,7 @@ from meshwright.spec import (
     format_seconds,
     read_recompute,
 )
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, check_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
@@ -239,13 +240,13 @@ class Space:
         return self.setting.offload
 
     def graph_for(self, microbatch_size: int) -> Graph:
-        """The local graph for a microbatch size."""
+        """The local graph for a microbatch size, as it is computed in the workload's precision."""
         graph, setting = self.problem.graph_for(microbatch_size), self.setting
         if setting.sharding.is_whole and setting.recompute == "none":
-            return graph
+            return as_computed(graph, self.workload.numbers)
         if id(graph) not in self._graphs:
             local = lower_graph(graph, setting.sharding, self.problem.recomputed(graph, setting.recompute))
-            self._graphs[id(graph)] = graph, local
+            self._graphs[id(graph)] = graph, as_computed(local, self.workload.numbers)
         return self._graphs[id(graph)][1]
 
     def tables(self, microbatch_size: int) -> Tables:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.schedules import RankOrders
 from meshwright.program.transfers import Computations, Routes, Sends, find_pairs, lay_out_transfers
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement
@@ -41,6 +42,7 @@ class Crossings(NamedTuple):
 
 def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
     """What goes out after each stage's forwards and backwards, and what they must have received."""
+    graph = as_computed(graph, plan.workload.numbers)
     size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
     if isinstance(plan, Plan):
         return _crossings_of_cut(graph, plan.bounds, size, float_bytes)

@@ -41,7 +41,7 @@ def describe_scenario(scenario: Scenario) -> str:
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
     """Which of the first devices are priced at another rate, for their kind has none of a precision; empty if none."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
-    dtype, sentences = numbers_of(precision).values, []
+    dtype, sentences = numbers_of(precision).compute, []
     for name, kind in kinds.items():
         if dtype in kind.peak_flops_per_s:
             continue

@@ -245,7 +245,7 @@ def _utilisation(
     plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float, sharding: Sharding
 ) -> tuple[float | None, float | None]:
     num_devices = np.bincount(cluster.columns().kind[: plan.num_ranks], minlength=len(cluster.device_kinds)).tolist()
-    rates = [kind.peak_flops_per_s.get(plan.workload.numbers.values) for kind in cluster.device_kinds]
+    rates = [kind.peak_flops_per_s.get(plan.workload.numbers.compute) for kind in cluster.device_kinds]
     used = [(count, rate) for count, rate in zip(num_devices, rates, strict=True) if count]
     if not step_time_s or any(rate is None for _, rate in used):
         return None, None

@@ -40,6 +40,7 @@ from meshwright.spec import (
     slice_stages,
     to_picoseconds,
 )
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, OFFLOADING, STASHING, UPDATES
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS, RECEIVED, SENT
 
@@ -104,6 +105,7 @@ class _Pricer:
         self, program: Program, plan: Plan | Placement, graph: Graph, cost: CostModel, fold: Fold | None
     ) -> None:
         self._program, self._cost = program, cost
+        graph = as_computed(graph, plan.workload.numbers)
         stages = slice_stages(graph, plan)
         all_buckets = exchanged_buckets(plan, graph, fold)
         held: list[list[Bucket]] = [[] for _ in stages]

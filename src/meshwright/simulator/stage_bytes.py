@@ -86,7 +86,8 @@ def stage_bytes(
     num_inputs = _most_microbatches(plan, stage.index, kind, cost)
     phases, parameter_bytes, optimizer_bytes = memory.phases, memory.parameter_bytes, memory.optimizer_bytes
     if shards.is_cut:
-        kept_bytes = sum(graph.tensors[i].num_bytes(0, width) for i in bucketed)
+        held = numbers.value_bytes
+        kept_bytes = sum(graph.tensors[i].num_bytes(0, held) for i in bucketed)
         cut_bytes = memory.parameter_bytes - kept_bytes
         own_bytes = 0 if shards.on_host else -(-cut_bytes // shards.parameters)
         has_wide_shards = numbers.master_bytes > 0 and not steps_on_host(plan)
@@ -94,10 +95,10 @@ def stage_bytes(
             # A rank's part of the weights is its part of the master weights.
             trained = [i for i in stage.parameters if graph.tensors[i].requires_grad and i not in bucketed]
             optimizer_bytes -= numbers.master_bytes * sum(graph.tensors[i].num_elements(0) for i in trained)
-            own_bytes = -(-cut_bytes // width * numbers.master_bytes // len(shards.ranks))
+            own_bytes = -(-cut_bytes // held * numbers.master_bytes // len(shards.ranks))
             own_bytes += cut_bytes * (shards.zero == 2)
         if shards.zero == 3:
-            root, largest = unit_bytes(graph, stage, bucketed, width, gradients=False)
+            root, largest = unit_bytes(graph, stage, bucketed, held, gradients=False)
             own_bytes += min(root + LAYERS_AT_HAND * largest, cut_bytes)
         parameter_bytes = kept_bytes + own_bytes
         whole = sum(unit_bytes(graph, stage, bucketed, numbers.gradient_bytes, gradients=True))
@@ -125,7 +126,7 @@ def stage_bytes(
         inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
         weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
         optimizer=_takes_and_frees(step),
-        stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
+        stash=by_part({STASHED: _trained_bytes(graph, stage, numbers.value_bytes)}),
     )
 
 

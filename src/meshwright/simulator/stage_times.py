@@ -18,6 +18,7 @@ from meshwright.simulator.stage_bytes import stage_bytes
 from meshwright.simulator.stage_costs import stage_costs
 from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Graph, Plan, PlanError, check_plan, slice_graph, to_picoseconds
+from meshwright.spec.autocast import as_computed
 
 
 def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
@@ -25,6 +26,7 @@ def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
     check_plan(plan, graph)
     if plan.workload.kind != "training":
         raise PlanError("The plan is for inference, which has forwards only; orders are found for training.")
+    graph = as_computed(graph, plan.workload.numbers)
     stages, buckets = slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
     kinds = [cost.cluster.device_kind(rank) for rank in range(plan.num_ranks)]
     times: NDArray[np.int64] = np.zeros((3, len(stages), plan.num_ranks), np.int64)

@@ -46,6 +46,11 @@ class Numbers:
     autocast: str = ""
 
     @property
+    def compute(self) -> str:
+        """The type in which products are computed."""
+        return self.autocast or self.values
+
+    @property
     def value_bytes(self) -> int:
         """Bytes of an element of a parameter or an activation."""
         return DTYPE_BYTES[self.values]

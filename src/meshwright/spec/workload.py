@@ -95,9 +95,9 @@ class Workload:
         return numbers_of(self.precision)
 
     @property
-    def float_bytes(self) -> int:
-        """Bytes of one floating element of an activation or parameter."""
-        return self.numbers.value_bytes
+    def float_bytes(self) -> int | None:
+        """Bytes of one floating element of an activation or parameter; None where a graph says it (`autocast`)."""
+        return None if self.numbers.autocast else self.numbers.value_bytes
 
     def gradient_bytes(self, parameter: Tensor) -> int:
         """Bytes of a parameter's gradient."""

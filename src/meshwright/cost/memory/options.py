@@ -23,6 +23,7 @@ from meshwright.cost.host_copies import price_host_copy
 from meshwright.cost.memory.stage import weigh_stage
 from meshwright.cost.optimizers import state_bytes
 from meshwright.spec import PlanError
+from meshwright.spec.autocast import as_computed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,11 +113,11 @@ def weigh_rank(
     ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: whose libraries compute.
     Raises GraphError for a batch that the graph does not have.
     """
+    graph = as_computed(graph, workload.numbers)
     num_microbatches = max(num_microbatches, num_in_flight)
     plain = weigh_stage(graph, stage, batch_size, workload, device=device)
-    width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
-    numbers = workload.numbers
-    gradient_width = numbers.gradient_bytes
+    numbers, states = workload.numbers, state_bytes(workload.optimizer, workload.precision)
+    width, gradient_width = numbers.value_bytes, numbers.gradient_bytes
     shards = _Shards(graph, stage, options)
     all_elements, trainable = shards.held(stage.parameters), shards.held(_trainable(graph, stage.parameters))
     layer = shards.largest_layer()
@@ -138,7 +139,9 @@ def weigh_rank(
     activations_moved, activations_away = 0, 0
     if options.activations_on == "host":
         kept = plain.microbatch_bytes - plain.received_bytes - plain.sent_bytes
-        at_hand = min(num_in_flight * kept, LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
+        at_hand = min(
+            num_in_flight * kept, LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, workload.float_bytes)
+        )
         activations_away = num_in_flight * kept - at_hand
         activations_moved = 2 * num_microbatches * kept
     away = kept_states if options.states_on != "device" else 0
@@ -193,7 +196,7 @@ def _trainable(graph: Graph, parameters: Iterable[int]) -> list[int]:
     return [i for i in parameters if graph.tensors[i].requires_grad]
 
 
-def _largest_saved(graph: Graph, stage: StageSlice, batch_size: int, width: int) -> int:
+def _largest_saved(graph: Graph, stage: StageSlice, batch_size: int, width: int | None) -> int:
     mine = set(stage.ops)
     layers = (mine & set(range(layer.start, layer.stop)) for layer in graph.layers)
     return max(sum(_bytes(graph, i, batch_size, width) for i in _saved_storages(graph, ops)) for ops in layers)
@@ -204,5 +207,5 @@ def _saved_storages(graph: Graph, ops: set[int]) -> set[int]:
     return {i for i in storages if graph.tensors[i].role in ("activation", "saved")}
 
 
-def _bytes(graph: Graph, tensor: int, batch_size: int, width: int) -> int:
+def _bytes(graph: Graph, tensor: int, batch_size: int, width: int | None) -> int:
     return graph.tensors[tensor].num_bytes(batch_size, width)

@@ -31,6 +31,7 @@ from meshwright.cost.memory.fullest import (
 from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases, trace_phases
 from meshwright.cost.memory.walk import default_loop, has_own_backward
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def weigh_stage(
     Raises GraphError for a batch size that the graph does not describe.
     """
     graph.check_batch_size(batch_size)
+    graph = as_computed(graph, workload.numbers)
     training = workload.kind == "training"
     width = workload.float_bytes
 

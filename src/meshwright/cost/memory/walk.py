@@ -17,6 +17,7 @@ from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import GraphError, computed_again
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -70,6 +71,7 @@ class StageWalk:
         bucketed: Set[int] = frozenset(),
     ) -> None:
         self.ledger = Ledger()
+        graph = as_computed(graph, workload.numbers)
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
         self._sizes, self._elements = _measures(graph, batch_size, workload.float_bytes, device)
@@ -283,7 +285,7 @@ class StageWalk:
 
 @lru_cache(maxsize=64)
 def _measures(
-    graph: Graph, batch_size: int, float_bytes: int, device: Backend
+    graph: Graph, batch_size: int, float_bytes: int | None, device: Backend
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes and elements of all tensors; GraphError for a batch that the graph excludes, and for its own backward."""
     graph.check_batch_size(batch_size)

@@ -34,7 +34,7 @@ def export_accelerate(facts: Facts) -> Settings:
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(facts),
-        "mixed_precision": _MIXED.get(plan.workload.numbers.values, "no"),
+        "mixed_precision": _MIXED.get(plan.workload.numbers.compute, "no"),
         "use_cpu": facts.is_cpu,
         "debug": False,
         "num_processes": plan.num_devices,
@@ -47,6 +47,11 @@ def export_accelerate(facts: Facts) -> Settings:
     if facts.num_nodes > 1:
         values |= {"main_process_ip": "NODE0", "main_process_port": DEFAULT_PORT}
     way = _way(facts)
+    if way == "megatron" and plan.workload.numbers.autocast:
+        raise PlanError(
+            f"{SYSTEM} runs this plan by Megatron-LM, which has no autocast; it is for {plan.workload.precision}. Plan "
+            "with --precision mixed or float32."
+        )
     if way == "megatron":
         values["megatron_lm_config"] = _megatron(facts)
     elif way == "fsdp":

@@ -179,6 +179,8 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             )
         )
     is_copied = facts.num_stages > 1 and facts.num_replicas > 1 and facts.zero == 0
+    if autocast := plan.workload.numbers.autocast:
+        items.append(Unsaid(what=f"autocast to {autocast}", reason="the script enters torch.autocast"))
     if plan.workload.precision == "mixed" and not facts.zero:
         items.append(Unsaid(what="gradients in float32", reason="without ZeRO DeepSpeed keeps them in bfloat16"))
     if plan.workload.precision == "bfloat16":

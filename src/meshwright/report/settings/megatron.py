@@ -34,9 +34,10 @@ SHARDING_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 def export_megatron(facts: Facts) -> Settings:
     """Arguments for the plan. Raises PlanError where Megatron-LM cannot run it at all."""
     plan = facts.plan
-    if plan.workload.precision == "float64":
+    if plan.workload.precision == "float64" or plan.workload.numbers.autocast:
         raise PlanError(
-            "Megatron-LM computes in float32, float16 or bfloat16, not in float64. Plan with --precision float32."
+            f"Megatron-LM computes in float32, float16 or bfloat16 throughout, not in {plan.workload.precision}. Plan "
+            "with --precision mixed or float32."
         )
     require_transformer(facts, SYSTEM)
     require_even_tokens(facts, SYSTEM)

@@ -37,7 +37,7 @@ FULL, FULL_IMPORT, FULL_CONFIG = (
 def export_torchtitan(facts: Facts) -> Settings:
     """The config module for the plan. Raises PlanError where torchtitan cannot run it at all."""
     plan = facts.plan
-    if plan.workload.numbers.values not in ("float32", "bfloat16"):
+    if plan.workload.numbers.values not in ("float32", "bfloat16") or plan.workload.numbers.autocast:
         raise PlanError(
             f"torchtitan trains in float32 or bfloat16, not in {plan.workload.precision}. Plan with --precision mixed."
         )

@@ -113,7 +113,7 @@ def amounts_of(
         num_microbatches=num_microbatches,
         in_flight=in_flight,
         float_bytes=workload.float_bytes,
-        parameter_bytes=workload.float_bytes + (states if training else 0),
+        parameter_bytes=workload.numbers.value_bytes + (states if training else 0),
         op_seconds=seconds,
     )
 

@@ -59,7 +59,7 @@ class Amounts:
     batch_size: int
     num_microbatches: int
     in_flight: int
-    float_bytes: int
+    float_bytes: int | None
     parameter_bytes: float
     op_seconds: Floats
 
@@ -151,8 +151,7 @@ class Sharded(NamedTuple):
         row, dims = facts.rows[index], facts.dims[index]
         if row is None or not dims.inner:
             return seconds
-        numbers = self.amounts.graph.tensors[op.inputs[1]].num_elements(self.amounts.batch_size)
-        num_bytes = numbers * self.amounts.float_bytes / self._parts(*self.wants(group, index, 1))
+        num_bytes = self.amounts.num_bytes(op.inputs[1]) / self._parts(*self.wants(group, index, 1))
         for axis in AXES:
             for at in np.ndindex(seconds.shape):
                 split = group.splits[axis][index][at[axis]]

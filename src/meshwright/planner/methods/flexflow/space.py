@@ -115,7 +115,9 @@ def _edge(
     for dim, soap_dim in enumerate(read_by):
         slides = consumer.dims[soap_dim].windows.get(number) if soap_dim >= 0 else None
         window.append((consumer.dims[soap_dim].size, *slides) if slides else (length[dim], 1, 0, 1))
-    width = workload.float_bytes if tensor.dtype in FLOAT_DTYPES else DTYPE_BYTES[tensor.dtype]
+    width = DTYPE_BYTES[tensor.dtype]
+    if tensor.dtype in FLOAT_DTYPES and workload.float_bytes is not None:
+        width = workload.float_bytes
     return Edge(
         source=source,
         target=target,

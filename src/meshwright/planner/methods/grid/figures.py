@@ -21,6 +21,7 @@ from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, find_structure
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -69,7 +70,7 @@ class Figures:
         chosen = problem.choices.offload
         self._steps_on_device = all(away.optimizer == "device" for away in chosen)
         self._on_device = all(away.parameters == "device" for away in chosen)
-        self._local = lower_graph(short.graph, sharding, ())
+        self._local = as_computed(lower_graph(short.graph, sharding, ()), self.workload.numbers)
         self._structure = find_structure(self._local)
         self._bytes: dict[str, LayerBytes] = {}
         self._seconds: dict[tuple[int, str], LayerSeconds] = {}
@@ -198,7 +199,8 @@ class Figures:
     def _with(self, recompute: str) -> Graph:
         if recompute == "none":
             return self._local
-        return lower_graph(self._short.graph, self.sharding, read_recompute(self._short.graph, recompute))
+        local = lower_graph(self._short.graph, self.sharding, read_recompute(self._short.graph, recompute))
+        return as_computed(local, self.workload.numbers)
 
     def _optimizer_seconds(self, kind: DeviceKind) -> Floats:
         """What each layer adds to an optimizer's step over all of them."""
