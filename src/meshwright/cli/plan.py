@@ -31,14 +31,15 @@ from meshwright.cli.planning import (
     GRADIENT_HELP,
     PRECISION_HELP,
     GradientType,
+    as_written,
     choose_precision,
     default_batch,
     given_options,
-    on_cluster,
     print_misfit,
     read_prices,
     refuse_beside_from,
 )
+from meshwright.cli.recalling import recall_measurements
 from meshwright.cli.rewriting import RewriteOption, mark_rewritten, plan_rewritten
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.cli.sharding import (
@@ -53,6 +54,7 @@ from meshwright.cli.sharding import (
 )
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
+from meshwright.spec.made_with import note_making
 from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
@@ -271,6 +273,7 @@ def plan(
         placements=tuple(map(read_placement, placement or ())),
     )
     earlier = None if start_from is None else read_document(Plan, start_from)
+    measurements = recall_measurements(earlier, start_from, measurements, cluster)
     mode: Mode = "inference" if inference else "training"
     if earlier is not None:
         mode = earlier.workload.kind
@@ -353,6 +356,7 @@ def plan(
         plans, said = exchange_best(plans, graph_for, cost, exchange, own_exchange, limit_bytes=limit_bytes)
         found += said
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
-    named = replace(plans, ranked=tuple(on_cluster(item, cluster) for item in plans.ranked))
+    made_with = note_making(measurements, files.plan or page or Path("plan.json"))
+    named = replace(plans, ranked=tuple(as_written(item, cluster, made_with) for item in plans.ranked))
     places = PlanPlaces(files=files, orders=find_orders, page=page, opened=open_browser)
     put_plans(named, graph_for, cost, places, model=model, found=found, with_front=front, as_json=as_json)

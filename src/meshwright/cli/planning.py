@@ -14,6 +14,7 @@ from rich.text import Text
 from meshwright.cli.models import Mode
 from meshwright.cli.output import print_json, print_tables
 from meshwright.spec.errors import PlanError
+from meshwright.spec.made_with import MadeWith
 from meshwright.spec.precision import Precision
 from meshwright.spec.scenario import Price, Scenario, load_scenario
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from meshwright.planner import NothingFitsError, RankedPlan
 
 
-def on_cluster(item: RankedPlan, cluster: str) -> RankedPlan:
-    """A plan with the reference of its cluster."""
-    return replace(item, plan=replace(item.plan, cluster=cluster))
+def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPlan:
+    """A plan with the reference of its cluster, and with what it was made with."""
+    return replace(item, plan=replace(item.plan, cluster=cluster, made_with=made_with))
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from meshwright.cli.models import graphs_of, planned_target, refuse_to_load
 from meshwright.cli.output import note, open_address, print_tables
+from meshwright.cli.recalling import recall_measurements
 from meshwright.playground import (
     Model,
     PlaygroundServer,
     Service,
     State,
+    Table,
     Workbench,
     serve,
     state_of_cluster,
@@ -51,7 +53,8 @@ def play(reference: str | None, graph_file: Path | None, port: int, open_browser
         state = replace(state, model=reference)
     if len(state.model) > MAX_NAME_LENGTH:
         raise PlaygroundError(f"The model's name has more than {MAX_NAME_LENGTH} characters; give a shorter path.")
-    bench = Workbench(models, clusters)
+    table = recall_measurements(plan, Path(reference or ""), None)
+    bench = Workbench(models, clusters, None if table is None else Table(state.kind, table))
     # What cannot be read or captured is an error here, not a message on the page.
     graph, base, _, _ = bench.prepare(state)
     if plan is not None:

@@ -11,9 +11,10 @@ import typer
 from meshwright.cli.measure_calibrate import calibration_tables
 from meshwright.cli.models import graph_of_plan
 from meshwright.cli.output import note, print_json, print_tables
+from meshwright.cli.recalling import recall_measurements
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document
-from meshwright.spec.errors import ClusterError, DocumentError
+from meshwright.spec.errors import ClusterError, DocumentError, MeasurementError
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
@@ -122,9 +123,10 @@ def judge(plan: Path, result: RunResult, measurements: Path | None) -> Outcome |
     if not isinstance(document, Plan):
         return None
     timeline = read_document(Timeline, result.timeline)
+    measurements = recall_measurements(document, plan, measurements)
     try:
         return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
-    except (ClusterError, DocumentError) as error:
+    except (ClusterError, DocumentError, MeasurementError) as error:
         note(f"No prediction stands beside: {error}")
         return None
 

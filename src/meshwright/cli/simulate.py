@@ -14,6 +14,7 @@ from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.placing import PlaceOption
 from meshwright.cli.planning import given_options
+from meshwright.cli.recalling import recall_measurements
 from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.serving import (
@@ -203,6 +204,7 @@ def simulate(
     place_of_orders(find_orders, whole_backwards)
     document = read_plan(plan)
     check_ranks(chosen, document.num_ranks)
+    measurements = recall_measurements(document, plan, measurements, cluster)
     usual = load_cost_model(load_cluster(cluster or document.cluster), measurements, document.workload.precision)
     happens = load_scenarios(scenario)
     settings: dict[str, Any] = {"num_seeds": seeds, "run_steps": run_steps}

@@ -13,7 +13,7 @@ from meshwright.playground.scenario import state_of_cluster
 from meshwright.playground.server import PlaygroundServer, serve
 from meshwright.playground.service import Service
 from meshwright.playground.state import State, from_query, to_query
-from meshwright.playground.workbench import Answer, Model, Workbench
+from meshwright.playground.workbench import Answer, Model, Table, Workbench
 
 __all__ = [
     "Answer",
@@ -21,6 +21,7 @@ __all__ = [
     "PlaygroundServer",
     "Service",
     "State",
+    "Table",
     "Workbench",
     "from_query",
     "serve",

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost import CostModel
+from meshwright.cost import CostModel, load_cost_model
 from meshwright.planner.evaluate import RankedPlan, rank_simulation
 from meshwright.playground.balance import balanced_cuts, layer_seconds
 from meshwright.playground.layout import check_duration, check_shape, make_plan
@@ -66,11 +67,24 @@ class Answer:
     balanced: tuple[int, ...]
 
 
+class Table(NamedTuple):
+    """Measurements of devices of a kind, which states with it are priced with."""
+
+    kind: str
+    path: Path
+
+
 class Workbench:
     """Answers states. One thread at a time."""
 
-    def __init__(self, models: Mapping[str, Model], clusters: Mapping[str, Cluster] | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        clusters: Mapping[str, Cluster] | None = None,
+        table: Table | None = None,
+    ) -> None:
         self.models = dict(models)
+        self._table = table
         self.clusters = dict(clusters or {})
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {name: OrderedDict() for name in _MAX_KEPT}
 
@@ -137,8 +151,14 @@ class Workbench:
 
     def _cost(self, state: State, base: Cluster) -> CostModel:
         key = state.kind, state.num_nodes, state.devices_per_node, scenario_of(state), state.precision
-        usual = CostModel(cluster=base, precision=state.precision)
-        return self._keep("cost", key, lambda: scenario_cost(state, usual))
+        return self._keep("cost", key, lambda: scenario_cost(state, self._usual(state, base)))
+
+    def _usual(self, state: State, base: Cluster) -> CostModel:
+        """Prices without a scenario."""
+        if self._table is None or self._table.kind != state.kind:
+            return CostModel(cluster=base, precision=state.precision)
+        path, key = self._table.path, (state.kind, state.num_nodes, state.devices_per_node, state.precision)
+        return self._keep("cost", key, lambda: load_cost_model(base, path, state.precision))
 
     def _keep(self, name: str, key: Hashable, compute: Callable[[], T]) -> T:
         kept = self._kept[name]

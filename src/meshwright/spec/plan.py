@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
 from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
+from meshwright.spec.made_with import UNKNOWN, MadeWith
 from meshwright.spec.offload import ON_DEVICE, Offload, check_offload, check_offloaded_plan
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.precision import upgraded_precision
@@ -56,6 +57,7 @@ class Plan:
     side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`);
     ``offload`` says what is kept away from devices (`offload`). ``rewritten`` is the kind of device for which the
     model's graph was rewritten before it was laid out (`rewrite.planned`); empty where it is the model's own.
+    ``made_with`` says what it was priced with when it was written (`made_with`).
     """
 
     model: str
@@ -72,6 +74,7 @@ class Plan:
     offload: Offload = ON_DEVICE
     model_sizes: tuple[tuple[str, int], ...] = ()
     rewritten: str = ""
+    made_with: MadeWith = UNKNOWN
 
     SCHEMA_VERSION: ClassVar[int] = 2
     upgraded = staticmethod(upgraded_precision)

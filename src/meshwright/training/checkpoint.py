@@ -25,6 +25,7 @@ from meshwright.runtime import Session
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.spec.codec import content_hash, read_document, write_document
 from meshwright.spec.errors import DocumentError, RunError
+from meshwright.spec.made_with import UNKNOWN
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
@@ -157,9 +158,9 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
 
 
 def _hash_of(plan: Plan | Placement) -> str:
-    """Of a plan without its clipping, which is a setting."""
+    """Of a plan without its clipping, which is a setting, and without what it was priced with."""
     if isinstance(plan, Plan):
-        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False))
+        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False), made_with=UNKNOWN)
     return content_hash(plan)
 
 

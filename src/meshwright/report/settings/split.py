@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 # Fields of a plan that every export says, lists as not expressed, or refuses by itself. Those without a default
 # are said by all.
 SAID: dict[type, frozenset[str]] = {
-    Plan: frozenset({"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "model_sizes"}),
+    Plan: frozenset(
+        {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "model_sizes", "made_with"}
+    ),
     StagePlan: frozenset(),
     Workload: frozenset({"kind", "precision", "optimizer"}),
     Optimizer: frozenset({"kind", "momentum"}),

@@ -1,0 +1,87 @@
+"""What a plan was made with, so that those who read it price it alike: measurements by path and hash, and software."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.spec.errors import DocumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeWith:
+    """``measurements`` is the path of the table from the plan's folder, or empty; ``measurements_hash`` of its content.
+
+    ``software`` are versions: ``meshwright 0.1.0, torch 2.13.0``.
+    """
+
+    measurements: str = ""
+    measurements_hash: str = ""
+    software: str = ""
+
+
+UNKNOWN = MadeWith()
+
+
+class Recalled(NamedTuple):
+    """The table that a plan was made with, if it is there, and what to say of it."""
+
+    measurements: Path | None
+    remark: str = ""
+
+
+def note_making(measurements: Path | None, plan_file: Path) -> MadeWith:
+    """What a plan that is about to be written was made with."""
+    software = own_software()
+    if measurements is None:
+        return MadeWith(software=software)
+    place = os.path.relpath(measurements.resolve(), plan_file.resolve().parent)
+    return MadeWith(measurements=Path(place).as_posix(), measurements_hash=_hash_of(measurements), software=software)
+
+
+def recall(made_with: MadeWith, plan_file: Path) -> Recalled:
+    """The measurements of a plan that was read from a file. Raises DocumentError if they cannot be read."""
+    found = _recall_table(made_with, plan_file)
+    here = own_software()
+    if made_with.software in ("", here):
+        return found
+    other = f"The plan was made with {made_with.software}; here is {here}."
+    return found._replace(remark=f"{found.remark} {other}".strip())
+
+
+def _recall_table(made_with: MadeWith, plan_file: Path) -> Recalled:
+    if not made_with.measurements:
+        return Recalled(None)
+    found = Path(os.path.normpath(plan_file.resolve().parent / made_with.measurements))
+    shown = Path(os.path.relpath(found)) if found.is_relative_to(Path.cwd()) else found
+    if not found.is_file():
+        return Recalled(
+            None,
+            f"The plan was made with {shown}, which is gone: prices are those of datasheets. Give the table by "
+            "--measurements.",
+        )
+    if _hash_of(found) != made_with.measurements_hash:
+        return Recalled(found, f"{shown}, which the plan was made with, has changed since; prices are those of today.")
+    return Recalled(found, f"Priced with {shown}, as the plan was made.")
+
+
+def own_software() -> str:
+    """The versions that matter to a plan, as far as they are installed."""
+    found = []
+    for name in ("meshwright", "torch"):
+        try:
+            found.append(f"{name} {metadata.version(name).partition('+')[0]}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _hash_of(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be read ({error.strerror}). Check the path and the permissions.") from None

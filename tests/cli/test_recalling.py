@@ -1,0 +1,109 @@
+"""A plan's file remembers what it was priced with; those who read it go by that without being told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import invoke
+from meshwright.playground import State, Table, Workbench
+from meshwright.records import save_measurements
+from meshwright.spec import Plan, load_cluster, read_document, write_document
+from meshwright.spec.made_with import MadeWith, note_making, own_software, recall
+from tests.cost.facts import make_table
+
+PLAN = ["plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", "8", "-m", "4", "--stages", "1"]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        code = invoke([str(word) for word in words])
+        done = capsys.readouterr()
+        return code, done.out, " ".join(done.err.split())
+
+    return call
+
+
+@pytest.fixture
+def planned(run):
+    """A plan in a folder, priced with a table beside that."""
+    save_table(0.5)
+    assert run(*PLAN, "--measurements", "table.json", "--out", "plans/plan.json")[0] == 0
+    return Path("plans/plan.json")
+
+
+def save_table(overhead_s):
+    save_measurements(replace(make_table(device="cpu"), overhead_s=overhead_s), Path("table.json"))
+
+
+def step(out):
+    return json.loads(out)["step_time_s"]
+
+
+def test_what_it_was_priced_with_is_used_again(run, planned):
+    made_with = read_document(Plan, planned).made_with
+    assert made_with.measurements == "../table.json"
+    assert len(made_with.measurements_hash) == 16
+    assert made_with.software == own_software()
+    code, out, error = run("simulate", planned, "--json")
+    assert code == 0
+    assert error == "Priced with table.json, as the plan was made."
+    _, told, error = run("simulate", planned, "--measurements", "table.json", "--json")
+    assert (step(told), error) == (step(out), "")
+    _, plain, error = run("simulate", planned, "--cluster", "2x1xcpu", "--json")
+    assert error == ""
+    assert step(plain) < 0.5 < step(out), "half a second per instruction is from the table"
+
+
+def test_another_table_and_none_are_told(run, planned):
+    table = Path("table.json")
+    _, before, _ = run("simulate", planned, "--json")
+    save_table(0.25)
+    code, out, error = run("simulate", planned, "--json")
+    assert code == 0
+    assert step(out) < step(before)
+    assert error == "table.json, which the plan was made with, has changed since; prices are those of today."
+    table.unlink()
+    code, out, error = run("simulate", planned, "--json")
+    assert code == 0
+    assert step(out) < 0.25
+    assert error.startswith("The plan was made with table.json, which is gone: prices are those of datasheets.")
+
+
+def test_other_software_is_told(run, planned):
+    plan = read_document(Plan, planned)
+    write_document(replace(plan, made_with=MadeWith(software="meshwright 0.0.1")), planned)
+    _, _, error = run("simulate", planned)
+    assert error == f"The plan was made with meshwright 0.0.1; here is {own_software()}."
+
+
+def test_a_folder_that_moves_keeps_its_table(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    (before / "table.json").write_text("{}")
+    made = note_making(before / "table.json", before / "plan.json")
+    before.rename(after)
+    assert recall(made, after / "plan.json").measurements == after / "table.json"
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.timeout(180)
+def test_a_run_is_judged_by_it(run, planned, warm_ranks):
+    code, out, error = run("run", planned, "--steps", 2)
+    assert code == 0, error
+    assert "Priced with table.json" in error
+    assert "outside of that interval" in " ".join(out.split()), "half a second per instruction was predicted"
+
+
+def test_the_playground_goes_by_it(run, planned):
+    made = {kind: Workbench({}, {}, Table(kind, Path("table.json"))) for kind in ("cpu", "A100")}
+    state = State(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=2, precision="float32")
+    priced = {kind: bench._usual(state, load_cluster("2xcpu")).overhead_s for kind, bench in made.items()}
+    assert priced == {"cpu": 0.5, "A100": 0.0}
