@@ -13,7 +13,7 @@ graph = load_shipped_graph("llama3-8b")
 print(f"{graph.name}: {graph.num_parameters() / 1e9:.2f} billion parameters in {len(graph.layers)} layers\n")
 
 # The same 64 sequences per step on ever more devices. Does it fit, how fast is it, and how well are devices used?
-workload = Workload(global_batch=64, precision="bfloat16")
+workload = Workload(global_batch=64, precision="mixed")
 best = {}
 for name in ("1xH100", "4xH100", "8xH100"):
     try:

@@ -13,7 +13,7 @@ from meshwright.spec import Cluster, format_seconds
 from meshwright.spec.shipped import load_shipped_graph
 
 graph = load_shipped_graph("gpt2-medium")
-workload = Workload(global_batch=64, precision="bfloat16")
+workload = Workload(global_batch=64, precision="mixed")
 clusters = {
     "one node": load_cluster("8xA100"),
     "two hosts": load_cluster(Path(__file__).parent / "cluster.toml"),

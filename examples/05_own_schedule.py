@@ -16,7 +16,7 @@ from meshwright.spec.shipped import load_shipped_graph
 console = Console()
 graph = load_shipped_graph("gpt2-small")
 cluster = load_cluster("4x1xA100")
-workload = Workload(global_batch=16, precision="bfloat16")
+workload = Workload(global_batch=16, precision="mixed")
 cost = CostModel(cluster=cluster, precision=workload.precision)
 
 # A function is as good as a name. The search simulates what it keeps; no formula is assumed of our own schedules.

@@ -32,7 +32,7 @@ from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
 # What is known of steps and ranks travels between processors, whatever they compute on.
-_GROUP_BACKENDS: dict[Backend, str] = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_GROUP_BACKENDS: dict[Backend, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A rank that waits longer than this for a message gives up: the other end is dead or stuck.
 COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
