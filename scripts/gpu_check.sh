@@ -26,7 +26,7 @@ check() { # check NAME SECONDS COMMAND...
 }
 
 check software 60 "$python" -m meshwright doctor
-check tests 240 "$python" -m pytest -q -m gpu tests
+check tests 300 "$python" -m pytest -q -m gpu tests
 check steps 900 "$python" benchmarks/runtime.py --only device --json "$folder/steps.json" ${QUICK:+--quick}
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}; logs in $folder" >&2

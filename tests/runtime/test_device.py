@@ -32,9 +32,14 @@ def test_losses_are_those_of_one_process(tmp_path):
     assert 0 < timeline.peak_memory_bytes[0] <= timeline.reserved_memory_bytes[0]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    return run_plan(job_of(folder), folder / "run").losses
+
+
 @pytest.mark.parametrize("precision", ["amp", "amp-float16", "mixed", "mixed-bf16-gradients", "bfloat16"])
-def test_in_two_bytes_it_learns_as_in_four(tmp_path, precision):
-    plain = run_plan(job_of(tmp_path), tmp_path / "plain")
+def test_in_two_bytes_it_learns_as_in_four(tmp_path, plain, precision):
     half = run_plan(job_of(tmp_path, precision), tmp_path / "half")
-    assert half.losses == pytest.approx(plain.losses, rel=2e-2)
+    assert half.losses == pytest.approx(plain, rel=2e-2)
     assert half.losses[-1] < half.losses[0]

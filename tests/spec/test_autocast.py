@@ -102,6 +102,16 @@ def test_products_keep_copies_and_parameters_are_cast_once():
     assert sum(tensor.num_elements(1) for tensor in copies) == sum(graph.tensors[i].num_elements(1) for i in weights)
 
 
+def test_all_shipped_graphs_and_ops_of_no_operator_have_types():
+    for name in ("t5-tiny", "ddpm-tiny", "mixtral-tiny", "gnmt-tiny", "resnet-tiny", "dlrm-tiny", "llama-lora-tiny"):
+        cast = as_computed(load_shipped_graph(name), AMP)
+        assert HALF in {tensor.dtype for tensor in cast.tensors}
+    make = GraphMaker()
+    x, y = make.tensor("x", (4,), role="input", dtype=HALF), make.tensor("y", (4,))
+    make.op("wrap_with_set_grad_enabled", (x,), (y,))
+    assert as_computed(make.graph(), AMP).tensors[y].dtype == HALF
+
+
 def test_a_parameter_of_two_products_has_one_copy():
     make = GraphMaker()
     x = make.tensor("x", (4, 8), role="input")

@@ -101,7 +101,7 @@ def _output_types(graph: Graph, op: Op, types: list[str], lower: str) -> dict[in
     wide = [types[i] for i in inputs if graph.tensors[i].shape] or [types[i] for i in inputs]
     if name in _BY_ARGUMENT or not inputs:
         return {}
-    if op.kind.split(".")[1].endswith("_") or name in _AS_FIRST:
+    if _called(op).endswith("_") or name in _AS_FIRST:
         chosen = types[inputs[0]]
     elif name == "type_as":
         chosen = types[inputs[-1]]
@@ -150,7 +150,12 @@ def _with_copies(
     return op if tuple(saved) == op.saved else replace(op, saved=tuple(saved))
 
 
-def _name(op: Op) -> str:
-    """``add`` of ``aten.add_.Tensor``."""
+def _called(op: Op) -> str:
+    """``add_`` of ``aten.add_.Tensor``; what is no operator of torch is called as it is."""
     parts = op.kind.split(".")
-    return parts[1].rstrip("_") if len(parts) > 1 else op.kind
+    return parts[1] if len(parts) > 1 else op.kind
+
+
+def _name(op: Op) -> str:
+    """The same without the mark of writing in place."""
+    return _called(op).rstrip("_")

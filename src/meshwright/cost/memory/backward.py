@@ -10,13 +10,11 @@ CPUs, aten/src/ATen/native/mkldnn/Conv.cpp: oneDNN works on copies in its own la
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from meshwright.cost.work import find_operator, name_in, operators
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from meshwright.spec import Graph, Op
 
 # Whose libraries compute.
@@ -36,7 +34,13 @@ def passes_on(graph: Graph, op: Op, tensor: int, input_elements: int, output_ele
     return operator is not None and operator.passes_on(op.inputs.index(tensor), input_elements, output_elements)
 
 
-def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: Backend) -> int:
+class Sizes(Protocol):
+    """Bytes by tensor."""
+
+    def __getitem__(self, tensor: int, /) -> int: ...
+
+
+def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend) -> int:
     """Bytes that the op's backward needs beside the gradients that it makes; ``sizes`` are those of all tensors."""
     if not op.inputs or not op.outputs:
         return 0
@@ -51,7 +55,7 @@ def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device:
     return 0
 
 
-def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: Backend) -> int:
+def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend) -> int:
     """Bytes that the op's forward needs beside its outputs and what it saves."""
     if device == "cpu" and _is_convolution(graph, op):
         return sizes[op.outputs[0]] + sizes[op.inputs[1]] + _copied_input(graph, op, sizes)
@@ -94,7 +98,7 @@ def _is_convolution(graph: Graph, op: Op) -> bool:
     return known and len(graph.tensors[op.inputs[0]].shape) > 1
 
 
-def _copied_input(graph: Graph, op: Op, sizes: Sequence[int]) -> int:
+def _copied_input(graph: Graph, op: Op, sizes: Sizes) -> int:
     """Images are read as they are, deeper inputs are copied (oneDNN, is_1stconv in jit_avx512_common_conv_kernel)."""
     channels = graph.tensors[op.inputs[0]].shape[1].fixed
     return sizes[op.inputs[0]] if channels > _MAX_IMAGE_CHANNELS else 0

@@ -17,7 +17,7 @@ from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import GraphError, computed_again
-from meshwright.spec.autocast import as_computed
+from meshwright.spec.autocast import as_computed, cast_inputs, compute_type
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -30,9 +30,10 @@ from meshwright.spec.memory import (
     SENT,
     WORKSPACE,
 )
+from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Mapping, Sequence, Set
 
     from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
 
@@ -168,10 +169,15 @@ class StageWalk:
             if kind == "adamw" and self._loop == "tensors":
                 for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
                     self.ledger.free(copy)
-        if kind == "adamw" and self._loop == "foreach":
-            self.ledger.begin("optimizer step of all parameters")
-            for copy in [self.ledger.take(size, WORKSPACE) for size in sizes.values()]:
-                self.ledger.free(copy)
+        # Copies of all of them at a time: of gradients in the type of the master weights, and of what foreach computes.
+        for is_made, moment in (
+            (numbers.gradient_bytes < numbers.master_bytes, "gradients widened"),
+            (kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
+        ):
+            if is_made:
+                self.ledger.begin(moment)
+                for copy in [self.ledger.take(size, WORKSPACE) for size in sizes.values()]:
+                    self.ledger.free(copy)
         self.ledger.begin("gradients set to none")
         for block in self._parameter_gradients.values():
             self.ledger.free(block)
@@ -188,7 +194,10 @@ class StageWalk:
         internal = [i for i in saved if tensors[i].role == "saved" and tensors[i].storage == i]
         for i in internal:
             blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals else WORKSPACE)
-        self._borrow(forward_workspace_bytes(self._graph, op, self._sizes, self._device))
+        cast = self._cast_sizes(op)
+        copied = sum(self._sizes[i] for i in internal if tensors[i].shape and cast)
+        workspace = forward_workspace_bytes(self._graph, op, _Sizes(self._sizes, cast), self._device)
+        self._borrow(workspace + max(sum(cast.values()) - copied, 0))
         if not keeps_internals:
             for i in internal:
                 self.ledger.free(blocks.pop(i))
@@ -215,6 +224,12 @@ class StageWalk:
             return
         inputs = [i for i in dict.fromkeys(op.inputs) if tensors[i].requires_grad]
         first = next(iter(arrived))
+        cast = self._cast_sizes(op)
+        workspace = backward_workspace_bytes(self._graph, op, _Sizes(sizes, cast), self._device)
+        # Of an input that was cast, the gradient is made in the type of the op first, and cast then.
+        narrowed = sum(cast[i] for i in inputs if i in cast)
+        if narrowed:
+            self._borrow(workspace + narrowed)
         made: list[tuple[int, _Gradient]] = []
         for i in inputs:
             if len(arrived) == 1 and passes_on(self._graph, op, i, self._elements[i], self._elements[first]):
@@ -222,11 +237,19 @@ class StageWalk:
                 made.append((i, arrived[first]))
             else:
                 made.append((i, _Gradient(self.ledger.take(sizes[i], self._part_of_gradient(i)))))
-        self._borrow(backward_workspace_bytes(self._graph, op, sizes, self._device))
+        self._borrow(narrowed or workspace)
         for gradient in arrived.values():
             self._drop(gradient)
         for i, gradient in made:
             self._deliver(i, gradient)
+
+    def _cast_sizes(self, op: Op) -> dict[int, int]:
+        """Bytes of an op's inputs in the type that autocast casts them to."""
+        lower = self._workload.numbers.autocast
+        if not lower:
+            return {}
+        width = DTYPE_BYTES[compute_type(self._graph, op, lower)]
+        return {i: self._elements[i] * width for i in cast_inputs(self._graph, op, lower)}
 
     def _fill_buckets(self, index: int) -> None:
         """Gradients that no earlier op adds to are copied into their buckets (runtime/exchange.py)."""
@@ -281,6 +304,16 @@ class StageWalk:
         gradient.holders -= 1
         if not gradient.holders:
             self.ledger.free(gradient.block)
+
+
+class _Sizes:
+    """Bytes by tensor, of some other ones than usual."""
+
+    def __init__(self, usual: Sequence[int], others: Mapping[int, int]) -> None:
+        self._usual, self._others = usual, others
+
+    def __getitem__(self, tensor: int) -> int:
+        return self._others.get(tensor, self._usual[tensor])
 
 
 @lru_cache(maxsize=64)
