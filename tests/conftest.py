@@ -5,8 +5,9 @@ missing *program* is a failure instead: `.ci/run` installs programs, so there is
 hardware or rights (a GPU, root) are skipped everywhere.
 
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
-its fixtures make; only pages of the documentation go one by one. Files that start processes of their own take longest
-and come first, so that short ones are left for the end. What they start are forks of one process (`tests.warm`).
+its fixtures make; only pages of the documentation and dry runs on an accelerator go one by one. Files that start
+processes of their own take longest and come first, so that short ones are left for the end. What they start are forks
+of one process (`tests.warm`).
 xdist's own ``--dist loadgroup`` does nothing here: xdist 3.8 writes the group into a field that pytest 9.2 no longer
 reads.
 """
@@ -38,7 +39,7 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # The file whose tests are long and share nothing.
-APART = "tests/docs/test_docs.py"
+APART = ("tests/docs/test_docs.py", "tests/runtime/test_accelerator.py")
 
 # marker -> groups of programs; of each group one must be there
 PROGRAMS = {
@@ -74,7 +75,7 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, _ = nodeid.partition("::")
-        return nodeid if path == APART else path
+        return nodeid if path in APART else path
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -121,6 +121,29 @@ def test_what_is_only_predicted_is_refused(tmp_path, monkeypatch, capsys):
     assert "computes in mixed-float16, which can only be simulated" in capsys.readouterr().err
 
 
+def test_what_ranks_would_refuse_is_refused_before_they_start(tmp_path, capsys):
+    two = (StagePlan(start=0, stop=6, ranks=(0, 1)),)
+    waves = replace(plan_of("mixed"), stages=two, schedule="hetpipe", cluster="2xcpu")
+    assert invoke(["run", str(write_document(waves, tmp_path / "waves.json"))]) == 1
+    assert "hetpipe sums what weights changed by" in " ".join(capsys.readouterr().err.split())
+    place = [
+        "plan",
+        "gpt-tiny",
+        "--cluster",
+        "1xcpu",
+        "--batch",
+        "4",
+        "--method",
+        "place",
+        "--precision",
+        "amp-float16",
+    ]
+    assert invoke([*place, "--out", str(tmp_path / "placed.json")]) == 0
+    capsys.readouterr()
+    assert invoke(["run", str(tmp_path / "placed.json")]) == 1
+    assert "A placement was to train in amp-float16" in " ".join(capsys.readouterr().err.split())
+
+
 def test_scaled_losses_need_a_schedule_that_flushes():
     two = (StagePlan(start=0, stop=3, ranks=(0,)), StagePlan(start=3, stop=6, ranks=(1,)))
     with pytest.raises(PlanError, match="amp-float16 was given for the schedule pipedream"):

@@ -24,8 +24,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Numbers
 
 
-def check_precision(plan: Plan | Placement, device: torch.device) -> None:
-    """Raise PlanError for a precision that cannot be run so, or that a GPU has no arithmetic for."""
+def check_precision(plan: Plan | Placement, device: torch.device | None = None) -> None:
+    """Raise PlanError for a precision that cannot be run so, or that the device, a GPU, has no arithmetic for."""
     numbers, training = plan.workload.numbers, plan.workload.kind == "training"
     if training and numbers.scales_loss and isinstance(plan, Placement):
         raise PlanError(
@@ -37,7 +37,7 @@ def check_precision(plan: Plan | Placement, device: torch.device) -> None:
             f"The schedule {WAVES} sums what weights changed by, and {plan.workload.precision} has two sets of them; "
             "such a plan can only be simulated. Plan with --precision amp, bfloat16 or float32."
         )
-    if "bfloat16" not in (numbers.values, numbers.autocast) or device.type != "cuda":
+    if "bfloat16" not in (numbers.values, numbers.autocast) or device is None or device.type != "cuda":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         major, minor = torch.cuda.get_device_capability(device)

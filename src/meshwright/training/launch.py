@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.program import compute_orders, num_filling_steps
-from meshwright.runtime import check_repair, check_runnable, choose_device, with_clipping
+from meshwright.runtime import check_precision, check_repair, check_runnable, choose_device, with_clipping
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
@@ -102,6 +102,8 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
             "Plan again from the model's own reference (a zoo name or path/to/file.py:function)."
         )
     choose_device(plan, job.device)
+    # What its own device lacks each rank says itself.
+    check_precision(plan)
     check_repair(plan, job_repair(job))
     plan = with_clipping(plan, job.clip_norm)
     if job.checkpoint is not None and not job.resume and (found := find_newest(Path(job.checkpoint))) is not None:
