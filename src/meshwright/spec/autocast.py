@@ -71,6 +71,16 @@ def cast_inputs(graph: Graph, op: Op, lower: str) -> list[int]:
     ]
 
 
+def kept_copies(graph: Graph, op: Op) -> list[int]:
+    """The cast copies of its inputs that an op keeps for its backward."""
+    return [i for i in op.saved if graph.tensors[i].role == "saved" and graph.tensors[i].name.endswith(_mark(op))]
+
+
+def _mark(op: Op) -> str:
+    """How the names of copies end that an op keeps."""
+    return f" cast for {op.name}"
+
+
 @lru_cache(maxsize=64)
 def under_autocast(graph: Graph, lower: str) -> Graph:
     """The graph under autocast to a type."""
@@ -138,7 +148,7 @@ def _with_copies(
             copies[i, computed] = len(tensors)
             copied = replace(
                 tensor,
-                name=f"{tensor.name} in {computed} for {op.name}",
+                name=f"{tensor.name}{_mark(op)}",
                 dtype=computed,
                 role="saved",
                 storage=len(tensors),

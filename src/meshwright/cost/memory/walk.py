@@ -17,7 +17,7 @@ from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import GraphError, computed_again
-from meshwright.spec.autocast import as_computed, cast_inputs, compute_type
+from meshwright.spec.autocast import as_computed, cast_inputs, compute_type, kept_copies
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -195,9 +195,10 @@ class StageWalk:
         for i in internal:
             blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals else WORKSPACE)
         cast = self._cast_sizes(op)
-        copied = sum(self._sizes[i] for i in internal if tensors[i].shape and cast)
+        # Copies that the backward keeps are among the internals.
+        passing = sum(cast.values()) - sum(self._sizes[i] for i in kept_copies(self._graph, op) if i in internal)
         workspace = forward_workspace_bytes(self._graph, op, _Sizes(self._sizes, cast), self._device)
-        self._borrow(workspace + max(sum(cast.values()) - copied, 0))
+        self._borrow(workspace + passing)
         if not keeps_internals:
             for i in internal:
                 self.ledger.free(blocks.pop(i))
