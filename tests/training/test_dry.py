@@ -25,7 +25,7 @@ from meshwright.training import Job, dry_run
 from tests.marks import left_to_ci
 
 
-def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, **options):
+def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, precision="float32", **options):
     graph = load_shipped_graph(model)
     count, sharding = len(graph.layers), options.get("sharding", Sharding())
     bounds = [count * place // len(stages) for place in range(len(stages) + 1)]
@@ -33,7 +33,7 @@ def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, **
         model=model,
         graph_hash=graph.content_hash,
         cluster="",
-        workload=Workload(global_batch=size * num_microbatches * sharding.expert),
+        workload=Workload(global_batch=size * num_microbatches * sharding.expert, precision=precision),
         stages=tuple(
             StagePlan(start=start, stop=stop, ranks=tuple(ranks))
             for start, stop, ranks in zip(bounds[:-1], bounds[1:], stages, strict=True)
@@ -76,6 +76,18 @@ def test_a_process_issues_what_is_predicted(tmp_path, model, stages, options, pr
     assert kinds <= {call.kind for call in (*found.issued, *found.inside)}
     assert sum(row["calls"] for row in found.rows()) == len(found.issued) + len(found.inside)
     assert not dist.is_initialized()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["mixed", "amp", "amp-float16", "bfloat16", "mixed-bf16-gradients"])
+def test_a_precision_exchanges_the_bytes_that_are_predicted(precision, tmp_path):
+    for stages, options in (
+        (((0,), (1,)), {}),
+        (((0, 1),), {"exchange": GradientExchange(zero=1)}),
+        (((0, 1),), {"exchange": GradientExchange(zero=3)}),
+        (((0,),), {"sharding": Sharding(tensor=2)}),
+    ):
+        dry_run(job_of(tmp_path, "gpt-tiny", stages, precision=precision, **options), 0)
 
 
 @pytest.mark.long

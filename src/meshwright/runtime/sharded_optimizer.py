@@ -31,7 +31,7 @@ class ShardedBucket(BucketBuffer):
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], place: int, count: int) -> None:
         super().__init__(bucket, parameters, count)
         self.tensors = bucket.parameters
-        self.values = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
+        self.values = torch.zeros_like(self.flat, dtype=parameters[0].dtype if parameters else None)
         size = len(self.flat) // count
         self.own_values = self.values.narrow(0, place * size, size)
         self.own_gradients = torch.zeros_like(self.own_values, dtype=self.flat.dtype)

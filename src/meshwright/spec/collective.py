@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 Axis = Literal["tensor", "context", "expert"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Phase = Literal["forward", "backward"]
+_LOSS = "aten.cross_entropy_loss.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,11 @@ class Collective:
 
     def num_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
         """Bytes of the full tensor, of one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
-        return self.copies * graph.tensors[self.tensor].num_bytes(batch_size, float_bytes)
+        tensor = graph.tensors[self.tensor]
+        if graph.ops[self.at].kind == _LOSS and tensor.dtype in FLOAT_DTYPES:
+            # Sums of exponentials are never in half precision.
+            float_bytes = max(float_bytes or DTYPE_BYTES[tensor.dtype], DTYPE_BYTES["float32"])
+        return self.copies * tensor.num_bytes(batch_size, float_bytes)
 
 
 @lru_cache(maxsize=16)

@@ -31,6 +31,7 @@ from meshwright.program.expansion import Expansion
 from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
 from meshwright.runtime.rank_program import SectionName, arrange_rank
 from meshwright.runtime.transport import MESSAGES, SUMS
+from meshwright.spec.autocast import as_computed
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
@@ -264,8 +265,9 @@ def _predict(
     session: Session, instructions: Iterable[tuple[Instruction, tuple[int, ...]]]
 ) -> tuple[list[Call], list[Call]]:
     """The calls of instructions that are exchanges, and of those inside of others."""
-    plan, graph, grid = session.model.plan, session.graph, session.grid
+    plan, grid = session.model.plan, session.grid
     assert isinstance(plan, Plan), "dry runs are of plans"
+    graph = as_computed(session.graph, plan.workload.numbers)
     expansion = Expansion(plan, graph, session.stages, grid.rank)
     channels = {(item.source, item.target): item for stage in session.stages for item in stage.outgoing}
     channels |= {(item.source, item.target): item for stage in session.stages for item in stage.incoming}
