@@ -20,7 +20,7 @@ def placed(run):
 
 @pytest.mark.long
 def test_a_placement_is_written_and_simulated(run, placed):
-    assert placed["schema"] == "meshwright/placement/1"
+    assert placed["schema"] == "meshwright/placement/2"
     assert {stage["rank"] for stage in placed["stages"]} == {0, 1}
     code, out, errors = run("simulate", "placed.json", "--steps", "1", "--json", "--out", "timeline.json")
     assert code == 0, errors

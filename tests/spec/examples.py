@@ -51,6 +51,7 @@ from meshwright.spec import (
     empty_section,
 )
 from meshwright.spec.cluster import NodePath, Racks
+from meshwright.spec.made_with import MadeWith
 from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.sharding import OpPlacement, Sharding
 
@@ -189,6 +190,7 @@ PLAN = Plan(
         placements=(OpPlacement(op="linear*", axis="context", output_dim=1),),
     ),
     recompute=((0, 1),),
+    made_with=MadeWith(measurements="../m.json", measurements_hash="0123456789abcdef", software="meshwright 0.1.0"),
 )
 
 PLACEMENT = Placement(

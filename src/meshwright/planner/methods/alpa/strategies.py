@@ -28,6 +28,7 @@ from meshwright.planner.methods.alpa.mesh import AXES, Floats
 from meshwright.program.sharding.dims import Split, find_label
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
+from meshwright.spec.units import DTYPE_BYTES
 
 _T = TypeVar("_T")
 # The parts of the objective that strategies have.
@@ -151,7 +152,9 @@ class Sharded(NamedTuple):
         row, dims = facts.rows[index], facts.dims[index]
         if row is None or not dims.inner:
             return seconds
-        num_bytes = self.amounts.num_bytes(op.inputs[1]) / self._parts(*self.wants(group, index, 1))
+        numbers = self.amounts.graph.tensors[op.inputs[1]].num_elements(self.amounts.batch_size)
+        width = self.amounts.float_bytes or DTYPE_BYTES["float32"]
+        num_bytes = numbers * width / self._parts(*self.wants(group, index, 1))
         for axis in AXES:
             for at in np.ndindex(seconds.shape):
                 split = group.splits[axis][index][at[axis]]
