@@ -282,8 +282,8 @@ def plan(
     graph_for = graphs_of(model, sizes, mode=mode, target=planned_target(moved))
     if is_stored_graph(model) and not inference:
         mode = graph_for(1).mode
-    chosen = choose_precision(precision, grad_dtype, machine.device_kind(0).peak_flops_per_s, mode)
-    chosen = chosen if earlier is None else earlier.workload.precision
+    peaks = machine.device_kind(0).peak_flops_per_s
+    chosen = earlier.workload.precision if earlier else choose_precision(precision, grad_dtype, peaks, mode)
     width, experts = (max(getattr(item, name) for item in shardings) for name in ("width", "expert"))
     workload = Workload(
         kind=mode,

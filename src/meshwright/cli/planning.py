@@ -40,7 +40,7 @@ def print_misfit(error: NothingFitsError, as_json: bool) -> None:
 
 # What a user can say of gradients; None where the precision alone says it.
 GradientType = Literal["float32", "bfloat16"]
-PRECISION_HELP = "What is computed and kept in; by default mixed where devices compute bfloat16 faster, else float32."
+PRECISION_HELP = "Types of weights, activations and gradients; by default mixed where bfloat16 is faster, else float32."
 GRADIENT_HELP = "Of --precision mixed: the type in which gradients are added up and summed. By default float32."
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds
-from meshwright.spec.autocast import cast_inputs, compute_type
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
 
+from meshwright.cost.autocast import as_computed
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
@@ -38,7 +39,6 @@ from meshwright.cost.table import OpTable, roofline_interval
 from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import numbers_of
 from meshwright.spec.sharding import UNSHARDED, Sharding

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from meshwright.cost import CostModel
+from meshwright.cost.autocast import as_computed
 from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, is_plain_chain, shorten
@@ -33,7 +34,6 @@ from meshwright.spec import (
     format_seconds,
     read_recompute,
 )
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, check_offload
 from meshwright.spec.plan import BASIC_SCHEDULES

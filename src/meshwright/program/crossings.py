@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.autocast import as_computed
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.schedules import RankOrders
 from meshwright.program.transfers import Computations, Routes, Sends, find_pairs, lay_out_transfers
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.distributed as dist
 
+from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.rank_program import Issued, RankProgram
 from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets
@@ -27,13 +27,6 @@ from meshwright.spec.instructions import (
 )
 
 
-class Agreement(Protocol):
-    """A number on which all ranks agree before an update."""
-
-    def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
-        """Gradients are summed: take this rank's part of the number, and sum it up over all ranks."""
-
-
 class BucketSums:
     """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for those that leave at a mark.
 
@@ -45,7 +38,7 @@ class BucketSums:
         exchange: Exchange | None,
         transport: Transport,
         issue: Callable[[Issued], None],
-        agreements: Mapping[int, Agreement],
+        agreements: Mapping[int, AgreedNumber],
     ) -> None:
         self._exchange, self._transport, self._issue, self._agreements = exchange, transport, issue, agreements
         # What may leave inside the computation that runs, and which parts are ready but have not left.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
+from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.teams import Grid
 from meshwright.runtime.transport import Transport
@@ -59,8 +59,8 @@ def count_holders(
     }
 
 
-class NormClip:
-    """The norm of a step, in the program the all-reduce of a bucket number ``index``.
+class NormClip(AgreedNumber):
+    """The square of the norm of a step; other arguments as of `AgreedNumber`.
 
     ``holders``: by tensor id, how many processes hold a parameter (or the same share) alike.
     """
@@ -76,22 +76,14 @@ class NormClip:
         transport: Transport,
         device: torch.device,
     ) -> None:
-        self.index = index
+        super().__init__(index, complete, grid, transport, torch.float64, device)
         self._max_norm = max_norm
         self._parameters = [(item, 1.0 / holders[i]) for i, item in parameters.items() if item.requires_grad]
-        self._complete, self._grid, self._transport = complete, grid, transport
-        self._total = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
-        """Gradients are summed: add up their squares over all ranks."""
-        self._complete()
-        self._total.zero_()
+    def _add_own(self) -> None:
         for parameter, share in self._parameters:
             if parameter.grad is not None:
                 self._total += share * own_part(parameter.grad).double().square().sum()
-        for axis in self._grid.axes.values():
-            dist.all_reduce(self._total, group=axis.group)
-        return self._transport.sum_over(self._total, ranks)
 
     def coefficient(self) -> torch.Tensor:
         """What to multiply gradients with, behind `begin` and its works."""

@@ -17,7 +17,8 @@ from typing import NamedTuple, assert_never
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.bucket_sums import Agreement, BucketSums
+from meshwright.runtime.agreed import AgreedNumber
+from meshwright.runtime.bucket_sums import BucketSums
 from meshwright.runtime.coming import Coming
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.loss_scale import LossScale
@@ -112,7 +113,7 @@ class Executor:
         device: torch.device,
         run_seed: int = 0,
         bound_gradient_sends: bool = True,
-        agreements: Mapping[int, Agreement] = MappingProxyType({}),
+        agreements: Mapping[int, AgreedNumber] = MappingProxyType({}),
         scale: LossScale | None = None,
     ) -> None:
         self._num_microbatches = num_microbatches

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.teams import Grid
 from meshwright.runtime.transport import Transport
@@ -21,8 +21,8 @@ from meshwright.runtime.transport import Transport
 _START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
 
 
-class LossScale:
-    """The scale of a run, in the program the all-reduce of a bucket number ``index``."""
+class LossScale(AgreedNumber):
+    """The scale of a run, and of a step the ranks on which a gradient is not finite; arguments as of `AgreedNumber`."""
 
     def __init__(
         self,
@@ -33,35 +33,27 @@ class LossScale:
         transport: Transport,
         device: torch.device,
     ) -> None:
-        self.index = index
+        super().__init__(index, complete, grid, transport, torch.float32, device)
         self.value = _START
-        self.num_skipped = 0
         self._num_good = 0
         self._parameters = [item for item in parameters.values() if item.requires_grad]
-        self._complete, self._grid, self._transport = complete, grid, transport
-        self._found = torch.zeros(1, device=device)
+        # Whether a number was agreed on that has not moved the scale yet.
         self._is_open = self._skips = False
 
-    def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
-        """Gradients are summed: divide them by the scale, and add up over all ranks whether one is not finite."""
-        self._complete()
-        self._found.zero_()
-        inverse = torch.full((1,), 1.0 / self.value, device=self._found.device)
+    def _add_own(self) -> None:
+        """Divide this process's gradients by the scale, and note whether one is not finite."""
+        inverse = torch.full((1,), 1.0 / self.value, device=self._total.device)
         gradients = [own_part(item.grad) for item in self._parameters if item.grad is not None]
         if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._total, inverse)
         self._is_open = True
-        for axis in self._grid.axes.values():
-            dist.all_reduce(self._found, group=axis.group)
-        return self._transport.sum_over(self._found, ranks)
 
     def skips(self) -> bool:
         """Whether the step is left out; behind `begin` and its works. The first call of a step moves the scale."""
         if self._is_open:
             self._is_open = False
             # Fake tensors, of a dry run, have no values.
-            self._skips = not isinstance(self._found, FakeTensor) and bool(self._found.item())
-            self.num_skipped += self._skips
+            self._skips = not isinstance(self._total, FakeTensor) and bool(self._total.item())
             self._num_good = 0 if self._skips else self._num_good + 1
             if self._skips:
                 self.value *= _BACKOFF

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.autocast import as_computed
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.cost.offload import HostPrices
@@ -40,7 +41,6 @@ from meshwright.spec import (
     slice_stages,
     to_picoseconds,
 )
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, OFFLOADING, STASHING, UPDATES
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS, RECEIVED, SENT
 

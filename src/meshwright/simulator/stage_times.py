@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.autocast import as_computed
 from meshwright.program import StageTimes, gradient_buckets
 from meshwright.simulator.stage_bytes import stage_bytes
 from meshwright.simulator.stage_costs import stage_costs
 from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Graph, Plan, PlanError, check_plan, slice_graph, to_picoseconds
-from meshwright.spec.autocast import as_computed
 
 
 def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:

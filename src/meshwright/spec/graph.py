@@ -170,8 +170,8 @@ class Graph:
     collectives: tuple[Collective, ...] = ()
     model_flops: Extent | None = None
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
-    # The type of autocast under which its types are (`autocast`).
-    _autocast: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
+    # Of a graph under autocast (`cost.autocast`): tensors but for cast copies, which come behind them.
+    _num_uncast: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
     _parameters: list[tuple[int, ...]] = field(init=False, repr=False, compare=False, default_factory=list)
     _small: set[int] = field(init=False, repr=False, compare=False, default_factory=set)
 

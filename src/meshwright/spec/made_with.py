@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.spec.errors import DocumentError
+from meshwright.spec.own_code import source_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,6 @@ def own_software() -> str:
 
 def _hash_of(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return source_hash(path.read_bytes())
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read ({error.strerror}). Check the path and the permissions.") from None

@@ -26,12 +26,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture import Captured, capture_model, flatten_batch
+from meshwright.cost.autocast import as_computed
 from meshwright.program import gradient_buckets, num_filling_steps
 from meshwright.program.expansion import Expansion
 from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
 from meshwright.runtime.rank_program import SectionName, arrange_rank
 from meshwright.runtime.transport import MESSAGES, SUMS
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send

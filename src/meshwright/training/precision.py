@@ -6,7 +6,6 @@ of the same ops: its parts are what runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,14 +56,6 @@ def _replace_fakes(model: torch.nn.Module, dtype: torch.dtype) -> None:
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating tensors cast."""
     return pytree.tree_map_only(torch.Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item, batch)
-
-
-def cast_inputs(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Floating inputs of a graph in the types that it was captured with."""
-    return tuple(
-        item.to(getattr(torch, graph.tensors[i].dtype)) if item.is_floating_point() else item
-        for i, item in zip(graph.inputs, tensors, strict=True)
-    )
 
 
 def bind_plan(plan: AnyPlan, given: Graph, cast: Graph) -> AnyPlan:

@@ -49,7 +49,7 @@ from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
-from meshwright.training.precision import bind_plan, cast_batch, cast_inputs, cast_model, cast_type
+from meshwright.training.precision import bind_plan, cast_batch, cast_model, cast_type
 from meshwright.training.state import gather_state, save_state
 
 
@@ -199,9 +199,9 @@ class Trainer:
         return tensors, self._session.run_step(self._steps, tensors)
 
     def _flatten(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
-        """A batch in the order of the graph's inputs, and in their types where the plan casts."""
-        tensors = flatten_batch(self._captured, inputs, targets)
-        return tensors if cast_type(self.plan) is None else cast_inputs(self._captured.graph, tensors)
+        """A batch in the order of the graph's inputs, cast where the plan casts the model."""
+        tensors, dtype = flatten_batch(self._captured, inputs, targets), cast_type(self.plan)
+        return tensors if dtype is None else tuple(cast_batch(tensors, dtype))
 
     def train(self) -> Iterator[float]:
         """Train on the data set that `prepare` was given; yields, step by step, what `step` returns.

@@ -19,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cost.autocast import as_computed
 from meshwright.cost.host_copies import price_host_copy
 from meshwright.cost.memory.stage import weigh_stage
 from meshwright.cost.optimizers import state_bytes
 from meshwright.spec import PlanError
-from meshwright.spec.autocast import as_computed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
     BACKWARD_LAST,
@@ -31,7 +32,6 @@ from meshwright.cost.memory.fullest import (
 from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases, trace_phases
 from meshwright.cost.memory.walk import default_loop, has_own_backward
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cost.autocast import as_computed, cast_inputs, compute_type, kept_copies
 from meshwright.cost.memory.backward import (
     Backend,
     backward_workspace_bytes,
@@ -17,7 +18,6 @@ from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import GraphError, computed_again
-from meshwright.spec.autocast import as_computed, cast_inputs, compute_type, kept_copies
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import backend_of
 from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.methods.grid.cover import Exchanges
@@ -21,7 +22,6 @@ from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, find_structure
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
-from meshwright.spec.autocast import as_computed
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 

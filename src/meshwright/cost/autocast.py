@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from meshwright.cost.traits import is_in_place, operator_name
 from meshwright.spec.graph import Graph, Op, Tensor
 from meshwright.spec.precision import Numbers
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
@@ -43,42 +44,27 @@ _BY_ARGUMENT = _words("to _to_copy")
 
 def as_computed(graph: Graph, numbers: Numbers) -> Graph:
     """The graph as it is computed in a precision: another one under autocast, once."""
-    if not numbers.autocast or graph._autocast:
+    if not numbers.autocast or graph._num_uncast:
         return graph
     return under_autocast(graph, numbers.autocast)
 
 
 def compute_type(graph: Graph, op: Op, lower: str) -> str:
     """The type in which an op of a graph under autocast computes."""
-    name = _name(op)
-    if name in _LOWER:
-        return lower
-    if name in _SINGLE:
-        return "float32"
     found = [graph.tensors[i].dtype for i in (*op.outputs, *op.inputs) if graph.tensors[i].dtype in FLOAT_DTYPES]
-    return found[0] if found else "float32"
+    return _cast_type(op, lower) or (found[0] if found else "float32")
 
 
 def cast_inputs(graph: Graph, op: Op, lower: str) -> list[int]:
     """The inputs of an op that autocast casts."""
-    if _name(op) not in _LOWER | _SINGLE:
-        return []
-    computed = compute_type(graph, op, lower)
-    return [
-        i
-        for i in dict.fromkeys(op.inputs)
-        if graph.tensors[i].dtype in FLOAT_DTYPES and graph.tensors[i].dtype != computed
-    ]
+    wanted = _cast_type(op, lower)
+    types = {i: graph.tensors[i].dtype for i in op.inputs if wanted}
+    return [i for i, dtype in types.items() if dtype in FLOAT_DTYPES and dtype != wanted]
 
 
 def kept_copies(graph: Graph, op: Op) -> list[int]:
-    """The cast copies of its inputs that an op keeps for its backward."""
-    return [i for i in op.saved if graph.tensors[i].role == "saved" and graph.tensors[i].name.endswith(_mark(op))]
-
-
-def _mark(op: Op) -> str:
-    """How the names of copies end that an op keeps."""
-    return f" cast for {op.name}"
+    """The cast copies of its inputs that an op of a graph under autocast keeps for its backward."""
+    return [i for i in op.saved if i >= graph._num_uncast[0]] if graph._num_uncast else []
 
 
 @lru_cache(maxsize=64)
@@ -89,83 +75,54 @@ def under_autocast(graph: Graph, lower: str) -> Graph:
     tensors = list(graph.tensors)
     ops = []
     for op in graph.ops:
-        for i, dtype in _output_types(graph, op, types, lower).items():
-            types[i] = dtype
-        ops.append(_with_copies(graph, op, types, lower, copies, tensors))
+        for i in op.outputs:
+            if types[i] in FLOAT_DTYPES:
+                types[i] = _output_type(graph, op, types, lower) or types[i]
+        ops.append(_with_copies(graph, op, types, _cast_type(op, lower), copies, tensors))
     tensors[: len(types)] = [
         tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype)
         for tensor, dtype in zip(graph.tensors, types, strict=True)
     ]
     made = replace(graph, tensors=tuple(tensors), ops=tuple(ops))
     made._hash.append(graph.content_hash)
-    made._autocast.append(lower)
+    made._num_uncast.append(len(types))
     return made
 
 
-def _output_types(graph: Graph, op: Op, types: list[str], lower: str) -> dict[int, str]:
-    """The types of an op's floating outputs."""
-    outputs = [i for i in op.outputs if graph.tensors[i].dtype in FLOAT_DTYPES]
+def _cast_type(op: Op, lower: str) -> str:
+    """The type that autocast casts an op's inputs to; empty where it leaves them."""
+    name = operator_name(op).rstrip("_")
+    return lower if name in _LOWER else "float32" if name in _SINGLE else ""
+
+
+def _output_type(graph: Graph, op: Op, types: list[str], lower: str) -> str:
+    """The type of an op's floating outputs; empty where that is as captured."""
+    name = operator_name(op).rstrip("_")
     inputs = [i for i in op.inputs if types[i] in FLOAT_DTYPES]
-    name = _name(op)
-    # Numbers without dims do not widen tensors.
-    wide = [types[i] for i in inputs if graph.tensors[i].shape] or [types[i] for i in inputs]
     if name in _BY_ARGUMENT or not inputs:
-        return {}
-    if _called(op).endswith("_") or name in _AS_FIRST:
-        chosen = types[inputs[0]]
-    elif name == "type_as":
-        chosen = types[inputs[-1]]
-    elif name in _LOWER:
-        chosen = lower
-    elif name in _SINGLE:
-        chosen = "float32"
-    else:
-        chosen = max(wide, key=DTYPE_BYTES.__getitem__)
-    return dict.fromkeys(outputs, chosen)
+        return ""
+    if is_in_place(op) or name in _AS_FIRST:
+        return types[inputs[0]]
+    if name == "type_as":
+        return types[inputs[-1]]
+    # Numbers without dims do not widen tensors.
+    widening = [types[i] for i in inputs if graph.tensors[i].shape] or [types[i] for i in inputs]
+    return _cast_type(op, lower) or max(widening, key=DTYPE_BYTES.__getitem__)
 
 
 def _with_copies(
-    graph: Graph,
-    op: Op,
-    types: list[str],
-    lower: str,
-    copies: dict[tuple[int, str], int],
-    tensors: list[Tensor],
+    graph: Graph, op: Op, types: list[str], wanted: str, copies: dict[tuple[int, str], int], tensors: list[Tensor]
 ) -> Op:
-    """The op with cast copies in place of what it keeps of inputs."""
-    name = _name(op)
-    computed = lower if name in _LOWER else "float32" if name in _SINGLE else ""
+    """The op with copies of the type ``wanted`` in place of what it keeps of inputs; ``tensors`` grows by them."""
     saved = []
     for i in op.saved:
         tensor = graph.tensors[i]
-        cast = computed and i in op.inputs and types[i] in FLOAT_DTYPES and types[i] != computed
-        if not cast:
+        if not wanted or i not in op.inputs or types[i] not in FLOAT_DTYPES or types[i] == wanted:
             saved.append(i)
-            continue
-        is_known = (i, computed) in copies and tensor.role == "parameter"
-        if not is_known:
+        elif tensor.role != "parameter" or (i, wanted) not in copies:
             # Of a parameter all ops share one copy, which is with the first of them.
-            copies[i, computed] = len(tensors)
-            copied = replace(
-                tensor,
-                name=f"{tensor.name}{_mark(op)}",
-                dtype=computed,
-                role="saved",
-                storage=len(tensors),
-                requires_grad=False,
-                aliases=(),
-            )
-            tensors.append(copied)
-            saved.append(copies[i, computed])
+            copies[i, wanted] = len(tensors)
+            saved.append(len(tensors))
+            copied = replace(tensor, name=f"{tensor.name} cast for {op.name}", dtype=wanted, role="saved")
+            tensors.append(replace(copied, storage=len(tensors), requires_grad=False, aliases=()))
     return op if tuple(saved) == op.saved else replace(op, saved=tuple(saved))
-
-
-def _called(op: Op) -> str:
-    """``add_`` of ``aten.add_.Tensor``; what is no operator of torch is called as it is."""
-    parts = op.kind.split(".")
-    return parts[1] if len(parts) > 1 else op.kind
-
-
-def _name(op: Op) -> str:
-    """The same without the mark of writing in place."""
-    return _called(op).rstrip("_")

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.cost import CostModel
+from meshwright.cost.autocast import as_computed, cast_inputs, compute_type
 from meshwright.cost.memory import find_peak, trace_step
 from meshwright.program import build_program
 from meshwright.spec import Plan, StagePlan, Workload, load_cluster, slice_graph
-from meshwright.spec.autocast import as_computed, cast_inputs, compute_type
 from meshwright.spec.precision import numbers_of
 from meshwright.spec.shipped import load_shipped_graph
 from tests.cost.facts import GraphMaker
