@@ -14,7 +14,7 @@ from meshwright.simulator import simulate_plan
 from meshwright.spec import Plan, PlanError, StagePlan, Workload, load_cluster, write_document
 from meshwright.spec.precision import numbers_of
 from meshwright.spec.shipped import load_shipped_graph
-from tests.processes import run_ranks
+from tests.processes import free_port, run_ranks
 from tests.training.precision_worker import TYPES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -99,6 +99,44 @@ def plan_of(precision, **options):
         stages=(StagePlan(start=0, stop=6, ranks=(0,)),),
         num_microbatches=2,
     )
+
+
+PREPARING = """
+import os, torch, torch.distributed as dist
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%d", "RANK": "0", "WORLD_SIZE": "1"}
+from dataclasses import replace
+from meshwright.spec import GraphMismatchError, Plan, StagePlan, Workload
+from meshwright.training import prepare, trainer
+from meshwright.capture import capture_model
+verified, real = [], trainer.capture_model
+trainer.capture_model = lambda *args, **facts: verified.append(facts["verify"]) or real(*args, **facts)
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+loss, batch = torch.nn.functional.mse_loss, ((torch.randn(2, 4),), (torch.randn(2, 1),))
+def plan_of(model, batch):
+    graph = capture_model(model, batch[0], targets=batch[1], loss=loss, verify=False).graph
+    stages = (StagePlan(start=0, stop=len(graph.layers), ranks=(0,)),)
+    work = Workload(global_batch=2, precision="mixed")
+    facts = {"model": "m", "graph_hash": graph.content_hash, "cluster": "1xcpu"}
+    return Plan(**facts, workload=work, stages=stages, num_microbatches=1)
+model, plan = make(), plan_of(make(), batch)
+try:
+    prepare(model, loss, torch.optim.SGD(model.parameters()), batch, plan=replace(plan, graph_hash="0" * 16))
+except GraphMismatchError:
+    print("refused", model[0].weight.dtype)
+for item in (model, make().bfloat16()):
+    given = batch if item is model else tuple((part[0].bfloat16(),) for part in batch)
+    verified.clear()
+    prepare(item, loss, torch.optim.SGD(item.parameters()), given, plan=plan_of(item, given)).step(*batch)
+    print(verified, item[0].weight.dtype)
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_is_cast_when_its_plan_fits_and_verified_as_it_runs(run_fresh):
+    refused, *runs = run_fresh(PREPARING % free_port()).splitlines()
+    assert refused == "refused torch.float32"
+    assert runs == ["[False, True] torch.bfloat16", "[True] torch.bfloat16"]
 
 
 @pytest.mark.matrix

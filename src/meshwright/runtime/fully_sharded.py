@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.program.sharding import Unit, find_units
+from meshwright.runtime.held import replace_held
 from meshwright.runtime.ranges import enclose, find_ops
 from meshwright.runtime.teams import Grid
 from meshwright.spec.errors import PlanError
@@ -71,8 +72,18 @@ def share_out(
     ignored = {module.get_parameter(graph.tensors[i].name) for i in kept if i in stage.parameters}
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if numbers.master and graph.mode == "training":
-        _widen(module, ignored, getattr(torch, numbers.master))
-        values, gradients = (getattr(torch, name) for name in (numbers.values, numbers.gradients))
+        master, values, gradients = (
+            getattr(torch, name) for name in (numbers.master, numbers.values, numbers.gradients)
+        )
+        # A process's parts of the parameters are its master weights.
+        replace_held(
+            [module],
+            lambda value: (
+                value.detach().to(master)
+                if isinstance(value, torch.nn.Parameter) and value not in ignored and value.is_floating_point()
+                else value
+            ),
+        )
         policy = MixedPrecisionPolicy(param_dtype=values, reduce_dtype=gradients, cast_forward_inputs=False)
     before: list[FSDPModule] = []
     for _, item in gathered:
@@ -99,18 +110,6 @@ def _fully_shard(
             f"The plan shares out parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "
             "the parameter, or plan with --zero 1 or 0."
         ) from None
-
-
-def _widen(module: torch.nn.Module, kept: Collection[torch.nn.Parameter], dtype: torch.dtype) -> None:
-    """Put parameters of another type in place of a module's, but for those kept: its parts of them are the masters."""
-    widened: dict[int, torch.nn.Parameter] = {}
-    for item in module.modules():
-        for name, value in item._parameters.items():
-            if value is not None and value not in kept and value.dtype.is_floating_point:
-                if id(value) not in widened:
-                    made = torch.nn.Parameter(value.detach().to(dtype), requires_grad=value.requires_grad)
-                    widened[id(value)] = made
-                item._parameters[name] = widened[id(value)]
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from meshwright.capture import Captured
 from meshwright.program import build_placed_program, build_program, gradient_buckets
 from meshwright.runtime.alike import BufferSync, written_buffers
 from meshwright.runtime.fully_sharded import replica_groups, share_out
+from meshwright.runtime.held import replace_held
 from meshwright.runtime.models import Model, make_model
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
 from meshwright.runtime.stage import stage_feeds, stage_fetches
@@ -61,7 +62,7 @@ def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device:
     every = slice_stages(model.graph, model.plan)
     stages = tuple(every[index] for index in plan.stages_of(grid.rank))
     modules = tuple(model.module(stage_feeds(item), stage_fetches(item), item.ops) for item in stages)
-    _move(modules, device)
+    replace_held(modules, lambda value: _moved(value, device))
     cut = _parameters(model.graph, stages, modules)
     shared, sync = _join_replicas(captured, model, tuple(zip(stages, modules, strict=True)), grid, device)
     return Holding(
@@ -126,28 +127,14 @@ def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgr
     return {name: arrange_rank(program, getattr(program, name), rank) for name in names}
 
 
-def _move(modules: Sequence[torch.nn.Module], device: torch.device) -> None:
-    """Move what modules hold to a device; what several of them hold stays one tensor, and parameters the user's own.
-
-    Fake parameters, of a dry run, cannot be moved: others take their place.
-    """
-    moved: dict[int, torch.Tensor] = {}
-    for module in (item for whole in modules for item in whole.modules()):
-        for table in (module._parameters, module._buffers):
-            for name, value in table.items():
-                if value is not None and value.device != device:
-                    if id(value) not in moved:
-                        moved[id(value)] = _moved(value, device)
-                    table[name] = moved[id(value)]  # type: ignore[assignment]
-
-
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    is_parameter = isinstance(value, torch.nn.Parameter)
+    """A tensor on a device; parameters stay the user's own. For fake ones, of a dry run, others are made."""
+    if value.device == device:
+        return value
     if detect_fake_mode() is not None:
         # Not `to`: torch computes with the values of small fake tensors, as counters, where it knows them.
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return torch.nn.Parameter(made, requires_grad=value.requires_grad) if is_parameter else made
-    if not is_parameter:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if not isinstance(value, torch.nn.Parameter):
         return value.to(device)
     value.data = value.data.to(device)
     return value

@@ -12,6 +12,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.runtime.held import replace_held
 from meshwright.runtime.random_state import read_generator
 from meshwright.runtime.stage import autocasting
 from meshwright.runtime.transport import Layout
@@ -52,7 +53,10 @@ def _fake_values(
 ) -> list[Layout]:
     # In a dry run all tensors are fake already, and modes do not mix.
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        _allocate(module, device)
+        # What is elsewhere, or was never allocated.
+        replace_held(
+            [module], lambda value: value if value.device == device else torch.empty_like(value, device=device)
+        )
         inputs = [
             torch.empty(
                 [extent.at(batch_size) for extent in graph.tensors[tensor].shape],
@@ -66,14 +70,3 @@ def _fake_values(
             made = module(*inputs)
         values = [value.clone(memory_format=torch.preserve_format) for value in made]
     return [Layout(tuple(value.shape), value.stride(), value.dtype) for value in values]
-
-
-def _allocate(module: torch.nn.Module, device: torch.device) -> None:
-    """Put fake tensors there in place of what is elsewhere, or was never allocated."""
-    for item in module.modules():
-        for held in (item._parameters, item._buffers):
-            for name, value in held.items():
-                if value is not None and value.device != device:
-                    made = torch.empty_like(value, device=device)
-                    is_parameter = isinstance(value, torch.nn.Parameter)
-                    held[name] = torch.nn.Parameter(made, value.requires_grad) if is_parameter else made  # type: ignore[assignment]

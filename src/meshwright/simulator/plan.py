@@ -35,8 +35,7 @@ from meshwright.spec import (
     Program,
     ProgramError,
     Timeline,
-    check_placement,
-    check_plan,
+    check_fit,
     computed_again,
     slice_stages,
     suggest,
@@ -91,7 +90,7 @@ def simulate_plan(
     check_contention(contention)
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    _check(plan, graph, cluster)
+    check_fit(plan, graph, cluster)
     if isinstance(plan, Plan):
         plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
@@ -230,15 +229,8 @@ def _sum_up(
 
 def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:
     """The program of a plan or a placement. Raises PlanError if it fits graph or cluster not."""
-    _check(plan, graph, cluster)
+    check_fit(plan, graph, cluster)
     return build_placed_program(plan, graph) if isinstance(plan, Placement) else build_program(plan, graph)
-
-
-def _check(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> None:
-    if isinstance(plan, Placement):
-        check_placement(plan, graph, cluster)
-    else:
-        check_plan(plan, graph, cluster)
 
 
 def _utilisation(

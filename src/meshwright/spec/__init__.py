@@ -89,7 +89,7 @@ from meshwright.spec.measurements import (
 from meshwright.spec.offload import Offload, read_offload
 from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
-from meshwright.spec.placement import PlacedStage, Placement, check_placement
+from meshwright.spec.placement import PlacedStage, Placement, check_fit, check_placement
 from meshwright.spec.plan import Plan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
@@ -224,6 +224,7 @@ __all__ = [
     "TransferMeasurement",
     "Trunk",
     "Workload",
+    "check_fit",
     "check_placement",
     "check_plan",
     "computed_again",

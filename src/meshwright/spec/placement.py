@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright.spec.errors import GraphMismatchError, PlanError
 from meshwright.spec.html import Printer, html_table
-from meshwright.spec.plan import MAX_MICROBATCH_STAGES
+from meshwright.spec.plan import MAX_MICROBATCH_STAGES, Plan, check_plan
 from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.program import MAX_IDLE_RANKS
 from meshwright.spec.units import format_count
@@ -112,6 +112,14 @@ class Placement:
 
     def _summary(self) -> str:
         return f"Placement of {self.model} on {self.cluster}: {self.describe()}"
+
+
+def check_fit(plan: Plan | Placement, graph: Graph, cluster: Cluster | None = None) -> None:
+    """Raise PlanError unless a plan or a placement fits the graph and, if given, the cluster."""
+    if isinstance(plan, Placement):
+        check_placement(plan, graph, cluster)
+    else:
+        check_plan(plan, graph, cluster)
 
 
 def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None = None) -> None:

@@ -35,6 +35,7 @@ from meshwright.runtime.transport import MESSAGES, SUMS
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
+from meshwright.spec.placement import check_fit
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import Job, capture_fake, tile
@@ -141,6 +142,7 @@ def dry_run(
     with _fake_processes(process, plan.num_devices):
         captured, batch, mode, planned = model or fake_model(plan, job.seed)
         if planned is not None:
+            check_fit(plan, planned)
             plan = bind_plan(plan, planned, captured.graph)
         with mode:
             tensors = _global_batch(captured, batch, plan)

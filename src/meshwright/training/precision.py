@@ -13,12 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from meshwright.runtime.held import replace_held
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
-from meshwright.spec.placement import Placement, check_placement
-from meshwright.spec.plan import Plan, check_plan
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
 
-AnyPlan = TypeVar("AnyPlan", Plan, Placement, Plan | Placement)
+AnyPlan = TypeVar("AnyPlan", bound=Plan | Placement)
 
 
 def cast_type(plan: Plan | Placement) -> torch.dtype | None:
@@ -27,30 +28,17 @@ def cast_type(plan: Plan | Placement) -> torch.dtype | None:
     return getattr(torch, values) if values in ("bfloat16", "float16") else None
 
 
-def cast_model(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Cast parameters and buffers in place, as ``model.to(dtype)`` does; whether any was of another type."""
-    held = [*model.parameters(), *model.buffers()]
-    if all(item.dtype is dtype for item in held if item.is_floating_point()):
-        return False
-    if any(isinstance(item, FakeTensor) for item in held):
-        _replace_fakes(model, dtype)
+def is_cast(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether all that a model holds is of the type already."""
+    return all(item.dtype is dtype for item in (*model.parameters(), *model.buffers()) if item.is_floating_point())
+
+
+def cast_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and buffers in place, as ``model.to(dtype)`` does; in place of fake ones come others."""
+    if any(isinstance(item, FakeTensor) for item in model.parameters()):
+        replace_held([model], lambda item: item.detach().to(dtype) if item.is_floating_point() else item)
     else:
         model.to(dtype)
-    return True
-
-
-def _replace_fakes(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Put cast tensors in place of fake ones, which torch cannot cast where they are."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, value in table.items():
-                if value is not None and value.is_floating_point():
-                    if id(value) not in made:
-                        cast = value.detach().to(dtype)
-                        is_parameter = isinstance(value, torch.nn.Parameter)
-                        made[id(value)] = torch.nn.Parameter(cast, value.requires_grad) if is_parameter else cast
-                    table[name] = made[id(value)]  # type: ignore[assignment]
 
 
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
@@ -59,17 +47,11 @@ def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def bind_plan(plan: AnyPlan, given: Graph, cast: Graph) -> AnyPlan:
-    """The plan of the ``given`` graph as one of the graph of the ``cast`` model.
+    """The plan, which fits the ``given`` graph, as one of the graph of the ``cast`` model.
 
-    Raises PlanError (or GraphMismatchError) if it is not of the given one, or says something of ops that the cast one
-    does not have.
+    Raises PlanError if it says something of ops that the cast model does not have.
     """
-    if isinstance(plan, Plan):
-        check_plan(plan, given)
-        names_ops = bool(plan.recompute)
-    else:
-        check_placement(plan, given)
-        names_ops = True
+    names_ops = isinstance(plan, Placement) or bool(plan.recompute)
     is_same = [layer.name for layer in given.layers] == [layer.name for layer in cast.layers]
     if not is_same or (names_ops and [op.kind for op in given.ops] != [op.kind for op in cast.ops]):
         raise PlanError(

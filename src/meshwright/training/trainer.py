@@ -39,7 +39,7 @@ from meshwright.runtime import (
     open_session,
 )
 from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.placement import Placement
+from meshwright.spec.placement import Placement, check_fit
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
@@ -49,7 +49,7 @@ from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
-from meshwright.training.precision import bind_plan, cast_batch, cast_model, cast_type
+from meshwright.training.precision import bind_plan, cast_batch, cast_model, cast_type, is_cast
 from meshwright.training.state import gather_state, save_state
 
 
@@ -100,15 +100,19 @@ def prepare(
     if optimizer is None:
         raise PlanError("The plan is for training, and no optimizer was given. Give one over model.parameters().")
     dtype = cast_type(plan)
+    casts, verifies = dtype is not None and not is_cast(model, dtype), verify and rank == 0
     capture = partial(capture_model, model, loss=loss, mode=plan.workload.kind)
-    captured = capture(inputs, targets=targets, verify=verify and rank == 0 and dtype is None)
+    captured = capture(inputs, targets=targets, verify=verifies and not casts)
     if captured.graph.batch_size not in (None, plan.microbatch_size):
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
         captured = capture(inputs, targets=targets, verify=False)
-    if dtype is not None and cast_model(model, dtype):
+    if dtype is not None and casts:
+        # A model whose plan is refused stays as it is.
+        check_fit(plan, captured.graph)
+        cast_model(model, dtype)
         inputs, targets = cast_batch((inputs, targets), dtype)
-        given, captured = captured, capture(inputs, targets=targets, verify=verify and rank == 0)
+        given, captured = captured, capture(inputs, targets=targets, verify=verifies)
         plan = bind_plan(plan, given.graph, captured.graph)
     if captured.remark and rank == 0:
         warnings.warn(captured.remark, stacklevel=2)
