@@ -47,7 +47,7 @@ def test_an_offloaded_plan_is_simulated_as_it_was_planned(run, described, place,
     found = json.loads(out)
     assert found["steady"]["step_time_s"] == pytest.approx(planned["plans"][0]["step_time_s"], rel=1e-9)
     assert found["nodes"] == planned["nodes"]
-    kept, used = f"optimizer states {'on the host' if place == 'host' else 'on NVMe'}", "the host of node0 keeps"
+    kept, used = f"optimizer states {'on the host' if place == 'host' else 'on NVMe'}", "The host of node0 keeps"
     for words, told in ((("show", path), kept), (("simulate", path), used), ((*PLAN, *options), kept)):
         code, out, _ = run(*words)
         assert code == 0

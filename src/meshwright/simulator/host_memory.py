@@ -59,8 +59,10 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
     if not nodes:
         return []
     fullest, over = max(nodes, key=lambda node: node.share), sum(not node.fits for node in nodes)
-    verdict = f"{over} of {format_count(len(nodes), 'node')} have no room: " if over else ""
-    return [f"Away from devices: {verdict}{fullest.describe()}."]
+    sentence = f"{fullest.describe()}, for what is offloaded."
+    if over:
+        return [f"{over} of {format_count(len(nodes), 'node')} have no room: {sentence}"]
+    return [sentence[0].upper() + sentence[1:]]
 
 
 def node_memory(plan: Plan | Placement, graph: Graph, cost: CostModel) -> tuple[NodeMemory, ...]:
