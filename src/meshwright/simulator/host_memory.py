@@ -59,7 +59,7 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
     if not nodes:
         return []
     fullest, over = max(nodes, key=lambda node: node.share), sum(not node.fits for node in nodes)
-    sentence = f"{fullest.describe()}, for what is offloaded."
+    sentence = f"{fullest.describe()}."
     if over:
         return [f"{over} of {format_count(len(nodes), 'node')} have no room: {sentence}"]
     return [sentence[0].upper() + sentence[1:]]
