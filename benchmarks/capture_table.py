@@ -86,7 +86,7 @@ def capture_one(model: str) -> dict[str, float | int | str]:
     import meshwright.capture  # what is imported is not counted
     from meshwright.cli.models import capture_reference
     from meshwright.cost import CostModel
-    from meshwright.planner import search_plans
+    from meshwright.planner import Problem, search_plans
     from meshwright.spec import Workload
     from meshwright.spec.cluster import load_cluster
 
@@ -98,11 +98,13 @@ def capture_one(model: str) -> dict[str, float | int | str]:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     cluster = load_cluster(CLUSTER)
     plans = search_plans(
-        lambda _: graph,
-        cluster,
-        Workload(global_batch=128, precision="bfloat16"),
-        cost=CostModel(cluster=cluster, measurements=None, precision="bfloat16"),
-        model=model,
+        Problem(
+            graph_for=lambda _: graph,
+            cluster=cluster,
+            workload=Workload(global_batch=128, precision="bfloat16"),
+            cost=CostModel(cluster=cluster, measurements=None, precision="bfloat16"),
+            model=model,
+        )
     )
     best = plans.best.plan
     widest = max(len(stage.ranks) for stage in best.stages)

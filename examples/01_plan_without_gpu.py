@@ -5,7 +5,7 @@
 The graph of every shipped model lies in the package, so nothing is captured and no weight is made.
 """
 
-from meshwright import Workload, load_cluster, search_plans
+from meshwright import Limits, Problem, Workload, load_cluster, search_plans
 from meshwright.spec import NoFeasiblePlanError, format_bytes
 from meshwright.spec.shipped import load_shipped_graph
 
@@ -17,7 +17,10 @@ workload = Workload(global_batch=64, precision="mixed")
 best = {}
 for name in ("1xH100", "4xH100", "8xH100"):
     try:
-        plans = search_plans(lambda _: graph, load_cluster(name), workload, model=graph.name, max_plans=2)
+        plans = search_plans(
+            Problem(graph_for=lambda _: graph, cluster=load_cluster(name), workload=workload, model=graph.name),
+            limits=Limits(max_plans=2),
+        )
     except NoFeasiblePlanError as error:
         print(f"{name:9} {error}\n")
         continue

@@ -8,7 +8,7 @@ Capture it, search for the best pipeline on two processes, ask why another one i
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright import Workload, capture_model, load_cluster, search_plans, simulate_plan
+from meshwright import Choices, Limits, Problem, Workload, capture_model, load_cluster, search_plans, simulate_plan
 from meshwright.report import draw_grid, write_trace
 from meshwright.spec import write_document
 from meshwright.zoo import load_model
@@ -23,13 +23,14 @@ for layer in captured.graph.layers:
 
 cluster = load_cluster("2xcpu")
 plans = search_plans(
-    lambda _: captured.graph,
-    cluster,
-    Workload(global_batch=64),
-    model=reference,
-    num_stages=2,
-    microbatch_sizes=[8],
-    max_plans=4,
+    Problem(
+        graph_for=lambda _: captured.graph,
+        cluster=cluster,
+        workload=Workload(global_batch=64),
+        model=reference,
+        choices=Choices(num_stages=(2,), microbatch_sizes=(8,)),
+    ),
+    limits=Limits(max_plans=4),
 )
 print(f"\n{plans.explain()}\n")
 

@@ -7,7 +7,7 @@ Same devices, another network. A plan that is best on one of them need not be go
 
 from pathlib import Path
 
-from meshwright import Workload, load_cluster, search_plans, simulate_plan
+from meshwright import Limits, Problem, Workload, load_cluster, search_plans, simulate_plan
 from meshwright.planner import Plans
 from meshwright.spec import Cluster, format_seconds
 from meshwright.spec.shipped import load_shipped_graph
@@ -21,7 +21,10 @@ clusters = {
 
 
 def search(cluster: Cluster) -> Plans:
-    return search_plans(lambda _: graph, cluster, workload, model=graph.name, max_plans=8)
+    return search_plans(
+        Problem(graph_for=lambda _: graph, cluster=cluster, workload=workload, model=graph.name),
+        limits=Limits(max_plans=8),
+    )
 
 
 plans = {name: search(cluster) for name, cluster in clusters.items()}

@@ -6,7 +6,7 @@ python examples/05_own_schedule.py
 from own_schedules import eager, thrifty
 from rich.console import Console
 
-from meshwright import Workload, load_cluster, search_plans
+from meshwright import Choices, Problem, Workload, load_cluster, search_plans
 from meshwright.cost import CostModel
 from meshwright.planner import compare_schedules, schedule_rows
 from meshwright.program import max_in_flight, picture_schedule
@@ -21,13 +21,13 @@ cost = CostModel(cluster=cluster, precision=workload.precision)
 
 # A function is as good as a name. The search simulates what it keeps; no formula is assumed of our own schedules.
 plans = search_plans(
-    lambda _: graph,
-    cluster,
-    workload,
-    cost=cost,
-    num_stages=4,
-    microbatch_sizes=[2],
-    schedules=["1f1b", eager],
+    Problem(
+        graph_for=lambda _: graph,
+        cluster=cluster,
+        workload=workload,
+        cost=cost,
+        choices=Choices(num_stages=(4,), microbatch_sizes=(2,), schedules=("1f1b", eager)),
+    )
 )
 best = plans.best.plan
 print(plans.explain())
@@ -39,4 +39,4 @@ console.print(schedules_table(schedule_rows(items, graph, cost)))
 # As papers draw it.
 in_flight = [max_in_flight(best, stage) for stage in range(len(best.stages))]
 console.print(draw_slots(picture_schedule(best), in_flight, max_width=console.width - len("rank 0 ")))
-assert best.schedule.endswith("own_schedules.py:eager")
+assert any(item.plan.schedule.endswith("own_schedules.py:eager") for item in plans.ranked)

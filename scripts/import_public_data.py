@@ -7,6 +7,7 @@ FOLDER holds pipedejavu/, alpa/, kernels/ and validation/ as src/meshwright/vali
 
 import csv
 import gzip
+import io
 import json
 import shutil
 import statistics
@@ -38,7 +39,6 @@ SOURCES = {"v100": "Alpa, prof_database_osdi22_artifact.pkl (8 x V100 16 GB per 
 STEPS = {"training_steps": False, "training_steps_single_node_vtrain": True}
 SMALL = (
     "activation_memory_korthikanti_fig7",
-    "layer_times_korthikanti",
     "zero_bubble_rates_table5",
 )
 # Alpa's methods on one node: what of the training states each shards (alpa, OSDI'22 artifact, benchmark suites). Its
@@ -123,6 +123,61 @@ def _alpa_end_to_end(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# When the runs of a source were measured, by a part of its name: its paper, the file's date, or the release.
+DATES = {
+    "2104.04473": "2021",
+    "2205.05198": "2022",
+    "2401.10241": "2023",
+    "202412": "2024-12",
+    "2025-06": "2025-06",
+    "202506": "2025-06",
+    "llm-foundry": "2023",
+    "vTrain": "2022",
+    "SimuMax": "2025",
+    "Alpa": "2022",
+}
+# Words of notes and locators that say what software did, and how it is stated.
+FEATURES = {"asynctp": "async tensor parallel", "adafactor": "Adafactor", "momentum": "momentum", "_cef": "fused loss"}
+# Chunks per device of SC'21's interleaved runs, which its table leaves out: layers and stages of the model, and
+# layers per stage over --num-layers-per-virtual-pipeline-stage of NVIDIA/Megatron-LM, examples/sc21 (run_table_1.sh; 96
+# layers: run_figure_12.sh). The table says "interleaved" of two models that the script runs without: fewest chunks.
+SC21_CHUNKS = {("60", "4"): 3, ("80", "8"): 2, ("96", "16"): 2, ("105", "35"): 3, ("96", "12"): 4}
+# What the parameters of Zero Bubble's models leave for words (27 to 35 thousand: 6.2, 14.6 and 28.3 B of Table 3 less
+# their layers); its example takes a SentencePiece tokenizer and unties embedding and head
+# (sail-sg/zero-bubble-pipeline-parallelism, examples/pretrain_zero_bubble.sh).
+ZERO_BUBBLE = {"vocab": "32000", "features": "untied"}
+
+
+def complete_steps(row: dict[str, str]) -> dict[str, str]:
+    """A row of steps with the columns ``date`` and ``features``, and with what its source states elsewhere."""
+    source, said = row["source"], (row["notes"] + row["locator"]).lower().replace(" ", "")
+    date = next((date for part, date in DATES.items() if part in source), "")
+    features = [feature for word, feature in FEATURES.items() if word in said]
+    features += ["no dropout"] if source.startswith("Alpa") else []
+    features += ["fused loss"] if "202506" in source else []
+    row = {**row, "date": date, "features": "; ".join(features)}
+    if "2104.04473" in source and row["schedule"].lower().startswith("interleaved") and not row["vpp"]:
+        row["vpp"] = str(SC21_CHUNKS.get((row["layers"], row["pp"]), min(int(row["pp"]), 2)))
+    if "2401.10241" in source:
+        row.update(ZERO_BUBBLE)
+    if "torchtitan" in source and row["pp"] not in ("", "1") and not row["n_microbatches"]:
+        row["mbs"] = ""  # the batch of a rank in a step, which its pipeline schedules cut up
+    if row["model"] == "MPT-70b":
+        row["layers"] = "80"  # mosaicml/llm-foundry, scripts/train/yamls/pretrain/mpt-70b.yaml; its parameters say so
+    return row
+
+
+def complete_table(text: str) -> str:
+    """A table of steps with every row completed."""
+    reader = csv.DictReader(io.StringIO(text))
+    columns = [*dict.fromkeys([*(reader.fieldnames or ()), "date", "features"])]
+    target = io.StringIO()
+    writer = csv.DictWriter(target, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(complete_steps(row) for row in reader)
+    return target.getvalue()
+
+
 def write_alpa(source: Path, columns: list[str], target: Path) -> None:
     """Alpa's rows by the columns of the other steps, with what all of them share."""
     common = {
@@ -137,11 +192,11 @@ def write_alpa(source: Path, columns: list[str], target: Path) -> None:
         "schedule": "1F1B",
         "iter_time_kind": "measured",
     }
-    with target.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in alpa_steps(json.loads(source.read_text(encoding="utf-8"))):
-            writer.writerow({**common, **row})
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**common, **row} for row in alpa_steps(json.loads(source.read_text(encoding="utf-8"))))
+    target.write_text(complete_table(table.getvalue()), encoding="utf-8")
 
 
 def main(folder: Path) -> None:
@@ -155,7 +210,7 @@ def main(folder: Path) -> None:
         left_out = {reason: count for part in parts for reason, count in part.left_out.items() if count}
         print(f"{path.name}: {len(records)} rows, {path.stat().st_size} bytes; left out: {left_out or 'none'}")
     for name, compressed in STEPS.items():
-        content = (folder / f"validation/{name}.csv").read_bytes()
+        content = complete_table((folder / f"validation/{name}.csv").read_text(encoding="utf-8")).encode()
         if compressed:
             (TARGET / f"{name}.csv.gz").write_bytes(gzip.compress(content, mtime=0))
         else:

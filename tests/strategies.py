@@ -93,6 +93,7 @@ def clusters(draw):
         nic=links,
         num_nics=counts,
         host_memory_bandwidth_bytes_per_s=not_negative,
+        host_call_s=st.floats(0, 1),
         nvme=st.none() | st.builds(Nvme, capacity_bytes=sizes, read_bytes_per_s=positive, write_bytes_per_s=positive),
         source=names,
     )

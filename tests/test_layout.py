@@ -147,7 +147,12 @@ def third_party_imports(path: Path) -> set[str]:
 
 
 # Extras that packages without torch may use, beside the core.
-EXTRAS_WITHOUT_TORCH = {"records": ("tables",), "serving": ("serve",), "validation": ("tables", "validate")}
+EXTRAS_WITHOUT_TORCH = {
+    "spec": ("hf",),
+    "records": ("tables",),
+    "serving": ("serve",),
+    "validation": ("tables", "validate"),
+}
 
 
 def test_what_the_code_imports_is_what_the_project_declares():

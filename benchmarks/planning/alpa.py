@@ -32,12 +32,11 @@ import numpy as np
 from harness import Row, make_row
 
 from meshwright.cost import CostModel
-from meshwright.planner import search_plans
+from meshwright.planner import Choices, Problem, search_plans
 from meshwright.planner.method import Method, SearchState, Steps
 from meshwright.planner.methods.alpa import Placements, amounts_of, mesh_of_cluster, place_ops
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.alpa.stages import Objective
-from meshwright.planner.problem import Problem
 from meshwright.spec import Graph, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import Sharding
 
@@ -171,7 +170,15 @@ def _stages(instances: list[dict]) -> list[Row]:
             ("paper", _only("alpa")),
             ("priced", _only("priced")),
         ):
-            plans = search_plans(lambda _, graph=graph: graph, cluster, workload, method=method, shardings=shardings)
+            plans = search_plans(
+                Problem(
+                    graph_for=lambda _, graph=graph: graph,
+                    cluster=cluster,
+                    workload=workload,
+                    choices=Choices(shardings=shardings),
+                ),
+                method,
+            )
             best[name] = plans.best.step_time_s
         name = f"{instance['model']} {instance['cluster']}"
         pairs = (("paper's objective / priced", "paper", "priced"), ("placed / slicing by rules", "alpa", "slicing"))

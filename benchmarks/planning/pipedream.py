@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from harness import Row, make_row
 
-from meshwright.planner import search_plans
+from meshwright.planner import Choices, Problem, search_plans
 from meshwright.planner.methods.pipedream import (
     Level,
     Options,
@@ -114,7 +114,13 @@ def _search_row(instance: dict) -> Row:
     graph, cluster = load_shipped_graph(instance["model"]), load_cluster(instance["cluster"])
     ours, sliced = (
         search_plans(
-            lambda _: graph, cluster, Workload(global_batch=instance["batch"]), method=method, schedules=("1f1b",)
+            Problem(
+                graph_for=lambda _: graph,
+                cluster=cluster,
+                workload=Workload(global_batch=instance["batch"]),
+                choices=Choices(schedules=("1f1b",)),
+            ),
+            method,
         ).ranked[0]
         for method in ("pipedream", "slicing")
     )

@@ -15,6 +15,7 @@ import numpy as np
 from harness import make_row
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import METHODS, Choices, Problem, list_shardings, solve
 from meshwright.spec import MeshwrightError, Workload, load_cluster, load_shipped_graph
 
@@ -32,7 +33,7 @@ def problem_of(spec):
         cluster=cluster,
         workload=Workload(global_batch=spec["batch"], precision=spec["precision"], kind=graph.mode),
         cost=CostModel(cluster=cluster, precision=spec["precision"]),
-        memory_limit_bytes=None if limit is None else int(limit * 2**30),
+        memory=MemoryLimit(num_bytes=None if limit is None else int(limit * 2**30)),
         model=spec["model"],
         choices=Choices(
             shardings=list_shardings(

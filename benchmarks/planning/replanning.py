@@ -9,7 +9,7 @@ from harness import make_row
 from planning.portfolio import SPLIT
 
 from meshwright.cost import CostModel
-from meshwright.planner import replan, search_plans
+from meshwright.planner import Choices, Limits, Problem, replan, search_plans
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
@@ -32,14 +32,30 @@ def rows(quick):
             # The cost model has what the search asked it, as that of a running job has; nothing of the change.
             cost = CostModel(cluster=cluster, precision="bfloat16")
             plan = search_plans(
-                lambda _: graph, cluster, workload, cost=cost, microbatch_sizes=sizes, method="slicing", max_plans=2
+                Problem(
+                    graph_for=lambda _: graph,
+                    cluster=cluster,
+                    workload=workload,
+                    cost=cost,
+                    choices=Choices(microbatch_sizes=sizes),
+                ),
+                "slicing",
+                Limits(max_plans=2),
             ).best.plan
             left = change(cost)
             begun = time.perf_counter()
             found = replan(plan, lambda _: graph, left)
             seconds.append(time.perf_counter() - begun)
         anew = search_plans(
-            lambda _: graph, left.cluster, workload, cost=left, microbatch_sizes=sizes, method="slicing", max_plans=4
+            Problem(
+                graph_for=lambda _: graph,
+                cluster=left.cluster,
+                workload=workload,
+                cost=left,
+                choices=Choices(microbatch_sizes=sizes),
+            ),
+            "slicing",
+            Limits(max_plans=4),
         )
         low, middle, high = np.quantile(seconds[1:], [0.1, 0.5, 0.9])
         table.append(make_row(f"{name}: seconds", middle, "s", spread=(high - low) / 2 / middle, target=1.0))

@@ -26,7 +26,7 @@ from drawing import (
     stack,
 )
 
-from meshwright import Cluster, Plan, Workload, load_cluster, search_plans, simulate_plan
+from meshwright import Choices, Cluster, Limits, Plan, Problem, Workload, load_cluster, search_plans, simulate_plan
 from meshwright.simulator import Simulation, schedule_exchange
 from meshwright.spec import GradientExchange, Link, Opcode, Optimizer, StagePlan, write_text
 from meshwright.spec.shipped import load_shipped_graph
@@ -261,13 +261,13 @@ def alpa() -> str:
     graph, machines = chain(seconds), cluster(4)
     equal = [(3, (rank,)) for rank in range(4)]
     best = search_plans(
-        lambda _: graph,
-        machines,
-        Workload(global_batch=8, optimizer=Optimizer(kind="sgd")),
-        num_stages=4,
-        microbatch_sizes=[1],
-        schedules=["1f1b"],
-        max_plans=1,
+        Problem(
+            graph_for=lambda _: graph,
+            cluster=machines,
+            workload=Workload(global_batch=8, optimizer=Optimizer(kind="sgd")),
+            choices=Choices(num_stages=(4,), microbatch_sizes=(1,), schedules=("1f1b",)),
+        ),
+        limits=Limits(max_plans=1),
     ).best.plan
     exact = [(stage.stop - stage.start, stage.ranks) for stage in best.stages]
     counts = ", ".join(str(count) for count, _ in exact)

@@ -1,7 +1,8 @@
 """Meshwright: how to lay a model out on machines, how fast it will run, and running it.
 
 The public names below are loaded on first use, so that ``import meshwright`` stays quick and never
-loads torch. Each entry of the table says in which module the name lives.
+loads torch. Each entry of the table says in which module the name lives. Names whose libraries are not installed are
+left out of ``dir`` and of ``__all__``, so that help, completion and inspection work with any choice of extras.
 """
 
 from importlib import import_module
@@ -26,7 +27,11 @@ _PUBLIC = {
     "differentiate": "meshwright.capture:differentiate",
     "part": "meshwright.capture:part",
     # plans
+    "plan": "meshwright.api:plan",
     "search_plans": "meshwright.planner:search_plans",
+    "Problem": "meshwright.planner:Problem",
+    "Choices": "meshwright.planner:Choices",
+    "Limits": "meshwright.planner:Limits",
     "place": "meshwright.planner:place",
     "build_program": "meshwright.program:build_program",
     "build_placed_program": "meshwright.program:build_placed_program",
@@ -40,18 +45,43 @@ _PUBLIC = {
     "Feed": "meshwright.training:Feed",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  (the table is the one list of names)
+# By module: the extras that it needs, and their libraries.
+_NEEDS = {
+    "meshwright.capture": ("torch", ("torch",)),
+    "meshwright.training": ("torch", ("torch",)),
+    "meshwright.rewrite.optimize": ("torch,rewrite", ("torch", "z3", "highspy")),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module, once (PEP 562)."""
+    """Load a public name from its module, once (PEP 562).
+
+    Raises ImportError, with the pip line, if a library that it needs is not installed.
+    """
+    if name == "__all__":
+        return ["__version__", *filter(_is_usable, _PUBLIC)]
     if name not in _PUBLIC:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     module_name, attribute = _PUBLIC[name].split(":")
-    value = getattr(import_module(module_name), attribute)
+    try:
+        value = getattr(import_module(module_name), attribute)
+    except ImportError as error:
+        from meshwright.extras import explain_missing, missing_of
+
+        if not (missing := missing_of(error)):
+            raise
+        extras, _ = _NEEDS.get(module_name, ("", ()))
+        raise ImportError(explain_missing(f"meshwright.{name}", missing, extras), name=missing) from error
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *filter(_is_usable, _PUBLIC)})
+
+
+def _is_usable(name: str) -> bool:
+    from meshwright.extras import is_installed
+
+    _, libraries = _NEEDS.get(_PUBLIC[name].partition(":")[0], ("", ()))
+    return all(map(is_installed, libraries))

@@ -12,8 +12,10 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 import pytest
 
+from meshwright.planner import predict_step_interval
 from meshwright.playground import PlaygroundServer, Service, from_query, jobs
-from tests.playground.examples import make_bench, make_state
+from meshwright.spec import GradientExchange
+from tests.playground.examples import let_hosts_issue_at_once, make_bench, make_state
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service as Chromedriver  # noqa: E402
@@ -29,15 +31,17 @@ START = make_state(num_nodes=2, devices_per_node=4, num_stages=3, global_batch=4
 
 @pytest.fixture(scope="module")
 def server():
-    # Loops that were never compiled on this machine take longer than a page is waited for.
-    make_bench().answer(START)
-    server = PlaygroundServer(Service(make_bench(), START))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.service.close()
-    server.server_close()
+    with pytest.MonkeyPatch.context() as patch:
+        let_hosts_issue_at_once(patch)
+        # Loops that were never compiled on this machine take longer than a page is waited for.
+        make_bench().answer(START)
+        server = PlaygroundServer(Service(make_bench(), START))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        server.service.close()
+        server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,9 @@ class Page:
         known = -1
         while known != (known := self.script("return Playground.last.number")):
             time.sleep(0.15)
+
+    def wait_for_interval(self):
+        self.wait("return document.getElementById('interval').textContent.includes(' to ')")
 
     def choose(self, name, value):
         self.after(lambda: Select(self.find(f"control-{name}")).select_by_value(value))
@@ -197,7 +204,80 @@ def test_scenario_numbers_are_in_the_state(page):
     page.type("nics", "1")
     page.type("memory", "16")
     assert (page.state.slow_rank, page.state.num_nics, page.state.memory_gib) == (3, 1, 16)
-    assert "of 16 GiB" in page.find("figures").text
+    limit = make_bench().answer(page.state).ranked.memory_limit_bytes[0]
+    assert limit < 16 * 2**30
+    assert f"of {limit / 2**30:.3g} GiB" in page.find("figures").text
+
+
+def test_a_choice_deals_stages_out_splits_ops_and_shares_states_out(page):
+    page.type("stages", "2")
+    page.choose("schedule", "zb-v")
+    page.script("for (const part of document.querySelectorAll('details')) part.open = true")
+    page.type("zero", "1")
+    page.type("tensor", "2")
+    assert (page.state.schedule, page.state.zero, page.state.tensor) == ("zb-v", 1, 2)
+    assert not page.find("control-chunks").is_displayed()
+    page.choose("schedule", "interleaved")
+    assert page.find("control-chunks").is_displayed()
+    assert "Every rank stands for 2 devices" in page.text("mw-explanation")
+    assert "on 8 devices" in page.text("figures")
+
+
+def test_the_interval_of_the_step_time_follows_the_figures(page):
+    page.wait_for_interval()
+    assert page.find("interval").text.startswith("80 %: ")
+    assert "80 % interval" in page.find("interval").get_attribute("title")
+    answer = make_bench().answer(START)
+    found = predict_step_interval(answer.plan, answer.graph, answer.cluster, answer.cost)
+    assert f"{1e6 * found.low_s:.3g} µs" in page.find("interval").text
+
+
+def test_the_page_says_that_an_answer_is_computed(page, server, monkeypatch):
+    answers, free = server.service._posts["/answer"], threading.Event()
+
+    def late(data):
+        free.wait(20)
+        return answers(data)
+
+    busy = "return [document.getElementById('busy').textContent, document.getElementById('answer').ariaBusy].join()"
+    assert page.script(busy) == ",false"
+    monkeypatch.setitem(server.service._posts, "/answer", late)
+    page.after(
+        lambda: (page.find("control-batch").send_keys("6"), page.wait(f"{busy} === 'computing …,true'"), free.set())
+    )
+    page.settle()
+    page.wait(f"{busy} === ',false'")
+
+
+def test_what_no_control_says_is_offered_as_in_the_plan(browser):
+    bench = make_bench()
+    plan = bench.answer(START).plan
+    odd = replace(plan.stages[0], ranks=tuple(reversed(plan.stages[0].ranks)))
+    plan = replace(plan, stages=(odd, *plan.stages[1:]), exchange=GradientExchange(clip_norm=True))
+    service = Service(bench, bench.open_plan(plan, START))
+    server = PlaygroundServer(service)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    try:
+        page = Page(browser, server.url).open()
+        assert "clip_norm = True" in page.text("basis")
+        assert page.find("control-layout").get_property("value") == "as-planned"
+        page.script("for (const part of document.querySelectorAll('details')) part.open = true")
+        page.choose("rest", "none")
+        assert "clip_norm" not in page.text("basis")
+        page.type("stages", "2")
+        assert "Choose another layout" in page.find("message").text
+        page.choose("layout", "stage-major")
+        assert not page.find("message").is_displayed()
+        page.after(lambda: page.find("reset").click())
+        assert bench.answer(page.state).plan == plan
+        assert page.errors() == []
+        # Other tests look at what this page asked.
+        browser.get("about:blank")
+        browser.get_log("performance")
+    finally:
+        server.shutdown()
+        service.close()
+        server.server_close()
 
 
 def test_a_cut_is_moved_by_keys_and_balanced_again(page):
@@ -234,12 +314,14 @@ def test_a_link_gives_the_same_page(page):
     page.after(lambda: page.find("pin").click())
     page.type("batch", "24")
     page.settle()
+    page.wait_for_interval()
     link, shown = (
         page.link,
         [page.text(part) for part in ("figures", "pinned", "cuts-words", "mw-explanation", "mw-cluster")],
     )
     page.open(f"?{link}")
     page.settle()
+    page.wait_for_interval()
     assert page.link == link
     assert [page.text(part) for part in ("figures", "pinned", "cuts-words", "mw-explanation", "mw-cluster")] == shown
     assert page.find("control-batch").get_property("value") == "24"
@@ -403,9 +485,9 @@ window.fetch = async (path, ...rest) => {
 """
 
 
-def search_without_end(*_, events, **__):
+def search_without_end(_, __, limits):
     while True:
-        events.progress("layers", 1, 2)
+        limits.events.progress("layers", 1, 2)
         time.sleep(0.01)
 
 

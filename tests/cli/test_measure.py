@@ -1,6 +1,7 @@
 """``measure --from`` and measurement tables of many devices, as a user types them."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -131,6 +132,33 @@ def test_links_of_one_rank_are_refused_before_anything_is_timed(run, tmp_path, m
     assert code == 1
     assert "Give --ranks 2 or more" in err
     assert not (tmp_path / "measurements.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("links.json", None, "kept in a table that ends in .parquet"),
+        ("links.parquet", b"no table", "links.parquet"),
+        (
+            "links.parquet",
+            None,
+            "This verb needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'",
+        ),
+    ],
+    ids=["name", "another file", "no pyarrow"],
+)
+def test_what_would_keep_links_from_being_written_is_found_first(run, monkeypatch, tmp_path, file, content, words):
+    import meshwright.measurement as measurement
+
+    monkeypatch.setattr(measurement, "measure_links", lambda **_: pytest.fail("timed"))
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    elif file.endswith(".parquet"):
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        monkeypatch.delitem(sys.modules, "meshwright.records.parquet", raising=False)
+    code, _, err = run("measure", "--links", "--out", file)
+    assert code == 1
+    assert words in " ".join(err.split())
 
 
 def test_links_that_cannot_be_fitted_are_not_written(run, tmp_path, monkeypatch):

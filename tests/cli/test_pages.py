@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import invoke
+from meshwright.cost.memory import MemoryLimit
 from meshwright.spec import load_cluster, read_document, write_document
 from meshwright.spec.timeline import Timeline
 from tests.report.page.decoding import Page, decode_spans, timeline_rows
@@ -64,7 +65,8 @@ def test_the_page_of_a_simulation_has_the_timeline_that_was_written(user):
 def test_a_plan_has_the_same_headline_after_a_search_and_after_a_simulation(user):
     (simulated,), searched = (document_of(page)["results"] for page in ("simulation.html", "plan.html"))
     assert simulated["facts"] == searched[0]["facts"]
-    assert simulated["facts"]["memory_limit_bytes"] == load_cluster("2x2xA100").device_kind(0).memory_bytes
+    usable = MemoryLimit().usable_bytes(load_cluster("2x2xA100").device_kind(0))
+    assert simulated["facts"]["memory_limit_bytes"] == usable
     assert simulated["memory"] == searched[0]["memory"]
     *words, allocated = simulated["explanation"].splitlines()
     assert searched[0]["explanation"].startswith("\n".join(words))

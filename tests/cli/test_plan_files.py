@@ -76,8 +76,6 @@ def test_nothing_fits_says_which_rank_is_over(run):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--launch", "a.sh"], "--launch was given without --out"),
-        (["--slurm"], "--slurm was given without --out"),
         (["--out", "p.json", "--slurm"], "Add --launch launch.sbatch"),
         (["--out", "taken"], "taken is a file, not a folder"),
     ],

@@ -17,6 +17,7 @@ import pytest
 from meshwright.cli.main import invoke
 from meshwright.playground import from_query
 from meshwright.spec import GradientExchange, load_cluster, write_document
+from meshwright.spec.own_code import source_hash
 from meshwright.spec.shipped import load_shipped_graph
 from tests.graphs import even_bounds, make_plan
 
@@ -51,7 +52,8 @@ def plan_of_gpt(tmp_path, **changes):
     plan = make_plan(
         graph, even_bounds(len(graph.layers), 2), [2, 1], 12, exchange=GradientExchange(bucket_bytes=2**20)
     )
-    return write_document(replace(plan, model="gpt-tiny", **{"cluster": "3xcpu", **changes}), tmp_path / "plan.json")
+    changed = replace(plan, **{"model": "gpt-tiny", "cluster": "3xcpu", **changes})
+    return write_document(changed, tmp_path / "plan.json")
 
 
 @pytest.mark.long
@@ -104,8 +106,11 @@ def test_ctrl_c_ends_it_and_the_browser_is_opened_or_named(tmp_path):
     [
         (["--play", "gpt2-smal"], "gpt2-small"),
         (["--play", "nothing.json"], "nothing.json"),
-        (["--play", "--json"], "give --port and --open only"),
-        (["--play", "--schedule"], "give --port and --open only"),
+        (["--play", "--json"], "--play shows a page of its own"),
+        (["--play", "--cluster", "4xA100", "--collectives"], "--play shows a page of its own"),
+        (["--play", "--schedule"], "this starts with none"),
+        (["--play", "gpt-tiny", "--precision", "mixed"], "go with --cluster of --play"),
+        (["--play", "gpt-tiny", "--cluster", "4xA1000"], "A1000"),
         (["--port", "80", "3xcpu"], "--port belongs to the page of --play"),
         ([], "No document was given"),
     ],
@@ -135,10 +140,47 @@ def test_a_plan_of_another_graph_is_told(tmp_path, capsys):
     assert "make the plan again" in capsys.readouterr().err
 
 
-def test_a_plan_that_the_controls_cannot_say_is_told(tmp_path, capsys):
+@pytest.mark.long
+def test_a_plan_with_ranks_in_no_layout_is_shown_and_saved_as_it_is(tmp_path):
     path = plan_of_gpt(tmp_path)
     data = json.loads(path.read_text())
     data["stages"][0]["ranks"], data["stages"][1]["ranks"] = [0, 2], [1]
     path.write_text(json.dumps(data))
+    with playing(str(path)) as line:
+        start = options(line)["start"]
+        with urllib.request.urlopen(f"{line.split()[2]}plan.json?{start}", timeout=WAIT_S) as reply:
+            assert json.load(reply) == data
+    assert from_query(start).layout == "as-planned"
+
+
+@pytest.mark.long
+def test_a_model_on_a_cluster_starts_with_the_best_plan_of_a_search(tmp_path):
+    with playing("gpt-tiny", "--cluster", "4xH100") as line:
+        start = options(line)["start"]
+        with urllib.request.urlopen(f"{line.split()[2]}plan.json?{start}", timeout=WAIT_S) as reply:
+            shown = json.load(reply)
+    out = tmp_path / "plan.json"
+    assert invoke(["plan", "gpt-tiny", "--cluster", "4xH100", "--out", str(out)]) == 0
+    best = json.loads(out.read_text())
+    best.pop("made_with")
+    assert shown == best
+
+
+def test_a_plan_of_a_python_file_asks_for_the_model_by_name(tmp_path, capsys):
+    path = plan_of_gpt(tmp_path, model="mine.py:build")
     assert invoke(["show", "--play", str(path)]) == 1
-    assert "in an order that is none of" in capsys.readouterr().err
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--play --graph mine.py:build" in error
+    assert "meshwright capture mine.py:build --out graph.json" in error
+
+
+def test_a_schedule_that_only_the_plan_names_is_not_run_unless_it_is_asked_for(tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text("raise SystemExit('it was run')\n")
+    path = plan_of_gpt(tmp_path, schedule=f"{mine}:order", schedule_hash=source_hash(mine.read_bytes()))
+    assert invoke(["show", "--play", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "--play --schedule" in " ".join(error.split())
+    assert "it was run" not in error
+    assert invoke(["show", "--play", str(path), "--schedule"]) == 1
+    assert "it was run" in capsys.readouterr().err

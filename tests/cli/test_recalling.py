@@ -107,3 +107,21 @@ def test_the_playground_goes_by_it(run, planned):
     state = State(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=2, precision="float32")
     priced = {kind: bench._usual(state, load_cluster("2xcpu")).overhead_s for kind, bench in made.items()}
     assert priced == {"cpu": 0.5, "A100": 0.0}
+
+
+def test_a_table_that_is_given_is_compared(run, planned, tmp_path):
+    (tmp_path / "copy.json").write_bytes(Path("table.json").read_bytes())
+    _, _, error = run("simulate", planned, "--measurements", tmp_path / "copy.json")
+    assert error == ""
+    save_table(0.25)
+    _, _, error = run("simulate", planned, "--measurements", "table.json")
+    assert error == "The plan was made with another table than table.json."
+
+
+def test_placements_remember_it_too(run, planned):
+    save_table(0.5)
+    options = ["--cluster", "2xcpu", "--batch", 4, "--method", "place", "--measurements", "table.json"]
+    assert run("plan", "gpt-tiny", *options, "--out", "placed.json")[0] == 0
+    _, out, error = run("simulate", "placed.json", "--json")
+    assert error == "Priced with table.json, as the plan was made."
+    assert out == run("simulate", "placed.json", "--measurements", "table.json", "--json")[1]

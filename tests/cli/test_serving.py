@@ -20,7 +20,6 @@ from meshwright.serving import (
 )
 from meshwright.spec import BatchMeasurement, Measurements, Scaling, read_deployment, write_document
 from meshwright.spec.quantities import Seconds
-from tests.spec.examples import PLAN
 
 DEPLOYMENT = """
 schema = "meshwright/deployment/1"
@@ -313,13 +312,6 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
         (("--policy", "timeouts:wait=soon"), "'wait=soon' is no setting"),
         (("--policy", "mine.py:Yours"), "has no function 'Yours'"),
         (("--policy", "absent.py:Mine"), "There is no file 'absent.py'"),
-        (("--schedule", "gpipe"), "--schedule was given for a deployment, about which it says nothing"),
-        (("--explain",), "--explain was given for a deployment"),
-        (("--trace", "t.json"), "--trace was given for a deployment"),
-        (("--steps", "3"), "--steps was given for a deployment"),
-        (("--cluster", "2xA100"), "--cluster was given for a deployment"),
-        (("--plot", "x.svg"), "--plot and --figure draw the cases of a sweep"),
-        (("--figure", "p99_s"), "--plot and --figure draw the cases of a sweep"),
         (("--out", "x.csv"), "Choose a name that ends in .json"),
         (("--goodput", "--scale", "2"), "Leave --scale out"),
         (("--goodput", "--scale", "1"), "Leave --scale out"),
@@ -350,21 +342,6 @@ def test_rates_of_nothing_have_no_highest_multiple(serve):
     Path("served.toml").write_text(text)
     assert "Nothing arrives" in refused(serve, "--goodput")
     assert serve()[0] == 0
-
-
-def test_options_of_deployments_say_nothing_about_plans(run):
-    write_document(PLAN, "plan.json")
-    for option in (
-        ["--policy", "eager"],
-        ["--seconds", "3"],
-        ["--seed", "1"],
-        ["--scale", "2"],
-        ["--goodput"],
-        ["--place", "best"],
-    ):
-        code, _, err = run("simulate", "plan.json", *option)
-        assert code == 1
-        assert f"{option[0]} is about a deployment" in " ".join(err.split())
 
 
 def test_files_that_are_none(run):

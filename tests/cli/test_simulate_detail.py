@@ -21,5 +21,5 @@ def test_ops_are_in_the_trace_and_change_no_figure(run):
 def test_ops_without_a_trace_are_refused(run):
     assert run("plan", "gpt-tiny", "--cluster", "2xA100", "--batch", "4", "--stages", "2", "-o", "plan.json")[0] == 0
     code, _, err = run("simulate", "plan.json", "--detail", "ops")
-    assert code == 1
-    assert "--trace" in err
+    assert code == 2
+    assert "without --trace" in err

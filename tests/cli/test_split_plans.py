@@ -66,11 +66,10 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
     ("options", "message"),
     [
         (["--expert", 2], "has no batched product with a matrix per expert"),
-        (["--placement", "head=expert:output1"], "axis, which has size 1"),
+        (["--tensor", 2, "--placement", "head=expert:output1"], "axis, which has size 1"),
         (["--tensor", 2, "--placement", "head"], "expected OP=AXIS:inputN"),
         (["--tensor", 2, "--placement", "hed=tensor"], "did you mean 'head'"),
         (["--expert", 3, "--ranks", 6], "for 3 expert ranks, which have samples of their own"),
-        (["--sequence-parallel"], "tensor > 1"),
         (["--tensor", 3], "divide a node, or cover whole nodes"),
         (["--tensor", 8], "which has 4 heads; expected a divisor of 4"),
         (["--tensor", 2, "--ranks", 3], "expected a multiple"),
@@ -78,7 +77,6 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
         (["--recompute", "selective"], "has no scores of attention"),
         (["--recompute", "3:9"], "the graph has layers 0 to"),
         (["--recompute", "2:2"], "start below stop"),
-        (["--method", "place", "--tensor", 2], "--tensor"),
         (["--schedule", "pipedream", "--zero", 1], "never flushes"),
     ],
 )

@@ -163,3 +163,13 @@ def test_what_crosses_has_the_type_of_autocast():
     assert sent[0] == sent[1] == 2 * sent[2]
     channel = slice_graph(graph, plans[0].bounds)[0].outgoing[0]
     assert as_computed(graph, AMP).tensors[channel.tensors[0]].dtype == FULL
+
+
+def test_rearranged_inputs_of_products_are_kept_in_the_lower_type():
+    make = GraphMaker()
+    x = make.tensor("x", (4, 2, 8), role="input")
+    weight = make.tensor("weight", (8, 8), role="parameter", grad=True)
+    dense, y = make.tensor("dense", (8, 8), role="saved"), make.tensor("y", (4, 2, 8), grad=True)
+    make.op("aten.linear.default", (x, weight), (y,), saved=(dense, weight))
+    cast = as_computed(make.graph(), AMP)
+    assert [cast.tensors[i].dtype for i in cast.ops[0].saved] == [HALF, HALF]

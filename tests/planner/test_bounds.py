@@ -5,11 +5,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, compare_schedules, search_plans
+from meshwright.planner import Choices, Problem, compare_schedules
 from meshwright.planner.bounds import bound_space
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload
 from tests.marks import examples
+from tests.planner.searching import search_plans
 from tests.planner.test_search import cluster_of, every_plan, weighted_graph
 
 OTHERS = ("zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v", "pipedream", "pipedream-2bw")

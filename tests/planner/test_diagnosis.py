@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from meshwright.planner import search_plans
 from meshwright.spec import NoFeasiblePlanError, PlanError, Workload
+from tests.planner.searching import search_plans
 from tests.planner.test_search import cluster_of, search, weighted_graph
 
 GRAPH = weighted_graph([10**9] * 4, width=64)
@@ -46,7 +46,7 @@ def test_memory_binds_and_the_limit_that_is_named_works():
     text = refusal(GRAPH, cluster_of(2, memory=2 * 10**4), 8)
     assert "No plan fits into memory" in text
     assert "19.5 KiB" in text
-    needed = float(re.search(r"at least ([\d.]+) KiB", text)[1]) * 1024
+    needed = float(re.search(r"needs ([\d.]+) KiB on rank", text)[1]) * 1024
     assert search(GRAPH, cluster_of(2, memory=round(needed * 1.01)), 8).best.fits
     # The named plan is about the smallest there is.
     refusal(GRAPH, cluster_of(2, memory=round(needed * 0.97)), 8)
@@ -70,15 +70,14 @@ def test_the_nearest_relaxation_works(options, advice, relaxed):
     cluster = cluster_of(4, memory=180_000)
     text = refusal(graph, cluster, batch, **options)
     assert f"{advice}" in text
-    assert "then there are plans that fit" in text
+    assert "then the best plan takes" in text
     assert search(graph, cluster, batch, **relaxed).best.fits
 
 
 def test_arguments_out_of_range():
     cluster = cluster_of(2)
     for options, words in (
-        ({"microbatch_sizes": (3,)}, r"8 samples does not divide into microbatches of \[3\].*1, 2, 4, 8"),
-        ({"microbatch_sizes": ()}, "No microbatch sizes were given"),
+        ({"microbatch_sizes": (3,)}, r"8 samples does not divide into microbatches of 3.*1, 2, 4, 8.*6 or 9"),
         ({"num_devices": 3}, "has 2 devices"),
         ({"num_devices": 0}, "has 2 devices"),
         ({"max_plans": 0}, "at least 1"),

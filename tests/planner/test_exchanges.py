@@ -33,7 +33,7 @@ def data_parallel(model, cluster, batch):
 @pytest.mark.long
 def test_vgg_on_two_nodes_gains_from_priorities():
     cluster = load_cluster("2x8xV100")
-    graph, plan = data_parallel("vgg16", cluster, 32)
+    graph, plan = data_parallel("vgg16", cluster, 24)
     found = compare_exchanges(plan, graph, cluster)
     assert [item.name for item in found.others] == list(EXCHANGE_NAMES)
     assert found.is_worth_it

@@ -5,12 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings, solve
+from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings
 from meshwright.planner.methods.grid import bound_grid
 from meshwright.planner.methods.grid.method import plans_of
 from meshwright.spec import MeshwrightError, Offload, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.workload import Optimizer
+from tests.planner.searching import solve
 
 GRAPHS = ("gpt-tiny", "llama-lora-tiny", "t5-tiny", "gnmt-tiny", "mixtral-tiny", "unet-tiny", "dlrm-tiny")
 CLUSTERS = ("1xA100", "2xA100", "3xcpu", "2x2xA100", "6xL40S")

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner import NothingFitsError, search_plans
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner import NothingFitsError
 from meshwright.spec import GradientExchange, Offload, Workload, load_cluster, load_shipped_graph
+from tests.planner.searching import search_plans
 
 GPT = load_shipped_graph("gpt-tiny")
 WORKLOAD = Workload(global_batch=8, precision="bfloat16")
@@ -40,11 +42,11 @@ def search(offload, zero, num_ranks, cluster=None, **options):
 def test_what_fits_exactly_is_found(zero, offload, num_ranks):
     found = search(offload, zero, num_ranks)
     for item in found.ranked:
-        again = search(offload, zero, num_ranks, memory_limit_bytes=max(item.peak_memory_bytes))
+        again = search(offload, zero, num_ranks, memory=MemoryLimit(num_bytes=max(item.reserved_bytes)))
         assert again.best.step_time_s <= item.step_time_s
-    least = min(max(item.peak_memory_bytes) for item in found.ranked)
+    least = min(max(item.reserved_bytes) for item in found.ranked)
     with pytest.raises(NothingFitsError):
-        search(Offload(), 0, num_ranks, memory_limit_bytes=least)
+        search(Offload(), 0, num_ranks, memory=MemoryLimit(num_bytes=least))
 
 
 def test_hosts_without_room_leave_nothing():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshwright.cost import StageMemory
-from meshwright.cost.memory import count_phases
-from meshwright.planner import compare_schedules, schedule_rows, search_plans
+from meshwright.cost.memory import MemoryLimit, count_phases
+from meshwright.planner import compare_schedules, schedule_rows
 from meshwright.planner.methods.slicing.assemble import assume_in_flight
 from meshwright.program import with_schedule
 from meshwright.simulator.buffers import MAX_GRADIENT_SENDS
@@ -25,6 +25,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.memory import SAVED
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.planner.searching import search_plans
 from tests.program.own import ALL, write_schedule
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -181,7 +182,7 @@ def test_the_search_reaches_plans_that_only_the_true_counts_allow(mine):
         "num_stages": 4,
         "microbatch_sizes": [64],
         "global_batch": 1024,
-        "memory_limit_bytes": limit,
+        "memory": MemoryLimit(num_bytes=limit),
     }
     found = search(mine, "thrifty", **options)
     assert found.best.plan.bounds == plan.bounds

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import pages, plans_document, search_plans
+from meshwright.planner import pages, plans_document
 from meshwright.report.cells import format_cell
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload, load_cluster
 from tests.graphs import chain_graph
+from tests.planner.searching import search_plans
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import Constraints, place
 from meshwright.planner.placing.constraints import find_choices
 from meshwright.planner.placing.earliest_finish import TaskCosts, schedule_tasks
@@ -234,12 +235,12 @@ def test_memory_forces_a_second_device():
     graph = fork(1, width=1024, parameters={"a0": "left", "b0": "right"})
     dear = FixedCost(cluster=small_cluster(devices=2), forward=10e-6, send=1.0)
     assert put(graph, cost=dear).num_ranks == 1
-    placement = put(graph, cost=dear, memory_limit_bytes=5 * 2**20)
+    placement = put(graph, cost=dear, memory=MemoryLimit(num_bytes=5 * 2**20))
     ranks = ranks_by_name(placement, graph)
     assert ranks["a0"] != ranks["b0"]
     assert max(simulate_plan(placement, graph, dear.cluster, cost=dear).peak_memory_bytes) <= 5 * 2**20
     with pytest.raises(NoFeasiblePlanError, match=r"needs 4.* of 1 MiB, most of it parameters"):
-        put(graph, cost=dear, memory_limit_bytes=2**20)
+        put(graph, cost=dear, memory=MemoryLimit(num_bytes=2**20))
 
 
 def test_a_placement_is_found_again():

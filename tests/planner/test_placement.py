@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.layouts import Layout, find_places
 from tests.planner.test_search import cluster_of
 
@@ -32,7 +33,7 @@ def test_places_agree_with_cluster_and_cost_model(counts, rates, layout):
     cluster = cluster_of(*counts, rates=rates)
     cost = CostModel(cluster=cluster)
     choices = (2,) if layout.name == "replica-major" else tuple(range(1, 9))
-    places = find_places(layout, cluster, cost, replicas=choices, bucket_bytes=10**6, memory_limit_bytes=None)
+    places = find_places(layout, cluster, cost, replicas=choices, bucket_bytes=10**6, memory=MemoryLimit())
     for take in choices:
         for before in range(0, 9 - take, take if layout.name == "replica-major" else 1):
             ranks = layout.ranks(before, take)
@@ -56,6 +57,11 @@ def test_a_given_limit_replaces_the_memory_of_devices():
     layout = Layout(name="stage-major", num_ranks=2)
     for limit, expected in ((None, 1000), (77, 77)):
         places = find_places(
-            layout, cluster, CostModel(cluster=cluster), replicas=(1, 2), bucket_bytes=1, memory_limit_bytes=limit
+            layout,
+            cluster,
+            CostModel(cluster=cluster),
+            replicas=(1, 2),
+            bucket_bytes=1,
+            memory=MemoryLimit(num_bytes=limit),
         )
         assert places.memory_limit[0, 2] == places.memory_limit[1, 1] == expected

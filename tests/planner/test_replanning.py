@@ -3,13 +3,14 @@
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import replan, search_plans
+from meshwright.planner import Limits, replan
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Offload, PlanError, Workload, check_plan, load_cluster, load_shipped_graph
 from meshwright.spec.scenario import Scenario, SlowLink
 from meshwright.spec.selectors import Links
 from meshwright.spec.sharding import Sharding
+from tests.planner.searching import search_plans
 from tests.planner.test_search import cluster_of, weighted_graph
 
 
@@ -30,7 +31,7 @@ def planned(graph, cluster, batch, **options):
 def test_lost_devices(gpt, lost):
     plan, cost = planned(gpt, load_cluster("2x8xA100"), 64, microbatch_sizes=(1, 2, 4))
     left = without_devices(cost, lost)
-    found = replan(plan, lambda _: gpt, left, deadline_s=None)
+    found = replan(plan, lambda _: gpt, left, limits=Limits(max_plans=4))
     check_plan(found.best.plan, gpt, left.cluster)
     assert found.best.fits
     anew = search_plans(
@@ -43,7 +44,7 @@ def test_added_devices():
     graph = weighted_graph([10**9] * 6, width=64)
     plan, _ = planned(graph, cluster_of(4), 32)
     larger = CostModel(cluster=cluster_of(8), precision="bfloat16")
-    found = replan(plan, lambda _: graph, larger, deadline_s=None)
+    found = replan(plan, lambda _: graph, larger, limits=Limits(max_plans=4))
     assert found.best.plan.num_ranks == 8
 
 
@@ -52,7 +53,7 @@ def test_a_slow_link(gpt):
     plan, cost = planned(gpt, load_cluster("2x4xA100"), 32, microbatch_sizes=(1, 2))
     assert len(plan.stages) == 1
     slow = apply_scenario(cost, Scenario(effects=(SlowLink(links=Links("between nodes"), factor=200.0),)))
-    found = replan(plan, lambda _: gpt, slow, deadline_s=None)
+    found = replan(plan, lambda _: gpt, slow, limits=Limits(max_plans=4))
     assert found.best.step_time_s < found.evaluate(plan).step_time_s
 
 
@@ -68,7 +69,7 @@ def test_what_a_plan_says_of_its_setting_stays(gpt):
         recompute=("full",),
         offload=(Offload(),),
     )
-    found = replan(plan, lambda _: gpt, without_devices(cost, range(15, 20)), deadline_s=None).best.plan
+    found = replan(plan, lambda _: gpt, without_devices(cost, range(15, 20)), limits=Limits(max_plans=4)).best.plan
     assert (found.sharding, found.exchange.zero, found.recompute) == (plan.sharding, 1, plan.recompute)
     assert found.num_devices == 15
 
@@ -77,7 +78,7 @@ def test_what_a_plan_says_of_its_setting_stays(gpt):
 def test_the_same_twice(gpt):
     plan, cost = planned(gpt, load_cluster("8xA100"), 32, microbatch_sizes=(1, 2))
     left = without_devices(cost, (2,))
-    first, second = (replan(plan, lambda _: gpt, left, deadline_s=None) for _ in range(2))
+    first, second = (replan(plan, lambda _: gpt, left, limits=Limits(max_plans=4)) for _ in range(2))
     assert first == second
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.planner import Setting, evaluate_plan, search_plans
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner import Setting, evaluate_plan
 from meshwright.planner.methods.slicing.candidates import Candidate
 from meshwright.planner.methods.slicing.method import choose
+from meshwright.planner.ranking import MOST_DIFFERENCE, is_as_fast
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
     Cluster,
@@ -35,6 +38,7 @@ from meshwright.spec import (
 )
 from tests.graphs import chain_graph
 from tests.marks import examples
+from tests.planner.searching import search_plans
 
 GIB = 2**30
 
@@ -152,7 +156,14 @@ def test_every_answer_is_legal_sorted_and_fits(task):
         plans = search(graph, cluster, batch)
     except NoFeasiblePlanError:
         return
-    assert [item.step_time_s for item in plans.ranked] == sorted(item.step_time_s for item in plans.ranked)
+    fastest = min(plans.ranked, key=lambda item: item.step_time_s)
+    equal = [is_as_fast(item, fastest) for item in plans.ranked]
+    assert equal == sorted(equal, reverse=True)
+    # No plan stands before one that is faster and needs less; a per cent of memory is nothing.
+    for item, later in combinations(plans.ranked, 2):
+        needs_more = max(item.reserved_bytes) > max(later.reserved_bytes) + 0.01 * max(item.memory_limit_bytes)
+        assert not (needs_more and item.step_time_s >= later.step_time_s)
+    assert plans.best.step_time_s <= (1 + MOST_DIFFERENCE) * fastest.step_time_s
     assert len({item.plan for item in plans.ranked}) == len(plans.ranked) <= 8
     for item in plans.ranked:
         check_plan(item.plan, graph, cluster)
@@ -160,7 +171,7 @@ def test_every_answer_is_legal_sorted_and_fits(task):
         assert item.plan.workload.global_batch == batch
         assert item.fits
         assert sum(item.breakdown.terms().values()) == pytest.approx(item.step_time_s, rel=1e-9)
-    assert 0 < plans.bound_s <= plans.best.step_time_s
+    assert 0 < plans.bound_s <= fastest.step_time_s
     # What slicing admits by its lower bounds, the simulator decides.
     assert not any(item.fits for item in plans.rejected)
 
@@ -220,7 +231,7 @@ def test_data_parallelism_wins_where_exchange_is_cheap():
 
 def test_a_pipeline_wins_where_weights_are_heavy_and_links_slow():
     graph = weighted_graph([10**8] * 4, width=2048)
-    plans = search(graph, cluster_of(1, 1, 1, 1, slow_nic=1e8), 64, memory_limit_bytes=GIB)
+    plans = search(graph, cluster_of(1, 1, 1, 1, slow_nic=1e8), 64, memory=MemoryLimit(num_bytes=GIB))
     assert len(plans.best.plan.stages) == 4
     assert plans.best.plan.num_microbatches > 4
 
@@ -375,7 +386,7 @@ def test_evaluate_agrees_with_the_simulator():
     graph, cluster = weighted_graph([10**9] * 4), cluster_of(4)
     cost = CostModel(cluster=cluster)
     plan = search(graph, cluster, 8).best.plan
-    item = evaluate_plan(plan, graph, cluster, cost, memory_limit_bytes=12345)
+    item = evaluate_plan(plan, graph, cluster, cost, memory=MemoryLimit(num_bytes=12345))
     result = simulate_plan(plan, graph, cluster, cost=cost)
     assert item.step_time_s == result.step_time_s
     assert item.peak_memory_bytes == result.peak_memory_bytes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory.fullest import fullest
-from meshwright.planner.stage_tables import make_tables
+from meshwright.planner.stage_tables import as_kept_least, make_tables
 from meshwright.planner.stage_tables.bytes import weigh_alone
 from meshwright.planner.stage_tables.rectangles import users
 from meshwright.planner.stage_tables.structure import find_structure
@@ -32,6 +32,10 @@ from tests.graphs import chain_graph
 from tests.marks import examples, left_to_ci
 
 B = Extent(0, 1)
+
+
+def structure_of(graph, cluster, workload):
+    return find_structure(as_kept_least(graph, workload, cluster))
 
 
 @st.composite
@@ -122,7 +126,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
     workload = Workload(
         kind=graph.mode, global_batch=6 * batch, precision=precision, optimizer=Optimizer(kind=optimizer)
     )
-    tables = make_tables(graph, find_structure(graph), batch, cluster, workload, cost)
+    tables = make_tables(graph, structure_of(graph, cluster, workload), batch, cluster, workload, cost)
     num_layers = len(graph.layers)
     prices = cost.price_ops(graph, batch, cluster.device_kind(0))
     seconds = tables.seconds["H100"]
@@ -156,7 +160,7 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recom
     batch, num_layers = graph.batch_size or 2, len(graph.layers)
     workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
     cost = CostModel(cluster=load_cluster(cluster))
-    found = make_tables(graph, find_structure(graph), batch, cost.cluster, workload, cost).bytes
+    found = make_tables(graph, structure_of(graph, cost.cluster, workload), batch, cost.cluster, workload, cost).bytes
     shares = []
     for i, j in itertools.combinations(range(num_layers + 1), 2):
         bounds = bounds_with(i, j, num_layers)
@@ -177,7 +181,7 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recom
     # What oneDNN keeps for an LSTM on CPUs is known to the walk alone.
     assert max(shares) <= 1
     is_loose = recompute != "none" or (name == "gnmt-tiny" and cluster == "2xcpu")
-    assert np.median(shares) > (0.85 if is_loose else 0.95)
+    assert np.median(shares) > (0.85 if is_loose else 0.94)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.playground import Model, State, Workbench
 from meshwright.spec import Cluster
 from tests.graphs import chain_graph
+from tests.simulator.plans import fast_cluster
 
 NUM_LAYERS = 12
 
@@ -15,6 +16,11 @@ def make_bench(clusters: dict[str, Cluster] | None = None) -> Workbench:
     return Workbench(
         {"chain": Model(open=lambda: lambda _: graph), "tied": Model(open=lambda: lambda _: uneven)}, clusters
     )
+
+
+def let_hosts_issue_at_once(monkeypatch) -> None:
+    """So that devices and links alone decide, however small the model is."""
+    monkeypatch.setattr("meshwright.playground.scenario.load_cluster", fast_cluster)
 
 
 def make_state(**values) -> State:

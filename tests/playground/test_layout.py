@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner import search_plans
 from meshwright.playground import state_of_plan
 from meshwright.playground.layout import make_plan, workload_of
+from meshwright.playground.opening import plan_key
+from meshwright.playground.state import AS_PLANNED
 from meshwright.spec import (
     GradientExchange,
     Loader,
@@ -22,6 +23,7 @@ from meshwright.spec import (
     load_cluster,
 )
 from tests.graphs import chain_graph
+from tests.planner.searching import search_plans
 from tests.playground.examples import NUM_LAYERS, make_bench, make_state
 
 STATE = make_state(num_nodes=2, devices_per_node=4, num_stages=3, replicas=(2,), cuts=(4, 8))
@@ -107,30 +109,26 @@ def test_a_state_without_a_plan_says_what_to_change(changes, words):
     assert words in str(caught.value)
 
 
-def test_plans_that_the_controls_cannot_say_are_refused():
-    bench = make_bench()
-    plan = bench.answer(STATE).plan
+def test_what_no_control_says_is_as_in_the_plan():
+    plan = make_bench().answer(STATE).plan
     ranks = [(0, 5), (2, 3), (4, 1)]
-    odd = replace(
-        plan,
-        stages=tuple(StagePlan(start=s.start, stop=s.stop, ranks=r) for s, r in zip(plan.stages, ranks, strict=True)),
+    odd = tuple(StagePlan(start=s.start, stop=s.stop, ranks=r) for s, r in zip(plan.stages, ranks, strict=True))
+    own = {"schedule": "mine.py:order", "schedule_hash": "0" * 16}
+    fed = replace(plan.workload, loader=Loader(seconds_per_sample=1e-3))
+    for changes, field in (
+        ({"stages": odd}, "layout"),
+        (own, "schedule"),
+        ({"recompute": ((1, 2),)}, "recompute"),
+        ({"exchange": GradientExchange(clip_norm=True)}, "rest"),
+        ({"workload": fed}, "rest"),
+        ({"sharding": Sharding(context=2, context_method="all_gather")}, "rest"),
+    ):
+        changed = replace(plan, **changes)
+        state = state_of_plan(changed, STATE)
+        assert getattr(state, field) == AS_PLANNED
+        assert state.given == plan_key(changed)
+    said = replace(
+        plan, exchange=GradientExchange(zero=1), sharding=Sharding(tensor=2), offload=Offload(optimizer="host")
     )
-    with pytest.raises(PlaygroundError, match="none of stage-major"):
-        state_of_plan(odd, STATE)
-    with pytest.raises(PlaygroundError, match="inference"):
-        state_of_plan(replace(plan, workload=replace(plan.workload, kind="inference")), STATE)
-    own = replace(plan, schedule="mine.py:order", schedule_hash="0" * 16)
-    with pytest.raises(PlaygroundError, match=r"mine\.py:order"):
-        state_of_plan(own, STATE)
-    split = replace(plan, sharding=Sharding(tensor=2))
-    with pytest.raises(PlaygroundError, match=r"splits ops over devices \(tensor 2\)"):
-        state_of_plan(split, STATE)
-    for exchange in (GradientExchange(zero=1), GradientExchange(clip_norm=True)):
-        with pytest.raises(PlaygroundError, match="exchanges gradients in another way"):
-            state_of_plan(replace(plan, exchange=exchange), STATE)
-    fed = replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=1e-3)))
-    with pytest.raises(PlaygroundError, match="waits for a loader"):
-        state_of_plan(fed, STATE)
-    kept = replace(plan, offload=Offload(optimizer="host"))
-    with pytest.raises(PlaygroundError, match="keeps optimizer states on the host"):
-        state_of_plan(kept, STATE)
+    state = state_of_plan(said, STATE)
+    assert (state.zero, state.tensor, state.offload, state.needs_plan) == (1, 2, "optimizer=host", False)

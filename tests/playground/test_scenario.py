@@ -10,7 +10,7 @@ from meshwright.cost import CostModel
 from meshwright.playground.scenario import base_cluster, scenario_cost, scenario_of
 from meshwright.report import describe_scenario
 from meshwright.spec import PlaygroundError, load_cluster
-from tests.playground.examples import make_bench, make_state
+from tests.playground.examples import let_hosts_issue_at_once, make_bench, make_state
 
 STATE = make_state(num_nodes=2, devices_per_node=4)
 
@@ -79,7 +79,8 @@ def test_what_is_not_there_is_refused(changes, words):
         scenario(**changes)
 
 
-def test_a_slow_device_or_link_makes_the_step_longer_and_a_fast_one_shorter():
+def test_a_slow_device_or_link_makes_the_step_longer_and_a_fast_one_shorter(monkeypatch):
+    let_hosts_issue_at_once(monkeypatch)
     bench = make_bench()
     plain = replace(STATE, num_stages=2)
     step = bench.answer(plain).simulation.step_time_s

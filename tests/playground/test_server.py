@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from meshwright.planner import predict_step_interval
 from meshwright.playground import PlaygroundServer, Service, from_query, to_query
 from meshwright.playground import server as server_module
 from meshwright.spec import Plan, PlaygroundError, decode_document
@@ -100,7 +101,7 @@ def test_an_answer_is_the_state_asked_for(server):
 
 
 def test_a_pinned_state_comes_with_the_answer(server):
-    pinned = to_query(make_state(slowdown=3.0))
+    pinned = to_query(make_state(slowdown=100.0))
     data = json.loads(ask(server, "POST", "/answer", question(pinned=pinned))[2])
     assert data["pinned"]["figures"]["step_time_s"] > data["figures"]["step_time_s"]
     assert "gains" in data["pinned"]["difference"]
@@ -398,3 +399,28 @@ def test_a_search_can_be_stopped_and_a_new_one_takes_its_place(server):
     body = ask(server, "POST", "/progress", {"job": second})[2]
     assert "later one took its place" in json.loads(body)["message"]
     ask(server, "POST", "/stop", {"job": third})
+
+
+def test_the_interval_of_a_step_is_asked_for_apart(server):
+    state = make_state(num_stages=3, slowdown=2.0)
+    data = json.loads(ask(server, "POST", "/interval", {"query": to_query(state)})[2])
+    seen = make_bench().answer(state).seen
+    found = predict_step_interval(seen.plan, seen.graph, seen.cluster, seen.cost)
+    assert data["status"] == "interval"
+    assert (data["low_s"], data["high_s"]) == (found.low_s, found.high_s)
+    assert "80 % interval" in data["words"]
+    impossible = json.loads(ask(server, "POST", "/interval", {"query": to_query(make_state(num_stages=99))})[2])
+    assert impossible["status"] == "impossible"
+
+
+def test_a_search_keeps_what_the_controls_say_of_states_and_shows_its_plans(server):
+    state = make_state(num_nodes=1, devices_per_node=4, zero=1, schedule="zb-h1", global_batch=16)
+    report = json.loads(ask(server, "POST", "/search", {"query": to_query(state)})[2])
+    while report["status"] == "running":
+        time.sleep(0.05)
+        report = json.loads(ask(server, "POST", "/progress", {"job": report["job"]})[2])
+    assert report["status"] == "done"
+    for row in report["rows"]:
+        assert from_query(row["query"]).zero == 1
+        answer = json.loads(ask(server, "POST", "/answer", {"query": row["query"], "page": "q", "number": 1})[2])
+        assert answer["figures"]["step_time_s"] == row["step_time_s"]

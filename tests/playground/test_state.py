@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.playground import State, from_query, to_query
-from meshwright.playground.state import LIMITS, MAX_QUERY_LENGTH
+from meshwright.playground.state import LIMITS, MAX_QUERY_LENGTH, OFFLOAD_NAMES
 from meshwright.spec import PlaygroundError
+from meshwright.spec.plan import SCHEDULE_NAMES
 
 NAMES = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
 
@@ -37,9 +38,19 @@ STATES = st.builds(
     microbatch_size=wholes("microbatch"),
     num_stages=wholes("stages"),
     replicas=st.lists(st.integers(1, 1024), max_size=6).map(tuple),
-    layout=st.sampled_from(["stage-major", "replica-major", "reversed"]),
+    given=st.sampled_from(["", "0123456789abcdef"]),
+    layout=st.sampled_from(["stage-major", "replica-major", "reversed", "as-planned"]),
+    num_chunks=wholes("chunks"),
+    zero=wholes("zero"),
+    tensor=wholes("tensor"),
+    context=wholes("context"),
+    expert=wholes("expert"),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(["none", "selective", "full", "as-planned"]),
+    offload=st.sampled_from(OFFLOAD_NAMES),
+    rest=st.sampled_from(["none", "as-planned"]),
     cuts=st.lists(st.integers(0, 999_999), max_size=6).map(tuple),
-    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    schedule=st.sampled_from([*SCHEDULE_NAMES, "as-planned"]),
     overlap=st.booleans(),
     bucket_mib=numbers("bucket"),
     precision=st.sampled_from(["float64", "float32", "bfloat16"]),
@@ -103,6 +114,9 @@ def test_known_names_with_any_value_are_a_state_or_are_refused(values):
         ("slowdown=nan", "expected a number from 0.1 to 100"),
         ("slowdown=inf", "slowdown"),
         ("schedule=../../etc/passwd", "one of gpipe, 1f1b"),
+        ("schedule=mine.py:order", "one of gpipe, 1f1b"),
+        ("plan=../../etc/passwd", "16 hexadecimal digits"),
+        ("offload=optimizer=host,", "one of none, optimizer=host"),
         ("cuts=1,,2", "commas"),
         ("cuts=" + ",".join(["1"] * 300), "commas"),
         ("replicas=0", "1 to 1024 replicas"),

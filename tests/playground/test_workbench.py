@@ -15,7 +15,7 @@ from meshwright.playground.documents import answer_data, pinned_data
 from meshwright.playground.scenario import base_cluster, scenario_cost
 from meshwright.spec import MeshwrightError, Plan, decode_document
 from tests.marks import examples
-from tests.playground.examples import make_bench, make_state
+from tests.playground.examples import let_hosts_issue_at_once, make_bench, make_state
 
 STATES = st.builds(
     make_state,
@@ -66,13 +66,21 @@ def test_data_of_an_answer_is_plain_json_with_the_plan_in_it():
 
 
 def test_too_little_memory_is_told_with_the_rank_its_owner_and_remedies():
-    state = make_state(memory_gib=0.001, schedule="gpipe", num_stages=2, cuts=(1,), replicas=(1,), global_batch=4096)
+    state = make_state(
+        memory_gib=0.001,
+        schedule="gpipe",
+        num_stages=2,
+        cuts=(1,),
+        replicas=(1,),
+        global_batch=65536,
+        microbatch_size=32,
+    )
     data = answer_data(BENCH.answer(state))
     assert data["status"] == "too large"
     for words in (
         "Does not fit: rank 1",
-        "1.02 MiB",
-        "microbatches smaller than 2",
+        "more than its 0 B",
+        "microbatches smaller than 32",
         "1f1b",
         "more stages",
         "balanced cuts",
@@ -82,13 +90,14 @@ def test_too_little_memory_is_told_with_the_rank_its_owner_and_remedies():
 
 
 def test_the_pinned_state_says_who_is_faster():
-    fast, slow = BENCH.answer(make_state()), BENCH.answer(make_state(slowdown=4.0))
+    fast, slow = BENCH.answer(make_state()), BENCH.answer(make_state(slowdown=100.0))
     assert "loses" in pinned_data(slow, fast)["difference"]
     assert "gains" in pinned_data(fast, slow)["difference"]
     assert "as fast" in pinned_data(fast, fast)["difference"]
 
 
-def test_cost_models_of_scenarios_are_not_mixed_up():
+def test_cost_models_of_scenarios_are_not_mixed_up(monkeypatch):
+    let_hosts_issue_at_once(monkeypatch)
     bench = make_bench()
     states = [make_state(**changes) for changes in ({}, {"slowdown": 2.0}, {"nic_slowdown": 9.0}, {"kind": "H100"})]
     first = [bench.answer(state).simulation.step_time_s for state in states]

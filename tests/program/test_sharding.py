@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import capture_model
-from meshwright.cost.steps.ops import layer_ops
-from meshwright.cost.transformer import TrainingSetup, TransformerShape
 from meshwright.program import shard_graph
 from meshwright.spec import (
     OpPlacement,
@@ -130,19 +128,22 @@ def test_regathering_keeps_what_is_split_and_gathers_it_again():
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_captured_block_exchanges_what_the_steps_of_public_papers_count(sequence_parallel):
-    """Two derivations: from a captured graph, and by hand from the sizes of a transformer (`cost.steps`)."""
-    graph, batch = load_shipped_graph("gpt2-small"), 4
-    shape = TransformerShape(
-        layers=12, hidden=768, heads=12, kv_heads=12, head_dim=64, ffn=3072, vocab=50257, max_positions=1024
-    )
-    setup = TrainingSetup(
-        seq=1024, microbatch_size=batch, num_microbatches=1, tp=4, sequence_parallel=sequence_parallel
-    )
-    counted: Counter[tuple[str, bool]] = Counter()
-    for op in layer_ops(shape, setup, 5):
-        if op.group == "tensor":
-            counted[op.op, op.part != "forward"] += op.count * op.num_bytes
+def test_a_captured_block_exchanges_what_megatron_counts(sequence_parallel):
+    """By hand, per block and 16 bits: Shoeybi et al. 2019, figure 4; Korthikanti et al. 2023, section 4.2.2.
+
+    Without sequence parallelism an all-reduce of the hidden values behind attention and feed-forward, forward and back.
+    With it a gather before and a scatter behind each, forward and back, and inputs gathered again for weight gradients.
+    """
+    graph, batch, tokens, hidden = load_shipped_graph("gpt2-small"), 4, 1024, 768
+    each = 2 * batch * tokens * hidden * 2
+    counted = {("all_reduce", False): each, ("all_reduce", True): each}
+    if sequence_parallel:
+        counted = {
+            ("all_gather", False): each,
+            ("reduce_scatter", False): each,
+            ("all_gather", True): 2 * each,
+            ("reduce_scatter", True): each,
+        }
     sharded = shard_graph(graph, Sharding(tensor=4, sequence_parallel=sequence_parallel, regather=sequence_parallel))
     block = next(layer for layer in sharded.graph.layers if layer.name == "blocks.5")
     found: Counter[tuple[str, bool]] = Counter()

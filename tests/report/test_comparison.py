@@ -10,9 +10,10 @@ from hypothesis import given
 
 from meshwright.report import Comparison, compare_timelines, comparison_rows
 from meshwright.simulator import simulate_plan
-from meshwright.spec import DocumentError, decode_document, encode_document, load_cluster
+from meshwright.spec import DocumentError, decode_document, encode_document
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.report.timelines import B, F, S, as_measured, make_timeline
+from tests.simulator.plans import fast_cluster
 from tests.strategies import timelines
 
 SECOND = 10**12
@@ -82,8 +83,8 @@ def test_what_is_missing_or_new_is_a_difference():
 def test_a_simulated_plan_compared_with_itself(replicas):
     graph = chain_graph(6, skips=((0, 4),))
     plan = make_plan(graph, even_bounds(6, 3), replicas, 6)
-    simulation = simulate_plan(plan, graph, load_cluster("2x8xA100"), num_steps=3)
-    one = simulate_plan(plan, graph, load_cluster("2x8xA100")).timeline
+    simulation = simulate_plan(plan, graph, fast_cluster("2x8xA100"), num_steps=3)
+    one = simulate_plan(plan, graph, fast_cluster("2x8xA100")).timeline
     measured = as_measured(simulation.timeline, 2.0)
     comparison = compare_timelines(one, measured)
     assert comparison.same_order

@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.report import explain_difference, explain_stragglers, find_stragglers
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Opcode, load_cluster
+from meshwright.spec import Opcode
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.simulator.plans import fast_cluster
 
 STEPS = 6
 GRAPH = chain_graph(4)
@@ -18,7 +19,7 @@ GRAPH = chain_graph(4)
 
 def predicted(ranks):
     plan = make_plan(GRAPH, even_bounds(4, len(ranks)), ranks, 8)
-    return simulate_plan(plan, GRAPH, load_cluster("4xA100"), num_steps=STEPS).timeline
+    return simulate_plan(plan, GRAPH, fast_cluster("4xA100"), num_steps=STEPS).timeline
 
 
 def stretched(timeline, factor, *, opcode, rank, since=0):
@@ -73,7 +74,7 @@ def test_stages_of_unequal_work_are_no_stragglers():
 def test_replicas_with_unequal_shares_are_no_stragglers():
     plan = make_plan(GRAPH, even_bounds(4, 1), [2], 4)
     plan = replace(plan, stages=(replace(plan.stages[0], shares=(3, 1)),))
-    before = simulate_plan(plan, GRAPH, load_cluster("4xA100"), num_steps=STEPS).timeline
+    before = simulate_plan(plan, GRAPH, fast_cluster("4xA100"), num_steps=STEPS).timeline
     assert find_stragglers(replace(before, origin="measured")) == []
 
 

@@ -8,12 +8,14 @@ import re
 import pytest
 from rich.console import Console
 
-from meshwright.planner import NothingFitsError, search_plans
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner import NothingFitsError
 from meshwright.report import fit_table
 from meshwright.report.fit import verdict
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload, load_cluster
 from meshwright.spec.shipped import load_shipped_graph
+from tests.planner.searching import search_plans
 
 GIB = 2**30
 
@@ -25,6 +27,7 @@ def row(rank, stage, parts, limit=GIB):
         "stages": [stage],
         "fits": peak <= limit,
         "peak_bytes": peak,
+        "reserved_bytes": peak,
         "limit_bytes": limit,
         "headroom_bytes": limit - peak,
         "parts_bytes": parts,
@@ -58,7 +61,7 @@ def test_alike_ranks_are_one_row_and_groups_add_up():
     assert [line[0] for line in lines] == ["0–3", "4–7"]
     assert " ".join(lines[0][2:]) == "435 MiB 589 MiB 100 MiB 80 MiB 200 MiB 52 MiB 3 MiB"
     assert " ".join(lines[1][2:]) == "436 MiB 588 MiB 100 MiB 80 MiB 200 MiB 53 MiB 3 MiB"
-    assert "Fits: 8 ranks; rank 4 has the least to spare, 588 MiB of 1 GiB." in text
+    assert "Fits: 8 ranks; rank 4 has the least to spare: it needs 436 MiB of the 1 GiB that it may." in text
     narrow = drawn(rows, width=80)
     assert [line.split()[2:] for line in narrow.splitlines() if "80 MiB" in line] == [line[2:] for line in lines]
 
@@ -74,13 +77,16 @@ def test_ranks_that_are_not_neighbours_are_one_row_too():
 
 def test_a_rank_that_is_over_is_named_with_its_bytes():
     rows = [row(0, 0, PARTS), row(1, 1, {**PARTS, "parameters": 800 * 2**20}), row(2, 2, PARTS)]
-    assert verdict(rows) == "Does not fit: 1 of 3 ranks over; rank 1 needs 111 MiB more than its 1 GiB."
+    assert (
+        verdict(rows)
+        == "Does not fit: 1 of 3 ranks over; rank 1 needs 1.11 GiB, 111 MiB more than the 1 GiB that it may."
+    )
     assert "−111 MiB" in drawn(rows)
 
 
 def test_unequal_memory_is_shown_per_rank():
     text = drawn([row(0, 0, PARTS, limit=GIB), row(1, 0, PARTS, limit=4 * GIB)])
-    assert "memory" in text
+    assert "limit" in text
     assert [line.split()[0] for line in text.splitlines() if "80 MiB" in line] == ["0", "1"]
 
 
@@ -103,7 +109,9 @@ def test_rows_are_those_of_the_simulation():
 def test_when_nothing_fits_the_nearest_plan_tells_which_ranks_are_over():
     graph = load_shipped_graph("gpt-tiny")
     with pytest.raises(NothingFitsError) as caught:
-        search_plans(lambda _: graph, load_cluster("2xcpu"), Workload(global_batch=8), memory_limit_bytes=8 * 2**20)
+        search_plans(
+            lambda _: graph, load_cluster("2xcpu"), Workload(global_batch=8), memory=MemoryLimit(num_bytes=8 * 2**20)
+        )
     rows = caught.value.nearest.memory_rows()
     tightest = min(rows, key=lambda found: found["headroom_bytes"])
     assert not tightest["fits"]

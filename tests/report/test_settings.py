@@ -68,7 +68,7 @@ def test_every_setting_is_documented(system, name):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16", "mixed-bf16-gradients"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "mixed", "bfloat16", "mixed-bf16-gradients", "float8"])
 @pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(kind="sgd"), Optimizer(kind="sgd", momentum=True)])
 def test_every_variant_is_documented_or_refused(system, precision, optimizer):
     for bounds, ranks in (([(0, 34)], [[0]]), ([(0, 1), (1, 33), (33, 34)], [[0, 3], [1, 4], [2, 5]])):

@@ -22,16 +22,17 @@ from meshwright.report import (
     make_table,
     measurement_table,
     plan_table,
-    plans_table,
     program_table,
     timeline_table,
 )
 from meshwright.report.cells import collapse_rows, format_cell, format_heading, format_ranges
 from meshwright.report.fit import fit_table
 from meshwright.report.narrow import NarrowTable, _lower
+from meshwright.report.plans import plans_table
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Measurements, OpMeasurement, load_cluster
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.report.plan_rows import plan_row
 from tests.report.timelines import F, as_measured, make_timeline
 from tests.strategies import clusters, graphs, measurements, plans, programs, timelines
 
@@ -115,14 +116,6 @@ def test_columns_without_values_and_hidden_ones_are_left_out():
     assert words(printed(make_table(rows, hide=("idle_s",))))[0] == ["rank", "busy"]
 
 
-@pytest.mark.parametrize(("replicas", "text"), [([8], "8"), ([4, 4, 4], "4 each"), ([1, 3, 3, 3, 2], "1, 3 ×3, 2")])
-def test_ranked_plans_fit_a_narrow_terminal(replicas, text):
-    row = {"place": 1, "num_stages": len(replicas), "replicas": replicas, "num_microbatches": 16, "microbatch_size": 2}
-    row |= {"schedule": "1f1b", "step_time_s": 0.5, "samples_per_s": 64.0, "peak_memory_bytes": 3 * 2**30}
-    table = words(printed(plans_table([{**row, "bubble_share": 0.25}]), width=80))
-    assert table[2] == ["1", str(len(replicas)), text, "16 × 2", "1f1b", "500 ms", "64", "3 GiB", "25.0 %"]
-
-
 def test_opcodes_that_do_not_occur_have_no_column():
     graph = chain_graph(4)
     text = printed(program_table(build_program(make_plan(graph, [(0, 4)], [4], 4), graph)))
@@ -182,11 +175,11 @@ def test_no_heading_is_broken_in_80_columns():
     timeline = simulation.timeline
     memory = [
         {"rank": rank, "stages": [0], "peak_bytes": 2**40 - 2**30, "limit_bytes": 2**40, "headroom_bytes": 2**30 * 1023}
+        | {"reserved_bytes": 2**40}
         | {"fits": True, "parts_bytes": {"parameters": 2**39 + rank, "gradients": 2**39, "optimizer states": 2**39}}
         for rank in range(16)
     ]
-    ranked = {"place": 10, "num_stages": 16, "replicas": [1, 2, 2], "num_microbatches": 1024, "microbatch_size": 128}
-    ranked |= {"schedule": "interleaved", "step_time_s": 0.0298, "samples_per_s": 1234.5, "bubble_share": 0.5}
+    ranked = [plan_row(place, schedule=("1f1b", "interleaved")[place % 2], tensor=place) for place in range(1, 12)]
     views = {
         "cluster": cluster_table(cluster),
         "graph": graph_table(graph, 64),
@@ -194,7 +187,7 @@ def test_no_heading_is_broken_in_80_columns():
         "program": program_table(build_program(plan, graph)),
         "timeline": timeline_table(timeline),
         "comparison": comparison_table(compare_timelines(timeline, as_measured(timeline, 1.5))),
-        "plans": plans_table([{**ranked, "peak_memory_bytes": 2**40}]),
+        "plans": plans_table(ranked),
         "fit": fit_table(memory),
     }
     assert {name: bad for name, view in views.items() if (bad := broken_headings(view, 80))} == {}

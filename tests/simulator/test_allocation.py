@@ -90,7 +90,6 @@ def test_a_gpu_reserves_more_than_it_allocates():
     found = allocate_rank(plan, graph, cluster, 1)
     assert found.peak.num_bytes <= found.allocated_bytes <= found.reserved_bytes
     assert found.explain().startswith("Op by op, rank 1 is fullest in the ")
-    assert "reserves" in found.explain()
 
 
 def test_what_cannot_be_followed_is_none():

@@ -66,7 +66,8 @@ def test_random_programs_have_paths_of_every_kind():
     for seed in range(20):
         network, start_ps, end_ps, _ = run(*random_program(seed, 25), 2)
         kinds |= set(find_critical_path(network, start_ps, end_ps, (0, int(end_ps.max()))).bound.tolist())
-    assert kinds == set(Bound)
+    # Hosts are in test_host_issue.py.
+    assert kinds == set(Bound) - {Bound.HOST}
     assert (STREAM, WAIT, MARK, LINK) == (Bound.STREAM, Bound.WAIT, Bound.MARK, Bound.LINK)
 
 

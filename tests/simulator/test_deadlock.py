@@ -140,8 +140,8 @@ def test_the_circle_is_real_and_the_shortest(seed, size, num_steps, joins):
     if None not in oracle.ends():
         return
     unrolled = unroll(program, prices, num_steps)
-    end_ps, position, _ = run_network(unrolled.network, unrolled.num_links)
-    circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
+    outcome = run_network(unrolled.network, unrolled.num_links)
+    circle = find_circle(unrolled.network, unrolled.stream, outcome.end_ps, outcome.position)
     keys = [key for queue in oracle.queues for key in queue]
     awaited = awaited_by(oracle)
     stands = {oracle.stream_of[key]: key for key in awaited}
@@ -161,11 +161,12 @@ def test_random_programs_deadlock_in_all_ways():
         program, prices = random_program(seed, 25, may_deadlock=True)
         unrolled = unroll(program, prices, 1)
         network = unrolled.network
-        end_ps, position, _ = run_network(network, unrolled.num_links)
+        outcome = run_network(network, unrolled.num_links)
+        position = outcome.position
         collective = collectives(network)
         if (position == network.stream_offsets[1:]).all():
             continue
-        circle = find_circle(network, unrolled.stream, end_ps, position)
+        circle = find_circle(network, unrolled.stream, outcome.end_ps, position)
         lengths.add(len(circle))
         through_collectives += any(
             collective[waiting] >= 0 and collective[waiting] == collective[wanted] for waiting, wanted in circle

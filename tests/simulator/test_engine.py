@@ -31,7 +31,7 @@ def assert_equal_to_oracle(seed, size, num_steps, contention, *, may_deadlock=Fa
     expected = oracle.ends()
     unrolled = unroll(program, prices, num_steps)
     outcome = run_network(unrolled.network, unrolled.num_links, contention)
-    start_ps, end_ps, position = outcome.start_ps(unrolled.network), outcome.end_ps, outcome.position
+    start_ps, end_ps, position = outcome.start_ps(), outcome.end_ps, outcome.position
     ended = end_ps >= 0
     assert [end if known else None for end, known in zip(end_ps.tolist(), ended, strict=True)] == expected
     assert start_ps[ended].tolist() == [
@@ -93,7 +93,7 @@ def test_private_links_change_nothing(seed, size, contention, joins):
     one, two = (
         run_network(each, unrolled.num_links, contention) for each in (network, network._replace(num_private=0))
     )
-    assert np.array_equal(one.start_ps(network), two.start_ps(network))
+    assert np.array_equal(one.start_ps(), two.start_ps())
     assert np.array_equal(one.end_ps, two.end_ps)
 
 

@@ -41,10 +41,11 @@ HOST, NVME = Offload(optimizer="host"), Offload(optimizer="nvme")
 
 
 def described(cluster: Cluster, *, pcie=None, host=400e9, read=20e9, write=10e9, capacity=10**13) -> Cluster:
-    """The cluster with hosts that are described."""
+    """The cluster with hosts that are described, and issue at once."""
     changes = {} if pcie is None else {"pcie": Link(latency_s=0.0, bandwidth_bytes_per_s=pcie)}
     drives = Nvme(capacity_bytes=capacity, read_bytes_per_s=read, write_bytes_per_s=write)
-    nodes = (replace(n, host_memory_bandwidth_bytes_per_s=host, nvme=drives, **changes) for n in cluster.nodes)
+    known = {"host_memory_bandwidth_bytes_per_s": host, "host_call_s": 1e-12, "nvme": drives}
+    nodes = (replace(n, **known, **changes) for n in cluster.nodes)
     return replace(cluster, nodes=tuple(nodes))
 
 

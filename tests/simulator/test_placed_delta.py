@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.cost import CostModel
 from meshwright.program import build_placed_program
 from meshwright.simulator import price_program
 from meshwright.simulator.delta import DeltaPlacement
 from meshwright.simulator.simulate import run_program
-from meshwright.spec import PlanError, ProgramError
+from meshwright.spec import PlanError, ProgramError, load_cluster
 from tests.marks import examples
 from tests.planner.place_graphs import graph_of, moved, placement_of, random_graph, random_placement
 from tests.simulator.plans import FixedCost, exact_prices, small_cluster
@@ -127,6 +128,14 @@ def test_where_ends_depend_on_more_each_move_is_simulated_in_full(seed, takes_ho
     followed = assert_equal_to_full_runs(rng, graph, placement, cost, 4)
     assert followed == sorted(followed, reverse=True)
     assert takes_host or not any(followed)
+
+
+def test_where_hosts_issue_each_move_is_simulated_in_full():
+    rng = random.Random(1)
+    graph = random_graph(rng, 12, "training")
+    cost = CostModel(cluster=load_cluster("3xH100"))
+    placement = random_placement(rng, graph, 3, 2)
+    assert not any(assert_equal_to_full_runs(rng, graph, placement, cost, 4))
 
 
 def test_a_chain_by_hand():

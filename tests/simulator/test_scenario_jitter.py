@@ -16,14 +16,14 @@ from meshwright.simulator.pricing import price_program
 from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, has_jitter
 from meshwright.simulator.scenarios.noise import draw_factors, jitter_factors
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import MeshwrightError, Opcode, ProgramError, load_cluster
+from meshwright.spec import MeshwrightError, Opcode, ProgramError
 from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
-from tests.simulator.plans import small_cluster
+from tests.simulator.plans import fast_cluster, small_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
-COST = CostModel(cluster=load_cluster("4xA100"))
+COST = CostModel(cluster=fast_cluster("4xA100"))
 LATE = Jitter(spread=0.1, straggler_probability=0.05, straggler_factor=3.0, per="step")
 
 

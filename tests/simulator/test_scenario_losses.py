@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import replan_seconds, search_plans
+from meshwright.planner import replan_seconds
 from meshwright.simulator.scenarios import apply_scenario, simulate_scenario
 from meshwright.simulator.scenarios.machines import without_devices
-from meshwright.spec import ScenarioError, load_cluster
+from meshwright.spec import ScenarioError
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import Checkpoints, Jitter, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
+from tests.planner.searching import search_plans
+from tests.simulator.plans import fast_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
-COST = CostModel(cluster=load_cluster("2x2xA100"))
+COST = CostModel(cluster=fast_cluster("2x2xA100"))
 PLAN = plan_on(2, 2)
 STEP_S = simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
 
@@ -86,7 +88,7 @@ def test_a_new_plan_has_the_jitter_of_the_old_one():
 
 
 def test_devices_that_a_plan_does_not_use_are_not_missed():
-    cost = CostModel(cluster=load_cluster("3x2xA100"))
+    cost = CostModel(cluster=fast_cluster("3x2xA100"))
     scenario = Scenario(effects=(lost("node 2", until=None),))
     run = simulate_scenario(PLAN, GRAPH, cost, scenario, run_steps=1000, num_seeds=1).run
     assert run.wall_s == pytest.approx(1000 * run.step_time_s)

@@ -22,7 +22,6 @@ from meshwright.spec import (
     StagePlan,
     TransferMeasurement,
     Workload,
-    load_cluster,
 )
 from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 from meshwright.spec.scenario import (
@@ -38,7 +37,7 @@ from meshwright.spec.scenario import (
 )
 from meshwright.spec.selectors import Devices, Links
 from tests.graphs import chain_graph
-from tests.simulator.plans import small_cluster
+from tests.simulator.plans import fast_cluster, small_cluster
 from tests.simulator.test_routes import links_of
 
 GRAPH = chain_graph(6, width=32)
@@ -77,7 +76,7 @@ def plan_on(num_stages, replicas, *, schedule="1f1b", microbatches=4, batch=8):
     st.sampled_from([(), (Jitter(),), (slow("all", 2.0, since=Seconds(5)),)]),
 )
 def test_a_scenario_without_effects_on_machines_changes_nothing_to_the_picosecond(shape, schedule, contention, effects):
-    cost = CostModel(cluster=load_cluster("2x2xA100"))
+    cost = CostModel(cluster=fast_cluster("2x2xA100"))
     same = apply_scenario(cost, scenario(*effects))
     assert same is cost
     plan = plan_on(*shape, schedule=schedule)
@@ -92,7 +91,7 @@ def test_a_scenario_without_effects_on_machines_changes_nothing_to_the_picosecon
 
 @given(st.floats(0.25, 8), st.integers(0, 3), st.sampled_from(["cpu", "A100", "V100"]))
 def test_a_slow_device_makes_everything_it_computes_longer_by_its_factor(factor, rank, kind):
-    cost = CostModel(cluster=load_cluster(f"4x{kind}"))
+    cost = CostModel(cluster=fast_cluster(f"4x{kind}"))
     slowed = apply_scenario(cost, scenario(slow(f"rank {rank}", factor)))
     plan = plan_on(4, 1, microbatches=1)
     before = simulate_plan(plan, GRAPH, cost.cluster, cost=cost).ranks
@@ -116,7 +115,7 @@ def test_under_data_parallelism_all_wait_for_the_slowest(factor):
 
 
 def test_effects_apply_in_their_order():
-    cluster = load_cluster("2x2xA100")
+    cluster = fast_cluster("2x2xA100")
     factor, bandwidth = (
         SlowLink(links=Links("between nodes"), factor=2.0),
         SlowLink(links=Links("between nodes"), bandwidth=BytesPerSecond(10e9)),
@@ -130,7 +129,7 @@ def test_effects_apply_in_their_order():
 
 
 def test_slow_factors_multiply_and_other_kinds_keep_them():
-    cluster = load_cluster("2x2xA100")
+    cluster = fast_cluster("2x2xA100")
     changed, usual = change_machines(
         cluster,
         scenario(slow("node 1", 2.0), slow("ranks 2-3", 1.5), OtherDevice(devices=Devices("rank 3"), device="V100")),
@@ -139,11 +138,11 @@ def test_slow_factors_multiply_and_other_kinds_keep_them():
     assert [kind.slowdown for kind in kinds] == [1, 1, 3, 3]
     assert [kind.usual_name for kind in kinds] == ["A100", "A100", "A100", "V100"]
     assert [usual.device_kind(rank).name for rank in range(4)] == ["A100", "A100", "A100", "V100"]
-    assert changed.device_kind(3).at_usual_speed() == load_cluster("V100").device_kind(0)
+    assert changed.device_kind(3).at_usual_speed() == fast_cluster("V100").device_kind(0)
 
 
 def test_memory_is_what_was_asked_for_and_prices_stay():
-    cluster = load_cluster("4xA100")
+    cluster = fast_cluster("4xA100")
     cost = CostModel(cluster=cluster)
     less = apply_scenario(cost, scenario(DeviceMemory(devices=Devices("rank 1"), memory=Bytes(2**30))))
     assert [less.cluster.device_kind(rank).memory_bytes for rank in range(4)] == [
@@ -166,7 +165,7 @@ def test_what_was_measured_holds_for_slow_devices_and_links_by_their_factor():
         for count in (100, 10_000, 1_000_000)
     )
     table = Measurements(device="cpu", software="", date="", transfers=transfers, optimizers=optimizers)
-    cost = CostModel(cluster=load_cluster("2xcpu"), measurements=table)
+    cost = CostModel(cluster=fast_cluster("2xcpu"), measurements=table)
     slower = apply_scenario(cost, scenario(SlowLink(links=Links("inside nodes"), factor=4.0), slow("rank 1", 3.0)))
     for size, measured in seconds.items():
         assert cost.collective_seconds("all_reduce", (0, 1), size) == pytest.approx(measured, rel=0.05)
@@ -180,7 +179,7 @@ def test_what_was_measured_holds_for_slow_devices_and_links_by_their_factor():
 
 
 def test_nodes_may_talk_faster_than_the_devices_of_one():
-    cost = CostModel(cluster=load_cluster("2x2xV100"))
+    cost = CostModel(cluster=fast_cluster("2x2xV100"))
     fast = apply_scenario(
         cost,
         scenario(
@@ -198,7 +197,7 @@ def test_nodes_may_talk_faster_than_the_devices_of_one():
 
 
 def test_a_slow_path_between_two_nodes_is_felt_by_who_uses_it():
-    cost = CostModel(cluster=load_cluster("3x2xA100"))
+    cost = CostModel(cluster=fast_cluster("3x2xA100"))
     path = SlowLink(links=Links("between node 0 and node node2"), factor=5.0)
     slower = apply_scenario(cost, scenario(path))
     ratio = lambda ranks: slower.collective_seconds("send", ranks, 1e9) / cost.collective_seconds("send", ranks, 1e9)
@@ -212,7 +211,7 @@ def test_a_slow_path_between_two_nodes_is_felt_by_who_uses_it():
 
 @pytest.mark.parametrize(("ratio", "num_uplinks", "share"), [(1, 4, 1.0), (2, 2, 1.0), (3, 1, 4 / 3), (8, 1, 0.5)])
 def test_oversubscribed_uplinks_carry_the_bandwidth_of_the_nics_divided(ratio, num_uplinks, share):
-    cluster = load_cluster("4x2xV100")
+    cluster = fast_cluster("4x2xV100")
     cluster = replace(cluster, nodes=tuple(replace(node, num_nics=2) for node in cluster.nodes))
     changed = change_machines(cluster, scenario(Oversubscription(nodes_per_rack=2, ratio=ratio)))[0]
     nic = cluster.nodes[0].nic.bandwidth_bytes_per_s
@@ -262,7 +261,7 @@ def test_all_to_all_between_racks_is_bound_by_the_uplinks():
 
 
 def test_network_cards_are_shared():
-    changed = change_machines(load_cluster("2x8xA100"), scenario(NetworkCards(num_nics=2)))[0]
+    changed = change_machines(fast_cluster("2x8xA100"), scenario(NetworkCards(num_nics=2)))[0]
     assert changed.columns().nic.tolist() == [0, 0, 0, 0, 1, 1, 1, 1] * 2
 
 
@@ -284,24 +283,24 @@ def test_network_cards_are_shared():
 def test_what_the_cluster_has_not_is_refused(effect, words):
     field = {"other-device": "device", "slow-link": "links", "oversubscription": "nodes_per_rack"}
     with pytest.raises(ScenarioError, match=words) as caught:
-        change_machines(load_cluster("2x2xA100"), scenario(Jitter(), effect))
+        change_machines(fast_cluster("2x2xA100"), scenario(Jitter(), effect))
     assert str(caught.value).startswith(f"effects[1] ({effect.KIND}).{field.get(effect.KIND, 'devices')}: ")
 
 
 def test_links_between_nodes_of_one_node_are_refused():
     with pytest.raises(ScenarioError, match="has one node"):
-        change_machines(load_cluster("4xA100"), scenario(SlowLink(links=Links("between nodes"), factor=2.0)))
+        change_machines(fast_cluster("4xA100"), scenario(SlowLink(links=Links("between nodes"), factor=2.0)))
 
 
 def test_a_slow_time_is_a_time():
-    cluster = load_cluster("2xA100")
+    cluster = fast_cluster("2xA100")
     effect = slow("rank 1", 2.0, since=Seconds(10), until=Seconds(20))
     factors = [change_machines(cluster, scenario(effect), at)[0].device_kind(1).slowdown for at in (0, 10, 19.9, 20)]
     assert factors == [1, 2, 2, 1]
 
 
 def test_random_choices_follow_from_the_seed_and_place():
-    cluster = load_cluster("8xA100")
+    cluster = fast_cluster("8xA100")
     chosen = lambda seed: np.flatnonzero(
         [
             change_machines(cluster, scenario(slow("3 at random", 2.0), seed=seed))[0].device_kind(rank).slowdown > 1

@@ -16,15 +16,16 @@ from meshwright.simulator.scenarios.failures import Failure, failures_of, mean_t
 from meshwright.simulator.scenarios.forecast import saved_bytes
 from meshwright.simulator.scenarios.intervals import best_interval, daly_interval, expected_seconds, young_interval
 from meshwright.simulator.scenarios.run import Saving, Stretch, follow_run
-from meshwright.spec import ScenarioError, load_cluster, load_shipped_graph
+from meshwright.spec import ScenarioError, load_shipped_graph
 from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
 from tests.marks import examples
 from tests.simulator.oracle_runs import RunBySeconds
+from tests.simulator.plans import fast_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
-COST = CostModel(cluster=load_cluster("2x2xA100"))
+COST = CostModel(cluster=fast_cluster("2x2xA100"))
 PLAN = plan_on(2, 2)
 STEP_S = simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
 

@@ -12,15 +12,15 @@ from meshwright.program import build_program
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.stage_costs import weights_share
-from meshwright.spec import Extent, Op, Opcode, Tensor, load_cluster
+from meshwright.spec import Extent, Op, Opcode, Tensor
 from tests.program.layouts import LAYOUTS, plan_of
-from tests.simulator.plans import FixedCost, small_cluster
+from tests.simulator.plans import FixedCost, fast_cluster, small_cluster
 
 
 @pytest.mark.parametrize("schedule", sorted(LAYOUTS))
 def test_memory_comes_back_to_what_is_always_there(schedule):
     plan, graph = plan_of(schedule, 4, 16)
-    cost = CostModel(cluster=load_cluster("4xA100"))
+    cost = CostModel(cluster=fast_cluster("4xA100"))
     program = build_program(plan, graph)
     resident = price_program(program, plan, graph, cost).resident_bytes.sum(axis=1)
     timeline = simulate_plan(plan, graph, cost.cluster, cost=cost).timeline
@@ -32,7 +32,7 @@ def test_memory_comes_back_to_what_is_always_there(schedule):
 
 
 def test_backwards_in_two_parts_take_as_long_as_whole_ones():
-    cluster = load_cluster("4xA100")
+    cluster = fast_cluster("4xA100")
     busy = {}
     for schedule in ("1f1b", "zb-h1"):
         plan, graph = plan_of(schedule, 4, 16)

@@ -19,7 +19,7 @@ from meshwright.spec import GradientExchange, Opcode, load_cluster, load_shipped
 from meshwright.spec.memory import GRADIENTS, WORKSPACE
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
-from tests.simulator.plans import FixedCost, small_cluster
+from tests.simulator.plans import FixedCost, fast_cluster, small_cluster
 
 GPT = load_shipped_graph("gpt-tiny")
 
@@ -58,7 +58,7 @@ SECONDS = st.lists(st.floats(0, 1), min_size=5, max_size=5)
 @settings(max_examples=examples(200))
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
 def test_passes_take_what_their_streams_take(forward, backward, gathers, scatters, zero):
-    waits = wait(forward, backward, gathers, scatters, zero, load_cluster("A100"))
+    waits = wait(forward, backward, gathers, scatters, zero, fast_cluster("A100"))
     expected = (
         play(range(5), forward, gathers, None),
         play(range(4, -1, -1), backward, gathers if zero == 3 else [0.0] * 5, scatters),
@@ -70,7 +70,7 @@ def test_passes_take_what_their_streams_take(forward, backward, gathers, scatter
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
 def test_processors_wait_for_every_gather_and_scatter(forward, backward, gathers, scatters, zero):
-    waits = wait(forward, backward, gathers, scatters, zero, load_cluster("2xcpu"))
+    waits = wait(forward, backward, gathers, scatters, zero, fast_cluster("2xcpu"))
     assert waits[0] == pytest.approx(gathers)
     again = gathers if zero == 3 else [0.0] * 5
     assert waits[1] == pytest.approx([a + b for a, b in zip(again, scatters, strict=True)])
@@ -145,7 +145,7 @@ def test_what_passes_wait_for_is_told_apart_from_computing(zero):
     # A replica alone has as many microbatches and exchanges nothing.
     single = make_plan(GPT, [(0, len(GPT.layers))], [1], 2)
     single = replace(single, workload=replace(single.workload, global_batch=2 * plan.microbatch_size))
-    whole, alone = (simulate_plan(item, GPT, load_cluster("4xA100")).ranks[0] for item in (plan, single))
+    whole, alone = (simulate_plan(item, GPT, fast_cluster("4xA100")).ranks[0] for item in (plan, single))
     inside = whole.forward_s + whole.backward_s - alone.forward_s - alone.backward_s
     assert (whole.exchanged_inside_s > 0) == (zero >= 2)
     if zero >= 2:
@@ -154,7 +154,7 @@ def test_what_passes_wait_for_is_told_apart_from_computing(zero):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas_keep_their_shares(zero):
-    cluster = load_cluster("4xA100")
+    cluster = fast_cluster("4xA100")
     plan = replace(make_plan(GPT, [(0, len(GPT.layers))], [4], 8), exchange=GradientExchange(zero=zero))
     found = simulate_plan(plan, GPT, cluster).memory[0].parts
     alone = simulate_plan(replace(plan, exchange=GradientExchange()), GPT, cluster).memory[0].parts
@@ -175,7 +175,7 @@ def test_replicas_keep_their_shares(zero):
 @pytest.mark.matrix
 def test_gradients_of_a_unit_are_there_until_they_are_scattered(model):
     """Of what is trained alone: all of the root, which is scattered last, and one repeated layer."""
-    graph, cluster = load_shipped_graph(model), load_cluster("4xA100")
+    graph, cluster = load_shipped_graph(model), fast_cluster("4xA100")
     plan = make_plan(graph, [(0, len(graph.layers))], [4], 8)
     (stage,) = slice_graph(graph, plan.bounds)
     cost, kind = CostModel(cluster=cluster), cluster.device_kind(0)
@@ -192,7 +192,7 @@ def test_gradients_of_a_unit_are_there_until_they_are_scattered(model):
 def test_no_more_than_all_parameters_are_gathered(model):
     graph = load_shipped_graph(model)
     plan = replace(make_plan(graph, [(0, len(graph.layers))], [4], 8), exchange=GradientExchange(zero=3))
-    found = simulate_plan(plan, graph, load_cluster("4xA100")).memory[0].parts["parameters"]
+    found = simulate_plan(plan, graph, fast_cluster("4xA100")).memory[0].parts["parameters"]
     whole = sum(graph.tensors[i].num_bytes(0, 4) for i in graph.parameters)
     assert found <= -(-whole // 4) + whole
 

@@ -11,15 +11,16 @@ from meshwright.program import build_program
 from meshwright.simulator import price_program, simulate_plan
 from meshwright.simulator.scenarios import JitteredSteps, apply_scenario
 from meshwright.simulator.scenarios.bill import price_per_hour
-from meshwright.spec import PlanError, load_cluster, load_shipped_graph, read_recompute
+from meshwright.spec import PlanError, load_shipped_graph, read_recompute
 from meshwright.spec.scenario import Jitter, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
 from meshwright.spec.sharding import Sharding
 from tests.graphs import make_plan
+from tests.simulator.plans import fast_cluster
 from tests.simulator.test_scenario_jitter import largest_factor
 
 GPT = load_shipped_graph("gpt-tiny")
-COST = CostModel(cluster=load_cluster("8xA100"))
+COST = CostModel(cluster=fast_cluster("8xA100"))
 
 
 def plan_of(replicas, **settings):

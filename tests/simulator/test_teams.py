@@ -12,16 +12,17 @@ from meshwright.program import lower_graph
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.simulator.stage_costs import stage_costs
 from meshwright.simulator.state_shards import StateShards, gather_waits
-from meshwright.spec import PlanError, computed_again, load_cluster, load_shipped_graph, read_recompute, slice_graph
+from meshwright.spec import PlanError, computed_again, load_shipped_graph, read_recompute, slice_graph
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import MEMORY_PARTS, PARAMETERS
 from meshwright.spec.sharding import Sharding
 from tests.graphs import make_plan
+from tests.simulator.plans import fast_cluster
 
 GPT = load_shipped_graph("gpt-tiny")
 MIXTRAL = load_shipped_graph("mixtral-tiny")
 LAYERS = len(GPT.layers)
-CLUSTER = load_cluster("2x8xA100")
+CLUSTER = fast_cluster("2x8xA100")
 
 
 def one_stage(replicas, **settings):

@@ -92,6 +92,7 @@ CLUSTER = Cluster(
             nic=Link(latency_s=5e-6, bandwidth_bytes_per_s=1e8),
             num_nics=2,
             host_memory_bandwidth_bytes_per_s=1e11,
+            host_call_s=1e-5,
             nvme=Nvme(capacity_bytes=2**40, read_bytes_per_s=5e9, write_bytes_per_s=2.5e9),
             source="made up",
         ),
@@ -190,7 +191,12 @@ PLAN = Plan(
         placements=(OpPlacement(op="linear*", axis="context", output_dim=1),),
     ),
     recompute=((0, 1),),
-    made_with=MadeWith(measurements="../m.json", measurements_hash="0123456789abcdef", software="meshwright 0.1.0"),
+    made_with=MadeWith(
+        measurements="../m.json",
+        measurements_hash="0123456789abcdef",
+        software="meshwright 0.1.0",
+        priced_for="megatron",
+    ),
 )
 
 PLACEMENT = Placement(
@@ -201,6 +207,12 @@ PLACEMENT = Placement(
     workload=WORKLOAD,
     stages=(PlacedStage(rank=1, ops=(0, 2)), PlacedStage(rank=0, ops=(1,))),
     num_microbatches=4,
+    made_with=MadeWith(
+        measurements="../m.json",
+        measurements_hash="0123456789abcdef",
+        software="meshwright 0.1.0",
+        priced_for="megatron",
+    ),
 )
 
 PROGRAM = Program(

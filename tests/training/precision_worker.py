@@ -1,7 +1,7 @@
 """Ranks of `test_precisions`: training in one precision under several layouts, beside plain PyTorch in one process.
 
-The plain loop knows nothing of the runtime: it casts the model, makes the gradient of every microbatch by itself, adds
-these up in the order of the layout, and steps torch's AdamW on the weights or on float32 copies of them.
+The plain loop knows nothing of the runtime: it casts the weights, makes the gradient of every microbatch by itself,
+adds these up in the order of the layout, and steps torch's AdamW on the weights or on float32 copies of them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,21 @@ def loss_of(outputs, targets):
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
+class Turned(GPT):
+    """Its outputs are scaled by a table in their type; the angles, which the model computed, are exact in float32."""
+
+    def __init__(self):
+        super().__init__(depth=2, vocabulary=VOCABULARY, length=LENGTH, tied=False)
+        self.register_buffer("angles", 1000 + torch.arange(LENGTH)[:, None] / 3, persistent=False)
+
+    def forward(self, ids):
+        outputs = super().forward(ids)
+        return outputs * self.angles.cos().to(outputs.dtype)
+
+
 def make_model():
     torch.manual_seed(3)
-    return GPT(depth=2, vocabulary=VOCABULARY, length=LENGTH, tied=False)
+    return Turned()
 
 
 def make_batches():
@@ -114,7 +126,9 @@ def train_plainly(precision, groups, broken_step=None, *, halves=False, kept=Non
     ``kept``: the type in which sums of groups are added up.
     """
     values, gradients, master, autocast = TYPES[precision]
-    model = make_model().to(values)
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(values)
     model = in_halves(model) if halves else model
     parameters = list(model.parameters())
     updated = [torch.nn.Parameter(p.detach().to(master)) for p in parameters] if master else parameters

@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.capture import capture_model
 from meshwright.cli.main import invoke
+from meshwright.runtime import open_session
 from meshwright.runtime.precisions import Masters, check_precision, set_gradient_type
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Plan, PlanError, StagePlan, Workload, load_cluster, write_document
@@ -108,8 +113,9 @@ from dataclasses import replace
 from meshwright.spec import GraphMismatchError, Plan, StagePlan, Workload
 from meshwright.training import prepare, trainer
 from meshwright.capture import capture_model
-verified, real = [], trainer.capture_model
-trainer.capture_model = lambda *args, **facts: verified.append(facts["verify"]) or real(*args, **facts)
+verified, real = [], trainer.check_capture
+trainer.check_capture = lambda it, model, *rest, **facts: verified.append(model[0].weight.dtype) or real(
+    it, model, *rest, **facts)
 def make():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
 loss, batch = torch.nn.functional.mse_loss, ((torch.randn(2, 4),), (torch.randn(2, 1),))
@@ -136,7 +142,7 @@ dist.destroy_process_group()
 def test_a_model_is_cast_when_its_plan_fits_and_verified_as_it_runs(run_fresh):
     refused, *runs = run_fresh(PREPARING % free_port()).splitlines()
     assert refused == "refused torch.float32"
-    assert runs == ["[False, True] torch.bfloat16", "[True] torch.bfloat16"]
+    assert runs == ["[torch.bfloat16] torch.bfloat16"] * 2
 
 
 @pytest.mark.matrix
@@ -151,12 +157,51 @@ def test_the_command_line_runs_what_was_planned(precision, tmp_path, warm_ranks,
     assert invoke(["run", "plan.json", "--dry"]) == 0
 
 
-def test_what_is_only_predicted_is_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("precision", ["mixed-float16", "float8"])
+def test_what_is_only_predicted_is_refused(precision, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    plan = plan_of("mixed-float16")
+    plan = plan_of(precision)
     assert simulate_plan(plan, GRAPH, load_cluster("1xH100")).step_time_s > 0
     assert invoke(["run", str(write_document(plan, tmp_path / "plan.json"))]) == 1
-    assert "computes in mixed-float16, which can only be simulated" in capsys.readouterr().err
+    assert f"computes in {precision}, which can only be simulated" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("precision", "before", "within"),
+    [("tf32", "none", "tf32"), ("float32", "tf32", "ieee"), ("float32", "none", "none"), ("amp", "tf32", "tf32")],
+)
+def test_a_step_multiplies_as_its_precision_says(precision, before, within):
+    setting, seen = torch.backends.cuda.matmul, []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                seen.append(setting.fp32_precision)
+            return func(*args, **(kwargs or {}))
+
+    model, x, y = torch.nn.Linear(4, 4, bias=False), torch.ones(2, 4), torch.ones(2, 4)
+    captured = capture_model(model, (x,), targets=(y,), loss=torch.nn.functional.mse_loss, verify=False)
+    plan = replace(
+        plan_of(precision),
+        graph_hash=captured.graph.content_hash,
+        stages=(StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0,)),),
+        num_microbatches=1,
+        workload=Workload(global_batch=2, precision=precision),
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    usual, setting.fp32_precision = setting.fp32_precision, before
+    try:
+        session = open_session(captured, plan, torch.optim.SGD(model.parameters(), lr=0.1))
+        with Watch():
+            session.run_step(0, (x, y))
+            session.finish()
+        session.close()
+        assert setting.fp32_precision == before
+    finally:
+        setting.fp32_precision = usual
+        dist.destroy_process_group()
+    assert len(seen) == 2
+    assert set(seen) == {within}
 
 
 def test_what_ranks_would_refuse_is_refused_before_they_start(tmp_path, capsys):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.steps import StageSeconds
 from meshwright.validation.datasets import load_table
 from meshwright.validation.equal_stages import EqualStages, busy_share
+from meshwright.validation.pipeline_programs import StageSeconds
 from meshwright.validation.schedules import BLOCKING, COUNTED, FOUND, OURS, PRINTED, find_pipeline, score_schedules
 from tests.marks import examples
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib import resources
 
 import pytest
 
 from meshwright.spec import DocumentError
 from meshwright.validation.datasets import load_all_steps, load_table
 from meshwright.validation.splits import read_folds
-from meshwright.validation.step_split import calibration_rows, draw_step_splits, group_key, single_node_rows
+from meshwright.validation.step_split import (
+    calibration_rows,
+    draw_step_splits,
+    group_key,
+    scored_rows,
+    single_node_rows,
+)
+from meshwright.validation.step_table import read_steps
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +47,11 @@ def test_no_configuration_is_on_both_sides(rows):
     ids = {row["id"] for row in fitted}
     for kind, mine in single_node_rows(rows).items():
         assert not [row["id"] for row in mine if (kind, group_key(row)) in groups and row["id"] not in ids]
+
+
+def test_the_rows_that_are_scored_are_those_of_the_committed_list(rows):
+    listed = (resources.files("meshwright.validation") / "splits" / "steps_scored.txt").read_text().splitlines()
+    assert [case.row_id for case in read_steps(scored_rows(rows))[0]] == listed
 
 
 def test_other_rows_than_those_dealt_out_are_refused(rows):

@@ -15,8 +15,10 @@ from meshwright.records import text_files
 from meshwright.spec import DocumentError, MeasurementError, NullSink
 from meshwright.validation import Score, load_records, load_steps, load_table, read_table, score_rows
 from meshwright.validation import sets as sets_module
+from meshwright.validation.datasets import load_all_steps
 from meshwright.validation.page import number_notes, score_cells, scores_page
 from meshwright.validation.sets import DATASETS, DataSet, find_datasets
+from meshwright.validation.step_split import calibration_rows
 from meshwright.validation.step_table import MAX_ROWS
 from meshwright.validation.validate import score_datasets, score_step_table, tabulate_scores
 
@@ -221,34 +223,33 @@ def write_steps(path, rows):
     return path
 
 
-# Calibration rows of llm-foundry (`step_split`).
-SEEN = {"mpt-70", "mpt-87", "mpt-106", "mpt-143", "mpt-203"}
-
-
-def test_own_steps_are_scored_and_seen_rows_are_not(run, tmp_path):
+def test_own_steps_are_scored_by_source(run, tmp_path):
     rows = load_steps()
-    korthikanti = [row for row in rows if row["id"].startswith("korth-t5")]
-    seen = [row for row in rows if row["id"] in SEEN][:2]
+    korthikanti = [row for row in rows if row["id"].startswith("korth-t5-22B")]
+    adafactor = next(row for row in load_table("training_steps_alpa") if "Adafactor" in row["features"])
     untimed = [{**korthikanti[0], "id": "", "iter_time_s": ""}]
-    write_steps(tmp_path / "mine.csv", [*korthikanti, *seen, *untimed])
+    # A calibration row of vTrain, in other words.
+    seen = {**calibration_rows(load_all_steps())[3], "id": "mine", "notes": "measured again"}
+    write_steps(tmp_path / "mine.csv", [*korthikanti, adafactor, *untimed, seen])
     code, out, err = run("--steps", "mine.csv", "--json")
     assert code == 0, err
     document = json.loads(out)
     (score,) = document["sets"]["mine.csv"]
-    assert score["rows"] == len(korthikanti) == 8
+    assert score["rows"] == len(korthikanti) == 2
     assert {reason["reason"]: reason["lines"] for reason in document["left_out"]} == {
-        "rows that the model was fitted on": [10, 11],
-        "no measured seconds (iter_time_s)": [12],
+        "no plan expresses it: the optimizer Adafactor": [4],
+        "no measured seconds (iter_time_s)": [5],
+        "rows that a host's speed was fitted on": [6],
     }
     code, out, err = run("--steps", "mine.csv")
-    assert "2 left out: rows that the model was fitted on" in err
+    assert "1 left out: no plan expresses it: the optimizer Adafactor; line 4" in err
     assert "Korthikanti" in out
 
 
-def test_tables_of_nothing_but_seen_rows_are_refused():
-    seen = [row for row in load_steps() if row["id"] in SEEN]
-    with pytest.raises(MeasurementError, match=f"{len(seen)} left out: rows that the model was fitted on; line 2"):
-        score_step_table(seen)
+def test_tables_of_nothing_that_can_be_scored_are_refused():
+    untimed = [{**row, "iter_time_s": ""} for row in load_steps()[:3]]
+    with pytest.raises(MeasurementError, match="3 left out: no measured seconds"):
+        score_step_table(untimed)
     with pytest.raises(MeasurementError, match="no rows"):
         score_step_table([])
     rows = [load_steps()[0]] * (MAX_ROWS + 1)

@@ -1,15 +1,24 @@
 """nn.Module → Graph, and Graph → runnable parts.
 
-`capture_model` traces, describes and checks a model; `part` cuts out a runnable stage; `flatten_batch` orders a batch
-as the graph's inputs; `differentiate` gives the joint forward-backward graph; `rebuild` makes a module of a graph that
-has none; `capture_calls` makes a graph of single ATen calls.
+`capture_model` traces, describes and checks a model, `check_capture` checks one later; `part` cuts out a runnable
+stage; `flatten_batch` orders a batch as the graph's inputs; `differentiate` gives the joint forward-backward graph;
+`rebuild` makes a module of a graph that has none; `capture_calls` makes a graph of single ATen calls.
 """
 
 from meshwright.capture.calls import capture_calls
-from meshwright.capture.capture import capture_model, flatten_batch
+from meshwright.capture.capture import capture_model, check_capture, flatten_batch
 from meshwright.capture.captured import Captured
 from meshwright.capture.joint import differentiate
 from meshwright.capture.parts import part
 from meshwright.capture.rebuild import rebuild
 
-__all__ = ["Captured", "capture_calls", "capture_model", "differentiate", "flatten_batch", "part", "rebuild"]
+__all__ = [
+    "Captured",
+    "capture_calls",
+    "capture_model",
+    "check_capture",
+    "differentiate",
+    "flatten_batch",
+    "part",
+    "rebuild",
+]

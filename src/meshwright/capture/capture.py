@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from meshwright.capture.captured import Captured
 from meshwright.capture.describe import Described, NotAffineError, describe_trace
@@ -16,8 +20,8 @@ from meshwright.spec import CaptureError, EventSink, NullSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-    import torch
     from torch import nn
 
     from meshwright.capture.trace import Trace
@@ -33,6 +37,7 @@ def capture_model(
     mode: Literal["training", "inference"] = "training",
     verify: bool = True,
     needs_loss: bool = True,
+    autocast: torch.dtype | None = None,
     events: EventSink | None = None,
 ) -> Captured:
     """Capture ``model`` as a graph that can be planned, priced, cut into stages and run.
@@ -49,6 +54,8 @@ def capture_model(
         mode: "training" records what autograd needs; "inference" captures outputs only (a loss is not computed).
         verify: compare the captured model with the model itself on a small batch, where there are weights.
         needs_loss: a training graph without loss is refused; False captures the forward part of training alone.
+        autocast: the type of torch's autocast that the captured model will run under; it is traced so, and a model that
+            asks a tensor for its type is answered as there.
         events: told of progress.
 
     Returns:
@@ -64,8 +71,12 @@ def capture_model(
     title = name or type(model).__name__
     if training:
         refuse_frozen(model, title)
+    under = partial(_autocasting, model, autocast)
+    trace_once = partial(
+        trace_model, model, inputs, targets, loss, training=training, takes_own_loss=needs_loss and training
+    )
     with quiet_torch():
-        trace, described = _capture(model, inputs, targets, loss, training, needs_loss and training, title, events)
+        trace, described = _capture(model, trace_once, under, title, events)
     if training and needs_loss and not described.graph.has_loss:
         raise CaptureError(
             f"{title} returns no scalar and no loss was given, so there is nothing to train on. Pass loss=..., a "
@@ -79,12 +90,31 @@ def capture_model(
         legality=described.legality,
         remark=explain_checkpoint(trace.checkpoint) if training else "",
     )
-    if verify and can_verify(model, inputs, targets):
+    if verify:
         events.progress("verify", 0, 1)
-        different = verify_capture(captured, model, inputs, targets, loss)
-        captured = replace(captured, remark=f"{captured.remark} {different}".strip())
+        captured = check_capture(captured, model, inputs, targets=targets, loss=loss, autocast=autocast)
         events.progress("verify", 1, 1)
     return captured
+
+
+def check_capture(
+    captured: Captured,
+    model: nn.Module,
+    inputs: Any,
+    *,
+    targets: Any = (),
+    loss: Callable[..., torch.Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Captured:
+    """What `capture_model` captured without ``verify``, verified now; as it is where there are no weights.
+
+    Raises CaptureError if the captured model and the model differ.
+    """
+    if not can_verify(model, inputs, targets):
+        return captured
+    with _autocasting(model, autocast):
+        different = verify_capture(captured, model, inputs, targets, loss)
+    return replace(captured, remark=f"{captured.remark} {different}".strip())
 
 
 def flatten_batch(captured: Captured, inputs: Any, targets: Any = ()) -> tuple[torch.Tensor, ...]:
@@ -95,13 +125,18 @@ def flatten_batch(captured: Captured, inputs: Any, targets: Any = ()) -> tuple[t
     return captured.trace.layout.flatten(inputs, targets)
 
 
+def _autocasting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Torch's autocast where the model's weights are; off for no type."""
+    held = next(chain(model.parameters(), model.buffers()), None)
+    kind = held.device.type if held is not None and held.device.type != "meta" else "cpu"
+    # A cast weight that was kept would be one of the trace.
+    return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
 def _capture(
     model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss: Any,
-    training: bool,
-    takes_own_loss: bool,
+    trace_once: Callable[..., Trace],
+    under: Callable[[], AbstractContextManager[Any]],
     title: str,
     events: EventSink,
 ) -> tuple[Trace, Described]:
@@ -109,12 +144,12 @@ def _capture(
     # A module that says so takes batches of one size only, and refuses another.
     for symbolic in (False,) if getattr(model, "takes_one_size", False) else (True, False):
         events.progress("trace", 0, 1)
-        trace = trace_model(
-            model, inputs, targets, loss, training=training, takes_own_loss=takes_own_loss, symbolic=symbolic
-        )
+        with under():
+            trace = trace_once(symbolic=symbolic)
         events.progress("trace", 1, 1)
         try:
-            return trace, describe_trace(trace, title, units)
+            with under():
+                return trace, describe_trace(trace, title, units)
         except NotAffineError:
             # The model's sizes do not follow the batch: describe it for this batch size only.
             continue

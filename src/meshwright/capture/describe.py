@@ -18,12 +18,13 @@ from torch import fx
 
 from meshwright.capture.layers import Line, Range, divide
 from meshwright.capture.legality import Legality, judge_cuts
-from meshwright.capture.structure import block_signature, crossing_bytes
+from meshwright.capture.structure import crossing_bytes
 from meshwright.capture.table import OpRow, Table, build_table
 from meshwright.capture.trace import target_of
 from meshwright.capture.values import Slot
 from meshwright.capture.walk import Walk, walk_trace
 from meshwright.spec import CaptureError, Extent, Graph, Layer, Op, Tensor
+from meshwright.spec.blocks import block_signature
 
 if TYPE_CHECKING:
     from meshwright.capture.trace import Trace

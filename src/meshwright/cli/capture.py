@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import ImageOption, JsonOption, Mode, ModelArgument, SequenceOption, graphs_of, model_sizes
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.output import print_tables
 from meshwright.spec.codec import write_document
 
 
@@ -30,6 +31,7 @@ def capture(
         write_document(graph, out)
     if as_json:
         print_json(
+            "graph-summary",
             {
                 "model": model,
                 "graph_hash": graph.content_hash,
@@ -38,7 +40,7 @@ def capture(
                 "batch_size": batch_size,
                 "layers": graph_rows(graph, batch_size),
                 "file": str(out) if out else None,
-            }
+            },
         )
     else:
         print_tables(graph_table(graph, batch_size))

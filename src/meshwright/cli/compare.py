@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.json_output import print_document
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.output import print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.traces import TraceRanksOption, traced_ranks
 from meshwright.spec.codec import encode_document, read_document, write_document
@@ -44,6 +45,6 @@ def compare(
     if page is not None:
         placed = put_page(comparison_document(comparison, first, second, provenance=provenance()), page, open_browser)
     if as_json:
-        print_json(encode_document(comparison))
+        print_document(encode_document(comparison))
     else:
         print_tables(comparison_table(comparison), *([placed] if placed else []))

@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.output import print_tables
 from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def doctor(
     findings = examine(Host(), wanted)
     num_problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
-        print_json({"num_problems": num_problems, "findings": [finding.as_row() for finding in findings]})
+        print_json("diagnosis", {"num_problems": num_problems, "findings": [finding.as_row() for finding in findings]})
     else:
         print_tables(*_tables(findings), _summary(findings))
     if num_problems:

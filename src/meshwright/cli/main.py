@@ -25,11 +25,11 @@ VERBS = {
         "Time the model's ops, the optimizers and the links of this machine, with every process busy at once.",
     ),
     "plan": (
-        "meshwright.cli.plan:plan",
+        "meshwright.cli.plan.command:plan",
         "Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight.",
     ),
     "simulate": (
-        "meshwright.cli.simulate:simulate",
+        "meshwright.cli.simulate.command:simulate",
         "Predict when every instruction of a plan runs, its step time and each rank's peak memory.",
     ),
     "run": (
@@ -61,15 +61,6 @@ VERBS = {
         "meshwright.cli.serve:serve",
         "Serve models under deadlines: `meshwright serve DEPLOYMENT`; options: `serve run -h`.",
     ),
-}
-
-# Modules that are not part of the core: how they are called, and the extra that brings them.
-EXTRAS = {
-    "torch": ("torch", "torch"),
-    "pyarrow": ("pyarrow", "tables"),
-    "sklearn": ("scikit-learn", "validate"),
-    "z3": ("z3-solver", "rewrite"),
-    **{name: (name, "serve") for name in ("httptools", "msgspec", "orjson", "prometheus_client", "uvicorn", "uvloop")},
 }
 
 
@@ -157,16 +148,15 @@ def _check_characters(arguments: list[str]) -> None:
 def _report(error: Exception, arguments: list[str]) -> int:
     """Say on standard error what a command ended with, and return its exit code; raises what is a bug of ours."""
     from meshwright.cli.output import report_error
+    from meshwright.extras import explain_missing, missing_of
     from meshwright.spec.errors import MeshwrightError
 
     if isinstance(error, MeshwrightError):
         report_error(str(error))
         return error.exit_code
-    if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").split(".")[0]) in EXTRAS:
-        name, extra = EXTRAS[module]
+    if isinstance(error, ImportError) and (module := missing_of(error)):
         # Scoring needs all of its extra, of which this is the first that is missed.
-        extra = "validate" if arguments[:1] == ["validate"] else extra
-        report_error(f"This verb needs {name}, which is not installed. Run: pip install 'meshwright[{extra}]'.")
+        report_error(explain_missing("This verb", module, "validate" if arguments[:1] == ["validate"] else ""))
         return 1
     if isinstance(error, OSError) and error.filename is not None:
         # A name that no file can have, a folder that may not be looked into: found wherever a path is first used.

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.measure_batches import measure_batches_table, read_known
 from meshwright.cli.measure_calibrate import calibrate_table
 from meshwright.cli.measure_cluster import write_cluster
 from meshwright.cli.measure_from import import_files
 from meshwright.cli.measure_links import measure_links_table
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
-from meshwright.cli.output import print_json, print_tables, terminal_sink
+from meshwright.cli.output import print_tables, terminal_sink
 
 # What these do instead of timing a model.
 _WITHOUT_MODEL = {
@@ -213,6 +214,6 @@ def _measure_table(
         table = merge_measurements(known, table)
     save_measurements(table, out)
     if as_json:
-        print_json({**measurement_rows(table), "file": str(out)})
+        print_json("measurements", {**measurement_rows(table), "file": str(out)})
     else:
         print_tables(measurement_table(table), f"measurements written to {out}")

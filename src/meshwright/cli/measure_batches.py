@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.text import Text
 
-from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import note, print_tables, terminal_sink
 from meshwright.spec.codec import read_document
 from meshwright.spec.measurements import Measurements
 
@@ -45,7 +46,9 @@ def measure_batches_table(
     if as_json:
         facts = {"device": table.device, "conditions": table.conditions, "left_out_batch_sizes": left_out}
         lines = latency_rows(table.batches)
-        print_json({**facts, "batches": batch_rows(table.batches), "latency": lines, "file": str(out)})
+        print_json(
+            "measured-batches", {**facts, "batches": batch_rows(table.batches), "latency": lines, "file": str(out)}
+        )
     else:
         print_tables(*_tables(table), Text(f"measurements written to {out}"))
 

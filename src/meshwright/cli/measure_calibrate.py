@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.output import print_json, print_tables, terminal_sink
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import print_tables, terminal_sink
 from meshwright.spec.errors import MeasurementError
 from meshwright.spec.units import format_seconds
 
@@ -44,7 +45,7 @@ def calibrate_table(
     if not found.why_kept:
         save_measurements(found.table, out)
     if as_json:
-        print_json({**found.row(), "file": str(out)})
+        print_json("calibration", {**found.row(), "file": str(out)})
         return
     print_tables(*calibration_tables(found, model, out))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import note, print_tables, terminal_sink
 from meshwright.spec.codec import encode_document, write_document
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.files import write_text
@@ -54,6 +55,9 @@ def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_js
     else:
         write_document(described.cluster, out)
     if as_json:
-        print_json({"cluster": encode_document(described.cluster), "remarks": described.remarks, "file": str(out)})
+        print_json(
+            "described-cluster",
+            {"cluster": encode_document(described.cluster), "remarks": described.remarks, "file": str(out)},
+        )
     else:
         print_tables(cluster_table(described.cluster), f"cluster written to {out}")

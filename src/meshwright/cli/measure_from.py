@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from meshwright.cli.output import note, print_json, print_tables
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import note, print_tables
 from meshwright.cli.records import op_rows, op_tables
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.units import format_count
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 def import_files(files: list[Path], out: Path, *, device: str | None, as_json: bool) -> None:
     """Read every file, write what was taken into the table, and show what was taken and what was left out."""
-    from meshwright.records import add_records, concat_records, import_file
+    from meshwright.records import add_records, check_table_place, concat_records, import_file
 
+    check_table_place(out, of_many=True)
     taken = {path: import_file(path, device=device) for path in files}
     for path, item in taken.items():
         if not len(item.records):
@@ -30,7 +32,9 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
             )
     add_records(concat_records(item.records for item in taken.values()), out)
     if as_json:
-        print_json({"files": [file_rows(path, item) for path, item in taken.items()], "file": str(out)})
+        print_json(
+            "imported-records", {"files": [file_rows(path, item) for path, item in taken.items()], "file": str(out)}
+        )
         return
     for path, item in taken.items():
         heading = f"{path}: {item.kind}, {format_count(len(item.records), 'row')}"

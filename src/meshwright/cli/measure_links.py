@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.text import Text
 
-from meshwright.cli.output import print_json, print_tables, terminal_sink
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import print_tables, terminal_sink
 from meshwright.spec.errors import MeasurementError
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
     """Time the links of this machine (under torchrun: of all its machines), write the rows, show what they come to.
 
-    Raises MeasurementError for fewer than two ranks.
+    Raises MeasurementError for fewer than two ranks, and what `check_table_place` raises.
     """
     from meshwright.cost.collectives import fit_collectives
     from meshwright.measurement import measure_links, measure_links_here
-    from meshwright.records import add_records
+    from meshwright.records import add_records, check_table_place
     from meshwright.report import make_table
     from meshwright.training import started_by_torchrun
 
@@ -35,6 +36,7 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
             f"Links were to be timed between {ranks} rank; expected at least 2. Give --ranks 2 or more, or start as "
             "many by torchrun."
         )
+    check_table_place(out, of_many=True)
     with terminal_sink(as_json) as events:
         found = measure_links_here(events=events) if by_torchrun else measure_links(num_ranks=num_ranks, events=events)
     if found is None:
@@ -45,7 +47,7 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
     add_records(found, out)
     if as_json:
         errors = {"small": _range(scale.latency), "large": _range(scale.bandwidth)}
-        print_json({"places": rows, "interpolated": errors, "file": str(out)})
+        print_json("measured-links", {"places": rows, "interpolated": errors, "file": str(out)})
         return
     print_tables(
         make_table(rows, title="t = latency + bytes / bandwidth, bytes of the full tensor"),

@@ -29,8 +29,9 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A zoo name (gpt2-small, llama3-70b, resnet50, ...), a shape file (.toml), a Hugging Face config.json or "
-        "its folder, your own model as path/to/file.py:function, or a graph that was captured before (.json).",
+        help="A zoo name (gpt2-small, llama3-70b, resnet50, ...), a shape file (.toml), a model of the Hugging Face "
+        "Hub (Qwen/Qwen2.5-7B), its config.json or its folder, your own model as path/to/file.py:function, or a graph "
+        "that was captured before (.json).",
     ),
 ]
 SequenceOption = Annotated[
@@ -39,11 +40,17 @@ SequenceOption = Annotated[
 ImageOption = Annotated[
     int | None, typer.Option(help="Side of the images in pixels, for models that read images.", min=1, max=2**15)
 ]
-VirtualStagesOption = Annotated[
-    int, typer.Option(help="Stages on every rank under interleaved and looped-bfs.", min=1, max=64)
-]
 MeasurementsOption = Annotated[
     Path | None, typer.Option(help="A measurement table with these devices (.json or .parquet).")
+]
+SoftwareOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[@DATE]",
+        help="Price other training software than this package's runtime on current PyTorch: the kernels of fused "
+        "attention and the speed of its host. One of alpa, llm-foundry, megatron, torchtitan; with a date as it was "
+        "then: megatron@2022.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 

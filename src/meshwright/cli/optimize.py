@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import JsonOption
 from meshwright.cli.optimize_model import optimize_model
-from meshwright.cli.output import TerminalSink, print_json, print_tables
+from meshwright.cli.output import TerminalSink, print_tables
 from meshwright.spec.errors import RewriteError, suggest
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def generate(
     write_rule_book(book, out)
     counts = {"num_rules": len(book.rules), "num_basis": len(book.basis), **book.provenance}
     if as_json:
-        print_json(counts)
+        print_json("rules", counts)
     else:
         lines = [
             f"{counts['num_terms']:,} terms of up to {operators} operators, {counts['num_equal']:,} equal to another",
@@ -140,7 +141,9 @@ def verify(
             verdicts.append(verify_rule(rule, num_sizes=sizes, seed=seed, most_dims=dims))
             sink.progress(f"verify {title}", number, len(wanted))
     if as_json:
-        print_json({"file": title, "counts": _counts(verdicts), "rules": [_row(verdict) for verdict in verdicts]})
+        print_json(
+            "verdicts", {"file": title, "counts": _counts(verdicts), "rules": [_row(verdict) for verdict in verdicts]}
+        )
     else:
         listed = [verdict for verdict in verdicts if every or verdict.status != "proved"]
         print_tables(*([_table(listed)] if listed else []), _summary(title, verdicts))

@@ -9,8 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import ImageOption, JsonOption, ModelArgument, SequenceOption
-from meshwright.cli.output import TerminalSink, print_json, print_tables
+from meshwright.cli.output import TerminalSink, print_tables
 from meshwright.spec.errors import RewriteError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def optimize_model(
         save_program(rewriting.module, source.inputs, out)
     files = [str(path) for path in (out, report) if path is not None]
     if as_json:
-        print_json(_document(model, rewriting, files))
+        print_json("rewriting", _document(model, rewriting, files))
     else:
         print_tables(*_tables(rewriting), *(Text(f"written to {file}") for file in files))
 

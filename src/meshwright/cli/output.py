@@ -1,8 +1,7 @@
-"""What verbs print: tables or JSON on standard output, progress and errors on standard error."""
+"""What verbs print beside JSON: tables on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,6 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from meshwright.cli.console import PlainConsole, escape_controls
-
-
-def print_json(data: Any) -> None:
-    """One JSON document on standard output."""
-    # JSON leaves one control character as it is.
-    print(json.dumps(data, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def print_file(text: str) -> None:

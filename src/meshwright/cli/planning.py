@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from rich.text import Text
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import Mode
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.output import print_tables
 from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.made_with import MadeWith
-from meshwright.spec.precision import Precision
+from meshwright.spec.precision import Precision, numbers_of
 from meshwright.spec.scenario import Price, Scenario, load_scenario
 
 if TYPE_CHECKING:
     from meshwright.planner import NothingFitsError, RankedPlan
+    from meshwright.spec import Cluster, DeviceKind, Graph
 
 
 def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPlan:
@@ -33,7 +36,9 @@ def print_misfit(error: NothingFitsError, as_json: bool) -> None:
 
     rows = error.nearest.memory_rows()
     if as_json:
-        print_json({"plans": [], "nearest": error.nearest.plan.describe(), "ranks": rows, "error": str(error)})
+        print_json(
+            "misfit", {"plans": [], "nearest": error.nearest.plan.describe(), "ranks": rows, "error": str(error)}
+        )
     else:
         print_tables(Text(f"Nearest plan: {error.nearest.plan.describe()}"), fit_table(rows))
 
@@ -44,58 +49,99 @@ PRECISION_HELP = "Types of weights, activations and gradients; by default mixed 
 GRADIENT_HELP = "Of --precision mixed: the type in which gradients are added up and summed. By default float32."
 
 
+# What is proposed in place of a precision that a device lacks.
+_REPLACEMENTS: tuple[Precision, ...] = ("float32", "amp-float16", "mixed")
+TF32_HELP = "Of --precision float32: GPUs multiply matrices in TF32. It is --precision tf32."
+
+
 def choose_precision(
-    precision: Precision | None, gradients: GradientType | None, peaks: dict[str, float], mode: Mode = "training"
+    precision: Precision | None,
+    cluster: Cluster,
+    mode: Mode = "training",
+    *,
+    gradients: GradientType | None = None,
+    tf32: bool = False,
+    schedules: Collection[str] = (),
 ) -> Precision:
-    """The precision that is asked for; by default two bytes where the device computes bfloat16 faster than float32.
+    """The precision that is asked for; by default two bytes where all devices compute bfloat16 faster than float32.
 
-    Raises typer.BadParameter for a type of gradients beside a precision that has its own.
+    Schedules that run no master weights are planned in amp by default.
+
+    Raises typer.BadParameter for gradients of a type that the precision does not have, for TF32 beside a precision that
+    multiplies in another type, and for a precision that a GPU has no arithmetic for.
     """
-    if precision is None and peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0):
-        precision = "mixed" if mode == "training" else "bfloat16"
+    if tf32:
+        if precision not in (None, "float32", "tf32"):
+            raise typer.BadParameter(
+                f"--tf32 was given with --precision {precision}, which multiplies in another type. Leave it out, or "
+                "plan in --precision float32."
+            )
+        precision = "tf32"
+    if precision is not None:
+        _check_rates(precision, cluster)
+    elif all(k.peak_flops_per_s.get("bfloat16", 0.0) > k.peak_flops_per_s.get("float32", 0.0) for k in _kinds(cluster)):
+        precision = "bfloat16" if mode == "inference" else "amp" if WAVES in schedules else "mixed"
     precision = precision or "float32"
-    if gradients is None:
+    if gradients in (None, numbers_of(precision).gradients):
         return precision
-    if precision not in ("mixed", "mixed-bf16-gradients") or mode != "training":
+    if precision != "mixed" or mode == "inference":
         raise typer.BadParameter(
-            f"--grad-dtype {gradients} was given with --precision {precision}, which says what gradients are in. Leave "
-            "it out, or train in --precision mixed."
+            f"--grad-dtype {gradients} was given with --precision {precision}, whose gradients are in "
+            f"{numbers_of(precision).gradients}. Leave it out, or train in --precision mixed."
         )
-    return "mixed" if gradients == "float32" else "mixed-bf16-gradients"
+    return "mixed-bf16-gradients"
 
 
-def default_batch(num_ranks: int) -> int:
-    """Eight samples per rank: enough microbatches to fill a pipeline as deep as the cluster."""
-    return 8 * num_ranks
+def _kinds(cluster: Cluster) -> list[DeviceKind]:
+    """The kinds of the cluster's devices."""
+    return list({kind.name: kind for kind in map(cluster.device_kind, range(cluster.num_ranks))}.values())
 
 
-# What a plan that a search starts from answers itself.
-_OF_THE_PLAN = frozenset(
-    {
-        "--batch",
-        "--optimizer",
-        "--precision",
-        "--grad-dtype",
-        "--inference",
-        "--aim",
-        "--ranks",
-        "--microbatch-size",
-        "--schedule",
-        "--virtual-stages",
-        "--staleness",
-        "--stages",
-        "--tensor",
-        "--sequence-parallel",
-        "--context",
-        "--expert",
-        "--placement",
-        "--rewrite",
-        "--zero",
-        "--recompute",
-        "--offload",
-        "--method",
-    }
-)
+def _check_rates(precision: Precision, cluster: Cluster) -> None:
+    numbers = numbers_of(precision)
+    for kind in _kinds(cluster):
+        rates = kind.peak_flops_per_s
+        # What is no GPU by its description computes in all types, but has no tensor cores.
+        needed = [numbers.arithmetic] if numbers.products else [numbers.compute] if kind.compute_capability else []
+        missing = [dtype for dtype in needed if dtype not in rates]
+        if not missing:
+            continue
+        instead = [word for word in _REPLACEMENTS if numbers_of(word).arithmetic in rates]
+        raise typer.BadParameter(
+            f"--precision {precision} computes in {missing[0]}, which {kind.usual_name} has no rate for. Plan with "
+            f"--precision {' or '.join(instead or list(rates))}, or state the rate in peak_flops_per_s of the device "
+            "kind if it has one."
+        )
+
+
+# Enough microbatches to fill a pipeline as deep as the cluster.
+SAMPLES_PER_DEVICE = 8
+
+
+def choose_batch(
+    batch: int | None, tokens: int | None, model: str, cluster: Cluster, graph_for: Callable[[int], Graph]
+) -> int:
+    """Samples per step: ``batch``, what has ``tokens`` tokens, or by default 8 per device of the cluster.
+
+    Raises typer.BadParameter for tokens of a model that reads none, and for tokens that are no whole number of samples.
+    """
+    if tokens is None:
+        return batch or SAMPLES_PER_DEVICE * cluster.num_ranks
+    if batch is not None:
+        raise typer.BadParameter("--batch and --tokens both say how large a step is; give one of them.")
+    length = graph_for(1).sequence_length
+    if length is None:
+        raise typer.BadParameter(
+            f"--tokens was given for {model}, whose first input is not a sequence of tokens. Give --batch."
+        )
+    if tokens % length:
+        below, above = tokens // length * length, -(-tokens // length) * length
+        nearest = f"{below} or {above}" if below else str(above)
+        raise typer.BadParameter(
+            f"--tokens {tokens} is not a multiple of {length}, the tokens of one sample; the nearest is {nearest}. "
+            "Give that, or another --sequence-length."
+        )
+    return tokens // length
 
 
 def given_options(context: typer.Context) -> tuple[str, ...]:
@@ -129,18 +175,3 @@ def read_prices(text: str | None) -> Scenario:
     if not found.effects:
         raise PlanError(f"Scenario {text!r} has no prices. Give one that has, or a number: money per device and hour.")
     return found
-
-
-def refuse_beside_from(given: Sequence[str]) -> None:
-    """Refuse options that a plan to start from answers itself; raises typer.BadParameter."""
-    if limits := [name for name in given if name in ("--max-latency", "--max-price")]:
-        raise typer.BadParameter(
-            f"{', '.join(limits)}: --from keeps to the devices that there are and to the plan's workload; it has no "
-            "limits of latency or money. Plan anew, without --from."
-        )
-    wrong = [name for name in given if name in _OF_THE_PLAN]
-    if wrong:
-        raise typer.BadParameter(
-            f"{', '.join(wrong)}: --from takes these from the plan that it starts from. Leave them out, or leave out "
-            "--from."
-        )

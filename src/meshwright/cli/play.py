@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from meshwright.cli.models import graphs_of, planned_target, refuse_to_load
-from meshwright.cli.output import note, open_address, print_tables
+from meshwright.cli.models import graphs_of, planned_target
+from meshwright.cli.output import note, open_address, print_tables, terminal_sink
+from meshwright.cli.plan.command import make_problem
+from meshwright.cli.plan.request import PlanRequest
 from meshwright.cli.recalling import recall_measurements
 from meshwright.playground import (
     Model,
@@ -16,58 +20,161 @@ from meshwright.playground import (
     State,
     Table,
     Workbench,
+    from_query,
     serve,
     state_of_cluster,
-    state_of_plan,
+    to_query,
 )
 from meshwright.playground.state import MAX_NAME_LENGTH
-from meshwright.spec.cluster import Cluster
+from meshwright.program import find_schedule
 from meshwright.spec.codec import decode_document, document_kind
-from meshwright.spec.errors import PlaygroundError
+from meshwright.spec.errors import ModelReferenceError, PlaygroundError, ScheduleReferenceError
+from meshwright.spec.graph import Graph
+from meshwright.spec.made_with import UNKNOWN
+from meshwright.spec.model_files import is_stored_graph
+from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
 from meshwright.spec.plan import Plan, check_plan
+from meshwright.spec.precision import Precision
 from meshwright.spec.shipped import shipped_graphs
 
 
-def play(reference: str | None, graph_file: Path | None, port: int, open_browser: bool) -> None:
-    """Serve the playground until Ctrl-C; ``reference`` is a model, a plan's file, or None for the first model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayRequest:
+    """What ``show --play`` was asked for.
 
-    ``graph_file`` holds the graph of the plan's model.
+    ``reference`` is a model, a plan's file, or None for the first model; ``graph_file`` holds the graph of the plan's
+    model. On ``cluster`` a model is searched for the plan to start with, and a plan is moved there. With
+    ``runs_schedule`` the plan's own schedule, a function in a file, may be run.
     """
-    models = {name: Model(open=partial(graphs_of, name, ())) for name in shipped_graphs()}
-    clusters: dict[str, Cluster] = {}
-    state = State()
-    plan = None if reference is None else _read_plan(reference)
-    if plan is None and graph_file is not None:
-        raise PlaygroundError("--graph goes with a plan; give the graph itself as MODEL: --play graph.json.")
-    if plan is not None and reference is not None:
-        refuse_to_load(plan, reference, graph_file, "--play")
-        source = plan.model if graph_file is None else str(graph_file)
-        target = planned_target(plan) if graph_file is None else None
-        opened = partial(graphs_of, source, plan.model_sizes, target=target)
-        models[plan.model] = Model(open=opened, sizes=plan.model_sizes)
-        state, clusters = state_of_cluster(plan.cluster)
-        state = state_of_plan(plan, state)
-    elif reference is not None:
-        models.setdefault(reference, Model(open=partial(graphs_of, reference, ())))
-        state = replace(state, model=reference)
-    if len(state.model) > MAX_NAME_LENGTH:
-        raise PlaygroundError(f"The model's name has more than {MAX_NAME_LENGTH} characters; give a shorter path.")
-    table = recall_measurements(plan, Path(reference or ""), None)
-    bench = Workbench(models, clusters, None if table is None else Table(state.kind, table))
-    # What cannot be read or captured is an error here, not a message on the page.
-    graph, base, _, _ = bench.prepare(state)
-    if plan is not None:
-        check_plan(plan, graph, base)
-    server = PlaygroundServer(Service(bench, state), port)
+
+    reference: str | None = None
+    graph_file: Path | None = None
+    cluster: str | None = None
+    measurements: Path | None = None
+    precision: Precision | None = None
+    runs_schedule: bool = False
+    port: int = 0
+    open_browser: bool = False
+
+
+def play(request: PlayRequest) -> None:
+    """Serve the playground until Ctrl-C."""
+    plan = None if request.reference is None else _read_plan(request.reference)
+    _check_request(request, plan)
+    bench, state = _begin(request, plan)
+    server = PlaygroundServer(Service(bench, state), request.port)
 
     def started(url: str) -> None:
         print_tables(f"playground at {url} (Ctrl-C ends it)")
-        if open_browser:
+        if request.open_browser:
             open_address(url)
 
     serve(server, started)
     note("playground ended")
+
+
+def _check_request(request: PlayRequest, plan: Plan | None) -> None:
+    """Refuse what cannot be meant."""
+    if plan is None and request.graph_file is not None:
+        raise PlaygroundError("--graph goes with a plan; give the graph itself as MODEL: --play graph.json.")
+    if request.runs_schedule and (plan is None or split_reference(plan.schedule) is None):
+        raise PlaygroundError(
+            "--schedule lets --play run the schedule of a plan that is a function in a file; this starts with none. "
+            "Leave it out."
+        )
+    if plan is not None and request.precision is not None:
+        raise PlaygroundError("--precision goes with a model on --cluster; a plan has its own. Leave it out.")
+    if plan is None and request.cluster is None and (request.measurements or request.precision):
+        raise PlaygroundError("--measurements and --precision go with --cluster of --play; give that, too.")
+
+
+def _begin(request: PlayRequest, plan: Plan | None) -> tuple[Workbench, State]:
+    """The workbench and its first state. What cannot be read or captured is an error here, no message on the page."""
+    models = {name: Model(open=partial(graphs_of, name, ())) for name in shipped_graphs()}
+    if plan is not None:
+        return _begin_with_plan(request, plan, models)
+    name = request.reference or State().model
+    if request.cluster is None:
+        models.setdefault(name, Model(open=partial(graphs_of, name, ())))
+        state = replace(State(), model=name)
+        _check_state(state)
+        bench = Workbench(models)
+        bench.prepare(state)
+        return bench, state
+    graph_for = graphs_of(name, ())
+    models[name] = Model(open=lambda: graph_for)
+    asked = PlanRequest(
+        model=name, cluster=request.cluster, measurements=request.measurements, precision=request.precision
+    )
+    best = replace(_search(asked, graph_for), cluster=request.cluster)
+    state, clusters = state_of_cluster(request.cluster)
+    bench = Workbench(models, clusters, _table(state, request.measurements))
+    state = bench.open_plan(best, state)
+    _check_state(state)
+    return bench, state
+
+
+def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Model]) -> tuple[Workbench, State]:
+    file = request.reference or ""
+    if request.graph_file is None and split_reference(plan.model) is not None:
+        name, shown = shlex.quote(plan.model), f"meshwright show {shlex.quote(file)} --play --graph"
+        raise ModelReferenceError(
+            f"{file} is a plan of {plan.model!r}, and `show` executes no file that only a plan names. Name it "
+            f"yourself, and it is captured: {shown} {name}. Or give its graph: meshwright capture {name} --out "
+            f"graph.json, then {shown} graph.json."
+        )
+    if split_reference(plan.schedule) is not None and not request.runs_schedule:
+        options = [] if request.graph_file is None else ["--graph", str(request.graph_file)]
+        raise ScheduleReferenceError(
+            f"{file} follows {plan.schedule!r}, and `show` executes no file that only a plan names. Say that it may "
+            f"run: meshwright show {shlex.join([file, '--play', *options, '--schedule'])}."
+        )
+    measurements = recall_measurements(plan, Path(file), request.measurements, request.cluster)
+    if request.cluster is not None and request.cluster != plan.cluster:
+        plan = replace(plan, cluster=request.cluster, made_with=UNKNOWN)
+    source, target = plan.model, planned_target(plan)
+    if request.graph_file is not None:
+        source = str(request.graph_file)
+        # A stored graph is the rewritten one already.
+        target = None if is_stored_graph(source) else target
+    graph_for = graphs_of(source, plan.model_sizes, mode=plan.workload.kind, target=target)
+    models[plan.model] = Model(open=lambda: graph_for, sizes=plan.model_sizes, rewritten=plan.rewritten)
+    state, clusters = state_of_cluster(plan.cluster)
+    bench = Workbench(models, clusters, _table(state, measurements))
+    graph = graph_for(plan.microbatch_size)
+    state = bench.open_plan(plan, state, graph)
+    _check_state(state)
+    check_plan(plan, graph, bench.prepare(state)[1])
+    find_schedule(plan)
+    return bench, state
+
+
+def _search(request: PlanRequest, graph_for: Callable[[int], Graph]) -> Plan:
+    """The best plan that `meshwright plan` finds; where nothing fits, the nearest one, which the page draws as such."""
+    from meshwright.planner import Limits, NothingFitsError, search_plans
+
+    problem = make_problem(request, graph_for)
+    try:
+        with terminal_sink(False) as events:
+            return search_plans(problem, request.method, Limits(max_plans=1, events=events)).best.plan
+    except NothingFitsError as error:
+        note(f"{error} The page shows the nearest plan.")
+        return error.nearest.plan
+
+
+def _table(state: State, measurements: Path | None) -> Table | None:
+    return None if measurements is None else Table(state.kind, measurements)
+
+
+def _check_state(state: State) -> None:
+    """Raise PlaygroundError for what the controls do not hold, such as a cluster or a batch beyond their limits."""
+    if len(state.model) > MAX_NAME_LENGTH:
+        raise PlaygroundError(f"The model's name has more than {MAX_NAME_LENGTH} characters; give a shorter path.")
+    try:
+        from_query(to_query(state))
+    except PlaygroundError as error:
+        raise PlaygroundError(f"The page does not hold this plan: {error} Use `meshwright simulate` for it.") from None
 
 
 def _read_plan(reference: str) -> Plan | None:
@@ -75,4 +182,8 @@ def _read_plan(reference: str) -> Plan | None:
     if not reference.endswith(".json") or not Path(reference).is_file():
         return None
     data = read_data(reference)
+    if document_kind(data) == "placement":
+        raise PlaygroundError(
+            f"{reference} places every op on a device, which the page does not show. Use `meshwright simulate` for it."
+        )
     return decode_document(Plan, data, reference) if document_kind(data) == "plan" else None

@@ -1,4 +1,4 @@
-"""What a plan that is read was made with, where the command line says nothing else."""
+"""What a plan that is read was made with and for, where the command line says nothing else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
 
+def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
+    """The training software to price a plan for: that given, or that it was made for, with a remark."""
+    if given is None and plan.made_with.priced_for:
+        note(f"Priced for {plan.made_with.priced_for}, as the plan was made.")
+    return given or plan.made_with.priced_for or None
+
+
 def recall_measurements(
     plan: Plan | Placement | None, plan_file: Path | None, given: Path | None, cluster: str | None = None
 ) -> Path | None:
-    """The measurements to price a plan with: those given, or those it was made with, of which a remark is printed.
+    """The measurements to price a plan with: those given, or those it was made with. Prints a remark on them.
 
     On another ``cluster`` than the plan's, and without a plan, only those given.
     """
-    if given is not None or not isinstance(plan, Plan) or plan_file is None or cluster not in (None, plan.cluster):
+    if plan is None or plan_file is None or cluster not in (None, plan.cluster):
         return given
-    recalled = recall(plan.made_with, plan_file)
+    recalled = recall(plan.made_with, plan_file, given)
     if recalled.remark:
         note(recalled.remark)
     return recalled.measurements

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import print_tables
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.units import format_count
 
@@ -27,7 +28,7 @@ def show_records(path: Path, as_json: bool, other_options: bool) -> None:
         raise DocumentError(f"{path}: a table of many devices is only listed; leave all options but --json out.")
     records = read_records_at(path)
     if as_json:
-        print_json({"file": str(path), "rows": len(records), "ops": op_rows(records)})
+        print_json("records", {"file": str(path), "rows": len(records), "ops": op_rows(records)})
     else:
         print_tables(Text(f"{path}: {format_count(len(records), 'row')}"), *op_tables(records))
 

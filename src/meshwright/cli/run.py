@@ -22,7 +22,7 @@ from meshwright.cli.run_output import (
     print_result,
     recorded_steps,
 )
-from meshwright.cli.simulate import PlanArgument
+from meshwright.cli.simulate.request import PlanArgument
 from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.codec import read_document
 from meshwright.spec.plan import Plan

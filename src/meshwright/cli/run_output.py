@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.measure_calibrate import calibration_tables
 from meshwright.cli.models import graph_of_plan
-from meshwright.cli.output import note, print_json, print_tables
+from meshwright.cli.output import note, print_tables
 from meshwright.cli.recalling import recall_measurements
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document
@@ -70,7 +71,7 @@ def print_dry_run(job: Job, process: int, as_json: bool) -> None:
     if as_json:
         facts = {"process": found.process, "processes": found.num_processes, "stages": found.stages}
         counts = {"instructions": found.instructions, "numbers": found.numbers, "ring_messages": found.ring_messages}
-        print_json({**facts, "steps": found.num_steps, **counts, "exchanges": found.rows()})
+        print_json("dry-run", {**facts, "steps": found.num_steps, **counts, "exchanges": found.rows()})
         return
     instructions = format_count(sum(found.instructions.values()), "instruction")
     stages = ", ".join(map(str, found.stages))
@@ -169,7 +170,7 @@ def print_result(
         beside = outcome.row() if outcome is not None else {}
         beside |= {"calibration": corrected.row()} if corrected is not None else {}
         beside |= {"losses_off": off} if off is not None else {}
-        print_json({"losses": result.losses, **timeline_rows(timeline), **beside, "timeline": result.timeline})
+        print_json("run", {"losses": result.losses, **timeline_rows(timeline), **beside, "timeline": result.timeline})
         return
     in_all = f", {result.num_before + len(result.losses)} in all" if result.num_before else ""
     count = format_count(len(result.losses or result.step_seconds), "step")

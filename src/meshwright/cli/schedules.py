@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graph_to_show
-from meshwright.cli.output import grid_width, print_json, print_tables
+from meshwright.cli.output import grid_width, print_tables
 from meshwright.spec.codec import encode_document
-from meshwright.spec.errors import DocumentError, PlanError, ScheduleReferenceError
+from meshwright.spec.errors import DocumentError, ScheduleReferenceError
 from meshwright.spec.files import refuse_replacing, write_text
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.placement import Placement
@@ -45,6 +46,7 @@ def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = N
         write_text(draw_schedule(timeline, title=value.describe(), note=explain_slots(in_flight), scale=scale), out)
     if as_json:
         print_json(
+            "schedule",
             {
                 "plan": document,
                 "schedule": value.schedule,
@@ -52,7 +54,7 @@ def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = N
                 "in_flight": in_flight,
                 "timeline": encode_document(timeline),
                 **({"drawing": str(out)} if out is not None else {}),
-            }
+            },
         )
         return
     print_tables(value.describe(), draw_slots(timeline, in_flight, max_width=grid_width(value.num_ranks)))
@@ -84,14 +86,12 @@ FindOrdersOption = Annotated[
 ]
 WholeOption = Annotated[
     bool,
-    typer.Option("--whole-backwards", help="With --find-orders: no backward in two parts."),
+    typer.Option("--whole-backwards", help="No backward in two parts."),
 ]
 
 
-def place_of_orders(find_orders: Path | None, whole_backwards: bool) -> None:
+def check_orders(find_orders: Path | None) -> None:
     """Refuse what cannot be meant, before anything is computed."""
-    if find_orders is None and whole_backwards:
-        raise PlanError("--whole-backwards belongs to --find-orders FILE.csv; give that, or leave it out.")
     if find_orders is not None:
         if find_orders.suffix != ".csv":
             raise DocumentError(f"--find-orders {find_orders} is no file of orders. Give a name that ends in .csv.")

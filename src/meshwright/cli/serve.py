@@ -10,8 +10,9 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from meshwright.cli.json_output import name_schema, print_json
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+from meshwright.cli.output import note, print_tables, terminal_sink
 from meshwright.cli.serve_models import models
 from meshwright.cli.serve_run import replay, run
 from meshwright.cli.serve_timeline import timeline
@@ -132,9 +133,9 @@ def load(
         )
     document = {**result.row(), "warnings": result.warnings(), "models": result.rows(), "series": list(result.series)}
     if out is not None:
-        write_text(dump_json(document), out)
+        write_text(dump_json(name_schema("load", document)), out)
     if as_json:
-        print_json(document)
+        print_json("load", document)
     else:
         _print(result, document, out)
     if result.total.statuses.get(200, 0) == 0 or result.num_wrong:

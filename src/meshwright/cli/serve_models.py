@@ -10,8 +10,9 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.output import print_tables
 from meshwright.spec.errors import ServingError
 
 # Large models take their time to load.
@@ -46,7 +47,7 @@ def models(
     for path in paths or ["index"]:
         rows = _post(url, path, token_file)
     if as_json:
-        print_json(rows)
+        print_json("served-models", {"models": rows})
     else:
         print_tables(make_table(rows))
 

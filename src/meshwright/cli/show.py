@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.json_output import print_document
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import grid_width, note, print_json, print_tables
+from meshwright.cli.output import grid_width, note, print_tables
 from meshwright.cli.pages import HtmlOption, page_path, provenance, put_page
 from meshwright.cli.records import show_records
 from meshwright.cli.show_prices import Pricing, show_prices
@@ -44,7 +45,10 @@ def show(
     batch_size: Annotated[int, typer.Option(help="Samples per batch for the figures of a graph.", min=1)] = 1,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Price the layers of a model on these devices: a file (.toml) or a short form, 8xH100."),
+        typer.Option(
+            help="Price the layers of a model on these devices: a file (.toml) or a short form, 8xH100. With --play: "
+            "start with the best plan of a search on them."
+        ),
     ] = None,
     measurements: Annotated[
         Path | None, typer.Option(help="A measurement table of these devices (.json), for --cluster.")
@@ -67,7 +71,14 @@ def show(
         ),
     ] = False,
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
-    schedule: Annotated[bool, typer.Option("--schedule", help="Draw the schedule of a plan, as papers do.")] = False,
+    schedule: Annotated[
+        bool,
+        typer.Option(
+            "--schedule",
+            help="Draw the schedule of a plan, as papers do. With --play: the function in a file that the plan follows "
+            "may be run.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Write the drawing of --schedule to this file (.svg).", metavar="FILE.svg"),
@@ -108,12 +119,27 @@ def show(
         precision=precision,
     )
     if play:
-        other = as_json or program or schedule or system is not None or html is not None or batch_size != 1
-        if other or pricing != Pricing():
-            raise PlaygroundError("--play shows a page of its own; give --port and --open only, or leave --play out.")
+        other = as_json or program or system is not None or html is not None or out is not None or batch_size != 1
+        if other or collectives or ranks is not None or memory:
+            raise PlaygroundError(
+                "--play shows a page of its own; give --cluster, --measurements, --precision, --graph, --schedule, "
+                "--port and --open only, or leave --play out."
+            )
+        from meshwright.cli.play import PlayRequest
         from meshwright.cli.play import play as play_page
 
-        play_page(document, graph, port, open_browser)
+        play_page(
+            PlayRequest(
+                reference=document,
+                graph_file=graph,
+                cluster=cluster,
+                measurements=measurements,
+                precision=precision,
+                runs_schedule=schedule,
+                port=port,
+                open_browser=open_browser,
+            )
+        )
         return
     _check_options(port, graph, of_plan=bool(not schedule and (program or system is not None)))
     _check_drawing(out, schedule=schedule)
@@ -146,7 +172,7 @@ def show(
         value = program_to_show(value, document, graph)
     placed = put_page(page_of(value, Path(document).name, batch_size), page, open_browser) if page else ""
     if as_json:
-        print_json(encode_document(value))
+        print_document(encode_document(value))
     else:
         print_tables(*tables_of(value, batch_size), *([placed] if placed else []))
 

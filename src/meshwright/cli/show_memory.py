@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import print_tables
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.graph import Graph
 from meshwright.spec.precision import Precision
@@ -21,7 +22,7 @@ def show_memory(graph: Graph, machine: Cluster, precision: Precision, batch_size
     kind = machine.device_kind(0)
     if as_json:
         facts = {"model": graph.name, "cluster": machine.name, "batch_size": batch_size, "precision": precision}
-        print_json({**facts, "device": kind.name, "layers": layers, "ways": ways})
+        print_json("layer-memory", {**facts, "device": kind.name, "layers": layers, "ways": ways})
         return
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
     limit = format_bytes(kind.memory_bytes)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import print_tables
 from meshwright.cli.planning import choose_precision
 from meshwright.cli.show_memory import show_memory
 from meshwright.spec.cluster import Cluster, load_cluster
@@ -49,7 +50,7 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
             "name or a captured graph; `meshwright simulate` prices a plan."
         )
     machine = load_cluster(pricing.cluster or "")
-    precision = choose_precision(pricing.precision, None, machine.device_kind(0).peak_flops_per_s, value.mode)
+    precision = choose_precision(pricing.precision, machine, value.mode)
     if pricing.memory:
         show_memory(value, machine, precision, batch_size, as_json)
         return
@@ -60,7 +61,9 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
             layers, total = priced_rows(cost, value, batch_size, kind)
             step = optimizer_row(cost, value, kind)
             devices.append({"kind": kind.name, "layers": layers, "total": total, "optimizer": step})
-        print_json({"model": value.name, "batch_size": batch_size, "precision": precision, "devices": devices})
+        print_json(
+            "layer-prices", {"model": value.name, "batch_size": batch_size, "precision": precision, "devices": devices}
+        )
         return
     tables = [priced_table(cost, value, batch_size, kind) for kind in machine.device_kinds]
     steps = [(kind, optimizer_row(cost, value, kind)) for kind in machine.device_kinds]
@@ -78,11 +81,11 @@ def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool
             f"{document}: --collectives needs a cluster, found a {type(value).__name__.lower()}. Give a file or "
             "a short form, 2x8xH100."
         )
-    precision = choose_precision(pricing.precision, None, value.device_kind(0).peak_flops_per_s)
+    precision = choose_precision(pricing.precision, value)
     cost = load_cost_model(value, pricing.measurements, precision)
     listing = list_collectives(cost, _read_ranks(pricing.ranks, value))
     if as_json:
-        print_json({"cluster": value.name, "precision": precision, **listing})
+        print_json("collectives", {"cluster": value.name, "precision": precision, **listing})
         return
     print_tables(*tables_of_listing(listing, value.name))
 

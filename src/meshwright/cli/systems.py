@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graph_to_show
-from meshwright.cli.output import note, print_file, print_json
+from meshwright.cli.output import note, print_file
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.plan import Plan
@@ -52,6 +53,7 @@ def _show(settings: Settings, as_json: bool) -> None:
 
     if as_json:
         print_json(
+            "settings",
             {
                 "system": settings.system,
                 "version": settings.version,
@@ -61,7 +63,7 @@ def _show(settings: Settings, as_json: bool) -> None:
                 "start": settings.start,
                 "fill_in": list(settings.fill_in),
                 "not_expressed": [{"what": item.what, "reason": item.reason} for item in settings.unsaid],
-            }
+            },
         )
         return
     print_file(settings.text)

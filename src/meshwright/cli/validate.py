@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from meshwright.cli.json_output import print_json
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+from meshwright.cli.output import note, print_tables, terminal_sink
 
 if TYPE_CHECKING:
     from meshwright.validation import Score
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 def validate(
     sets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SET]...", help="Data sets to score; all without one. After --steps: your table."),
+        typer.Argument(
+            metavar="[SET]...",
+            help="Data sets to score; all without one. After --steps: your table; after --published: names of runs.",
+        ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the data sets; score nothing.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Score only parts of the sets that take long.")] = False,
@@ -32,6 +36,13 @@ def validate(
             "--steps",
             help="Score step predictions alone: on the public steps, or on your own table, '--steps FILE.csv' "
             "(columns of training_steps.csv).",
+        ),
+    ] = False,
+    published: Annotated[
+        bool,
+        typer.Option(
+            "--published",
+            help="Put published training runs beside what `plan` says of them, each with its command; two minutes.",
         ),
     ] = False,
     out: Annotated[
@@ -45,6 +56,15 @@ def validate(
     """
     from meshwright.validation.sets import find_datasets
 
+    if published:
+        if steps or listed or quick:
+            raise typer.BadParameter(
+                "--published takes names of runs, --out and --json; no --steps, --list or --quick."
+            )
+        from meshwright.cli.published import show_published
+
+        show_published(sets or [], out, as_json)
+        return
     if steps and sets:
         if len(sets) > 1 or listed or quick or out is not None:
             raise typer.BadParameter("--steps scores your own table alone; it takes no SET, --list, --quick or --out.")
@@ -74,7 +94,7 @@ def _score_sets(datasets: Sequence[DataSet], out: Path | None, *, quick: bool, a
         _write_page(scored, out)
     if as_json:
         page = {"file": str(out)} if out is not None else {}
-        print_json({"sets": {dataset.name: tabulate_scores(scores) for dataset, scores in scored}, **page})
+        print_json("scores", {"sets": {dataset.name: tabulate_scores(scores) for dataset, scores in scored}, **page})
     elif out is not None:
         print_tables(Text(f"scores written to {out}"))
 
@@ -86,7 +106,7 @@ def _score_own_steps(path: Path, as_json: bool) -> None:
     scores, left_out = score_step_file(path)
     if as_json:
         reasons = [asdict(reason) for reason in left_out]
-        print_json({"sets": {str(path): tabulate_scores(scores)}, "left_out": reasons})
+        print_json("scores", {"sets": {str(path): tabulate_scores(scores)}, "left_out": reasons})
         return
     _print_scores(f"{path}: by source", scores)
     for reason in list_reasons(left_out):
@@ -98,7 +118,7 @@ def _list_datasets(datasets: Sequence[DataSet], as_json: bool) -> None:
 
     rows = [{"set": dataset.name, "about": dataset.about} for dataset in datasets]
     if as_json:
-        print_json({"sets": rows})
+        print_json("scores", {"sets": rows})
     else:
         print_tables(make_table(rows))
 

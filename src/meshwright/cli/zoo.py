@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.json_output import print_json
+from meshwright.cli.output import print_tables
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.graph import Graph
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
@@ -21,7 +22,7 @@ def show_zoo(as_json: bool, other_options: bool) -> None:
         )
     rows = [zoo_row(load_shipped_graph(name)) for name in shipped_graphs()]
     if as_json:
-        print_json({"models": rows})
+        print_json("zoo", {"models": rows})
         return
     from meshwright.report import make_table
 

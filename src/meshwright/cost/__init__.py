@@ -6,6 +6,7 @@ from meshwright.cost.model import CostModel
 from meshwright.cost.prediction import Basis
 from meshwright.cost.prices import OpPrices, TotalSeconds, add_intervals
 from meshwright.cost.roofline import LAUNCH_S
+from meshwright.cost.software import read_software
 
 __all__ = [
     "LAUNCH_S",
@@ -16,4 +17,5 @@ __all__ = [
     "TotalSeconds",
     "add_intervals",
     "load_cost_model",
+    "read_software",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.cost.traits import family_of, is_in_place, operator_name
 from meshwright.spec.graph import Graph, Op, Tensor
 from meshwright.spec.precision import Numbers
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
@@ -62,6 +62,12 @@ def cast_inputs(graph: Graph, op: Op, lower: str) -> list[int]:
     return [i for i, dtype in types.items() if dtype in FLOAT_DTYPES and dtype != wanted]
 
 
+def cast_copy(tensor: Tensor, op: Op, dtype: str, number: int) -> Tensor:
+    """A copy of a tensor that an op keeps in another type, as tensor ``number`` of its graph."""
+    copied = replace(tensor, name=f"{tensor.name} cast for {op.name}", dtype=dtype, role="saved")
+    return replace(copied, storage=number, requires_grad=False, aliases=())
+
+
 def kept_copies(graph: Graph, op: Op) -> list[int]:
     """The cast copies of its inputs that an op of a graph under autocast keeps for its backward."""
     return [i for i in op.saved if i >= graph._num_uncast[0]] if graph._num_uncast else []
@@ -78,6 +84,11 @@ def under_autocast(graph: Graph, lower: str) -> Graph:
         for i in op.outputs:
             if types[i] in FLOAT_DTYPES:
                 types[i] = _output_type(graph, op, types, lower) or types[i]
+        if family_of(op) in ("product", "convolution"):
+            for i in op.saved:
+                # What they keep of their own are copies of inputs in another layout.
+                if graph.tensors[i].role == "saved" and types[i] in FLOAT_DTYPES:
+                    types[i] = lower
         ops.append(_with_copies(graph, op, types, _cast_type(op, lower), copies, tensors))
     tensors[: len(types)] = [
         tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype)
@@ -123,6 +134,5 @@ def _with_copies(
             # Of a parameter all ops share one copy, which is with the first of them.
             copies[i, wanted] = len(tensors)
             saved.append(len(tensors))
-            copied = replace(tensor, name=f"{tensor.name} cast for {op.name}", dtype=wanted, role="saved")
-            tensors.append(replace(copied, storage=len(tensors), requires_grad=False, aliases=()))
+            tensors.append(cast_copy(tensor, op, wanted, len(tensors)))
     return op if tuple(saved) == op.saved else replace(op, saved=tuple(saved))

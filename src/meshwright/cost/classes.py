@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.widths import stays_single
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -22,36 +24,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpClasses:
-    """``class_of[i]`` is the class of op i (shape: ops); ``representatives[c]`` is the first op of class c."""
+    """``class_of[i]`` is the class of op i (shape: ops); ``representatives[c]`` is the first op of class c.
+
+    ``added[c]``: at which places its inputs have a gradient that is added to that of an earlier reader. ``single``:
+    tensors that are float32 in every precision (`stays_single`).
+    """
 
     class_of: NDArray[np.int64]
     representatives: tuple[int, ...]
+    added: tuple[tuple[int, ...], ...]
+    single: frozenset[int]
 
 
 # Cost models of several clusters price the same graph.
 @lru_cache(maxsize=8)
 def classify_ops(graph: Graph) -> OpClasses:
     """Group the ops of a graph by all that their price depends on."""
-    sorts = _tensor_sorts(graph)
+    single = stays_single(graph)
+    sorts = _tensor_sorts(graph, single)
     known: dict[Hashable, int] = {}
     representatives: list[int] = []
+    added: list[tuple[int, ...]] = []
     class_of = np.empty(len(graph.ops), np.int64)
+    read: set[int] = set()
     for index, op in enumerate(graph.ops):
-        signature = _signature(op, sorts)
-        found = known.setdefault(signature, len(known))
+        again = _read_again(graph, op, read)
+        found = known.setdefault((_signature(op, sorts), again), len(known))
         if found == len(representatives):
             representatives.append(index)
+            added.append(again)
         class_of[index] = found
     class_of.setflags(write=False)
-    return OpClasses(class_of=class_of, representatives=tuple(representatives))
+    return OpClasses(class_of=class_of, representatives=tuple(representatives), added=tuple(added), single=single)
 
 
-def _tensor_sorts(graph: Graph) -> list[int]:
+def _read_again(graph: Graph, op: Op, read: set[int]) -> tuple[int, ...]:
+    """Places of the inputs whose gradient is a further one of a tensor; ``read``, those that had one, grows.
+
+    Autograd adds it to what is there when the ops run backward (torch, InputBuffer::add).
+    """
+    if not any(graph.tensors[i].requires_grad for i in op.outputs):
+        return ()
+    wanted = [place for place, i in enumerate(op.inputs) if graph.tensors[i].requires_grad]
+    again = tuple(place for place in wanted if op.inputs[place] in read)
+    read.update(op.inputs[place] for place in wanted)
+    return again
+
+
+def _tensor_sorts(graph: Graph, single: frozenset[int]) -> list[int]:
     """One number per tensor, equal for tensors that a price cannot tell apart."""
     known: dict[Hashable, int] = {}
     return [
         known.setdefault(
-            (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.storage == index, tensor.role == "parameter"),
+            (
+                tensor.shape,
+                tensor.dtype,
+                tensor.requires_grad,
+                tensor.storage == index,
+                tensor.role == "parameter",
+                index in single,
+            ),
             len(known),
         )
         for index, tensor in enumerate(graph.tensors)

@@ -1,27 +1,45 @@
-"""What a precision adds to the ops of a graph: casts of inputs, and gradients in a wider type than they are made in.
+"""What a precision makes of the ops of a graph: the types that they compute in, casts, and gradients in wider types.
 
     forward      under autocast, inputs that an op computes in another type are read and written
-    backward     the same way back for those that want a gradient; a gradient of a parameter that is kept in a wider
-                 type is read and written once
+    backward     the same way back for those that want a gradient, and where an op widens one of its inputs by itself;
+                 a gradient of a parameter that is kept in a wider type is read and written once; on GPUs a gradient of
+                 what another op reads, too, is added to that op's
     accumulate   a gradient of the wider type is read, as is the sum, and the sum written
 
-One kernel each. A parameter that several ops read is counted with each of them.
+One kernel each: at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A parameter that several ops read is
+counted with each of them. On processors sums of gradients are among what rooflines leave out.
+
+A product in float8 reads its first factor for the largest value; the kernel's own price has its cast. Its second factor
+is read for that, read and written. The backward has two more products, whose second factors are the weight and the
+input, of which the largest values are known.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.cost.autocast import cast_inputs, compute_type
+from meshwright.cost.gpu.launches import copied, sum_of
+from meshwright.cost.gpu.rates import Launch
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds
+from meshwright.cost.table import roofline_interval
+from meshwright.cost.traits import family_of, operator_name
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright.cost.prediction import Interval
+    from meshwright.cost.gpu.rates import GpuModel
     from meshwright.cost.prices import OpPrice
+    from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
+
+
+_FLOAT8 = "float8_e4m3fn"
+# Sizes of the factors of `torch._scaled_mm` are multiples of this.
+_FLOAT8_MULTIPLE = 16
+_LINEAR = frozenset({"linear", "mm", "addmm"})
+# Families that cuDNN computes, in TF32 unless the process turned that off (torch.backends.cudnn.allow_tf32).
+_BY_CUDNN = ("convolution", "recurrent")
 
 
 def op_type(graph: Graph, op: Op, numbers: Numbers) -> str:
@@ -29,49 +47,112 @@ def op_type(graph: Graph, op: Op, numbers: Numbers) -> str:
     return compute_type(graph, op, numbers.autocast) if numbers.autocast else numbers.values
 
 
+def product_type(graph: Graph, op: Op, numbers: Numbers, kind: DeviceKind) -> str:
+    """The type in which tensor cores multiply for an op (`spec.precision`); "" for that in which the op computes.
+
+    A kind of device without a rate for it multiplies in the type of the factors.
+    """
+    if numbers.products == _FLOAT8:
+        is_narrow = operator_name(op) in _LINEAR and _weight_fits(graph, op)
+    else:
+        chosen = numbers.products == "tf32" and family_of(op) == "product"
+        is_narrow = (chosen or is_tf32_by_default(op)) and op_type(graph, op, numbers) == "float32"
+    dtype = numbers.products or "tf32"
+    return dtype if is_narrow and dtype in kind.peak_flops_per_s else ""
+
+
+def is_tf32_by_default(op: Op) -> bool:
+    """Whether torch computes an op of float32 in TF32 unless it is told not to: so it was measured, too."""
+    return family_of(op) in _BY_CUDNN
+
+
+def _factors(op: Op) -> tuple[int, int]:
+    """The input and the weight of a linear layer."""
+    first = 1 if operator_name(op) == "addmm" else 0
+    return op.inputs[first], op.inputs[first + 1]
+
+
+def _weight_fits(graph: Graph, op: Op) -> bool:
+    """Whether the weight of a linear layer is a parameter whose sizes float8 products can have."""
+    weight = graph.tensors[_factors(op)[1]]
+    is_parameter = graph.tensors[weight.storage].role == "parameter"
+    return is_parameter and all(extent.at(1) % _FLOAT8_MULTIPLE == 0 for extent in weight.shape)
+
+
 def with_conversions(
-    price: OpPrice, graph: Graph, op: Op, batch_size: int, kind: DeviceKind, numbers: Numbers, unsure: Interval
+    price: OpPrice,
+    graph: Graph,
+    op: Op,
+    batch_size: int,
+    kind: DeviceKind,
+    numbers: Numbers,
+    gpu: GpuModel | None,
+    widths: Widths,
+    added: tuple[int, ...],
 ) -> OpPrice:
-    """The price of an op and of the conversions around it, which have the interval ``unsure``."""
-    added = _conversion_seconds(graph, op, batch_size, kind, numbers)
-    if added is None:
-        return price
-    low, high = (added.scaled(end, end, end) for end in (unsure.low, unsure.high))
-    return replace(price, seconds=_sum(price.seconds, added), low=_sum(price.low, low), high=_sum(price.high, high))
+    """The price of an op and of the conversions around it, by a model of GPUs if there is one.
 
-
-def _conversion_seconds(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, numbers: Numbers) -> OpSeconds | None:
-    forward, backward, accumulate = [], [], []
+    ``added``: at which places its inputs have a gradient that is added to another.
+    """
     trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
-    if numbers.autocast:
+    forward, backward, widened = _conversions(graph, op, batch_size, kind, numbers, widths, trained=trained)
+    if gpu is not None and trained:
+        backward += _sums(graph, op, batch_size, widths, added)
+    if not (forward or backward or widened):
+        return price
+    bandwidth, interval = kind.memory_bandwidth_bytes_per_s, roofline_interval(kind)
+    if gpu is not None:
+        parts = [gpu.seconds(launches, kind) for launches in (forward, backward)]
+        bandwidth, interval = bandwidth * gpu.rate("pointwise", 4).share(1), gpu.basis_on(kind)[1]
+    else:
+        parts = [
+            sum(one.cold + one.hot for one in launches) / bandwidth + LAUNCH_S * len(launches)
+            for launches in (forward, backward)
+        ]
+    # The kernel that adds is counted with the op.
+    seconds = OpSeconds(forward_s=parts[0], backward_s=parts[1], accumulate_s=widened / bandwidth)
+    return price.plus(seconds, interval)
+
+
+def _sums(graph: Graph, op: Op, batch_size: int, widths: Widths, added: tuple[int, ...]) -> list[Launch]:
+    tensors = [op.inputs[place] for place in added]
+    return [sum_of(graph.tensors[i].num_elements(batch_size), widths.of(i)) for i in tensors]
+
+
+def _conversions(
+    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, numbers: Numbers, widths: Widths, *, trained: bool
+) -> tuple[list[Launch], list[Launch], float]:
+    """Kernels of the forward and of the backward, and bytes that adding to gradients of a wider type moves on top."""
+    forward: list[Launch] = []
+    backward: list[Launch] = []
+    widened = 0.0
+    if product_type(graph, op, numbers, kind) == _FLOAT8:
+        read, given, made = (graph.tensors[i].num_elements(batch_size) for i in (*_factors(op), op.outputs[0]))
+        width, narrow = numbers.value_bytes, DTYPE_BYTES[_FLOAT8]
+        forward += [copied(read, width, 0), copied(given, width, 0), copied(given, width, narrow)]
+        if trained:
+            backward += [copied(made, width, 0), copied(given, width, narrow), copied(read, width, narrow)]
+    cast = cast_inputs(graph, op, numbers.autocast) if numbers.autocast else []
+    if cast:
         width = DTYPE_BYTES[compute_type(graph, op, numbers.autocast)]
-        for i in cast_inputs(graph, op, numbers.autocast):
+        for i in cast:
             tensor = graph.tensors[i]
-            num_bytes = tensor.num_elements(batch_size) * (width + DTYPE_BYTES[tensor.dtype])
-            forward.append(num_bytes)
+            own = DTYPE_BYTES[tensor.dtype]
+            forward.append(copied(tensor.num_elements(batch_size), own, width))
             if trained and tensor.requires_grad:
-                backward.append(num_bytes)
+                backward.append(copied(tensor.num_elements(batch_size), width, own))
+    if trained and family_of(op) == "pointwise":
+        # What an op widens by itself.
+        made = widths.of(op.outputs[0])
+        for i in dict.fromkeys(i for i in op.inputs if i not in cast and graph.tensors[i].requires_grad):
+            own = widths.of(i)
+            if own < made:
+                backward.append(copied(graph.tensors[i].num_elements(batch_size), made, own))
     if trained and numbers.gradient_bytes > numbers.value_bytes:
         for i in dict.fromkeys(op.inputs):
             tensor = graph.tensors[i]
             if tensor.role == "parameter" and tensor.requires_grad:
                 elements = tensor.num_elements(0)
-                backward.append(elements * (numbers.gradient_bytes + numbers.value_bytes))
-                accumulate.append(3 * elements * (numbers.gradient_bytes - numbers.value_bytes))
-    if not (forward or backward or accumulate):
-        return None
-    bandwidth = kind.memory_bandwidth_bytes_per_s
-    return OpSeconds(
-        forward_s=sum(forward) / bandwidth + LAUNCH_S * len(forward),
-        backward_s=sum(backward) / bandwidth + LAUNCH_S * len(backward),
-        # The kernel that adds is counted with the op.
-        accumulate_s=sum(accumulate) / bandwidth,
-    )
-
-
-def _sum(one: OpSeconds, other: OpSeconds) -> OpSeconds:
-    return OpSeconds(
-        forward_s=one.forward_s + other.forward_s,
-        backward_s=one.backward_s + other.backward_s,
-        accumulate_s=one.accumulate_s + other.accumulate_s,
-    )
+                backward.append(copied(elements, numbers.value_bytes, numbers.gradient_bytes))
+                widened += 3 * elements * (numbers.gradient_bytes - numbers.value_bytes)
+    return forward, backward, widened

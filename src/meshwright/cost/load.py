@@ -9,6 +9,7 @@ from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.kernels import adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.model import CostModel
 from meshwright.cost.plausible import refuse_impossible
+from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.traced import collect_traced
 from meshwright.records import from_measurements, load_measurements, read_records_at
 from meshwright.spec import MeasurementError
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Precision
 
 
-def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precision) -> CostModel:
+def load_cost_model(
+    cluster: Cluster, path: Path | str | None, precision: Precision, software: Software = PYTORCH
+) -> CostModel:
     """Prices for a cluster from its rows of a file (``.json`` or ``.parquet``), or without a file by datasheet.
 
     Raises DocumentError for a file that cannot be read, MeasurementError if it has no row of the cluster's devices.
     """
     if path is None:
-        return CostModel(cluster=cluster, precision=precision)
+        return CostModel(cluster=cluster, precision=precision, software=software)
     measured = load_measurements(path, cluster)
     rows = read_records_at(Path(path)) if Path(path).suffix == ".parquet" else from_measurements(measured)
     here = rows.where(device=measured.device)
@@ -42,6 +45,7 @@ def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precis
         cluster=cluster,
         measurements=measured,
         precision=precision,
+        software=software,
         collectives=own,
         collective_hosts=host,
         kernels=_adapt_if_measured(rows, cluster),

@@ -35,6 +35,7 @@ from meshwright.cost.optimizers import (
     trainable_elements,
 )
 from meshwright.cost.prices import End, OpPrices, explain_bases
+from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.table import OpTable, roofline_interval
 from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
 from meshwright.records import from_measurements
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.memory.backward import Backend
-    from meshwright.cost.prediction import Floats, Predictions
+    from meshwright.cost.prediction import Basis, Floats, Predictions
     from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import Optimizer, StageSlice, Workload
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # What is kept of kinds of devices, whatever cluster they are in.
-_OF_KINDS = ("ops", "classes", "optimizer", "bucket", "memory")
+_OF_BYTES = ("classes", "memory")
+_OF_KINDS = (*_OF_BYTES, "ops", "optimizer", "bucket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +74,7 @@ class CostModel:
     those of a rank's processor (`fit_measured`); by default on the transfers among the measurements.
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
+    ``software``: what trains, where it is not our runtime on current PyTorch (`find_software`).
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
     ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
     ``teams`` has what these exchange among themselves.
@@ -82,6 +85,7 @@ class CostModel:
     cluster: Cluster
     measurements: Measurements | None = None
     precision: Precision = "float32"
+    software: Software = PYTORCH
     end: End | None = None
     sharding: Sharding = UNSHARDED
     devices: Cluster | None = None
@@ -129,6 +133,10 @@ class CostModel:
         """Seconds of the host per instruction of the runtime, as measured; 0 without measurements."""
         return self.measurements.overhead_s if self.measurements is not None else 0.0
 
+    def serial_overhead_s(self, device_kind: DeviceKind) -> float:
+        """The part of `overhead_s` in which a kind of device does nothing: all of it where it is its own host."""
+        return self.overhead_s if backend_of(device_kind) == "cpu" else 0.0
+
     def is_measured(self, device_kind: DeviceKind) -> bool:
         """Whether the measurement table was taken on this kind of device."""
         return self.measurements is not None and self.measurements.device == device_kind.usual_name
@@ -146,7 +154,14 @@ class CostModel:
         """
         if end not in get_args(End):
             raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
-        return replace(self, end=end)
+        other = self._keep(("end", end), lambda: replace(self, end=end))
+        return self._share(other, _OF_BYTES)
+
+    def _share(self, other: CostModel, kinds: tuple[str, ...]) -> CostModel:
+        """Let another model know what this one has found out of some kinds."""
+        other._graphs.update(self._graphs)
+        other._kept.update((key, kept) for key, kept in self._kept.items() if cast("Any", key)[0] in kinds)
+        return other
 
     def for_teams(self, sharding: Sharding) -> CostModel:
         """Prices for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
@@ -165,18 +180,21 @@ class CostModel:
 
     def on_machines(self, cluster: Cluster, usual_links: Cluster | None = None) -> CostModel:
         """The same prices on other machines; ``usual_links``: the same with the links that were measured, if unlike."""
-        moved = replace(self, cluster=cluster, usual_links=usual_links)
         # Prices by kind of device hold there, too.
-        moved._graphs.update(self._graphs)
-        moved._kept.update((key, kept) for key, kept in self._kept.items() if cast("Any", key)[0] in _OF_KINDS)
-        return moved
+        return self._share(replace(self, cluster=cluster, usual_links=usual_links), _OF_KINDS)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
+        return explain_bases(self.count_bases(graph, batch_size), self._kinds())
+
+    def count_bases(self, graph: Graph, batch_size: int) -> Counter[Basis]:
+        """How many op costs, on each kind of device, rest on what. Raises GraphError as `price_ops`."""
+        kinds = self._kinds().values()
+        return Counter(basis for kind in kinds for basis in self.price_ops(graph, batch_size, kind).basis)
+
+    def _kinds(self) -> dict[str, DeviceKind]:
         used = (self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks))
-        kinds = {kind.usual_name: kind.at_usual_speed() for kind in used}
-        counts = Counter(basis for kind in kinds.values() for basis in self.price_ops(graph, batch_size, kind).basis)
-        return explain_bases(counts, kinds)
+        return {kind.usual_name: kind.at_usual_speed() for kind in used}
 
     def collective_seconds(
         self,
@@ -309,7 +327,9 @@ class CostModel:
     def _price_sizes(self, graph: Graph, batch_sizes: Sequence[int], kind: DeviceKind) -> list[OpPrices]:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
-        sources = OpSources(table=table, traced=self.traced, kernels=self.kernels, teams=self.teams)
+        sources = OpSources(
+            table=table, traced=self.traced, kernels=self.kernels, teams=self.teams, software=self.software
+        )
         found = price_sizes(graph, batch_sizes, classes, kind, self.numbers, sources)
         return found if self.end is None else [prices.at_end(self.end) for prices in found]
 
@@ -339,6 +359,10 @@ class CostModel:
             return self._fill(graph, parameters, kind.at_usual_speed()).slowed(kind.slowdown)
         curve = self._optimizers.get(BUCKET_COPY) if self.is_measured(kind) else None
         return price_copy(trainable_elements(graph, parameters), kind, self.precision, curve, roofline_interval(kind))
+
+    def remember(self, what: str, graph: Graph, key: Hashable, compute: Callable[[], T]) -> T:
+        """What ``compute`` finds out about a graph, once for every key."""
+        return self._keep((what, self._known(graph), key), compute)
 
     def _known(self, graph: Graph) -> int:
         # Graphs are kept alive here, so that an id is never given to another graph.

@@ -1,18 +1,24 @@
 """Prices of all ops of a graph on a kind of device, from all that is known of it, for several batch sizes at once.
 
-Each class of equal ops is priced once: by measurement or roofline (`table`), what rests on a roofline by the predictor
-of GPU kernels where it knows them (`kernels`), and what the ranks of mesh axes exchange inside of ops comes on top
-(`teams`). Kernels of all sizes are predicted together.
+Each class of equal ops is priced once: by measurement or roofline (`table`); on GPUs what rests on a roofline by the
+predictor of products (`kernels`) and by the kernels that torch launches (`gpu`); casts and sums of gradients come on
+top (`conversions`), and what the ranks of mesh axes exchange inside of ops (`teams`). Products of all sizes are
+predicted together.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.conversions import op_type, with_conversions
-from meshwright.cost.kernels import Asked, is_tiled, price_kernels, shipped_model
+from meshwright.cost.conversions import is_tf32_by_default, op_type, product_type, with_conversions
+from meshwright.cost.gpu.prices import price_launches
+from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
+from meshwright.cost.host_issue import issue_seconds
+from meshwright.cost.kernels import Asked, price_kernels, shipped_model
+from meshwright.cost.memory import backend_of
 from meshwright.cost.prices import gather_prices
-from meshwright.cost.table import price_op, roofline_interval
+from meshwright.cost.table import price_op
+from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.cost.classes import OpClasses
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.prices import OpPrice, OpPrices
+    from meshwright.cost.software import Software
     from meshwright.cost.table import OpTable
     from meshwright.cost.teams import TeamPrices
     from meshwright.cost.traced import TracedOps
@@ -29,12 +36,13 @@ if TYPE_CHECKING:
 
 
 class OpSources(NamedTuple):
-    """Where prices come from: measurements and traces of this kind of device, a predictor of kernels, teams."""
+    """Where prices come from: measurements and traces of this kind of device, kernels, teams, software."""
 
     table: OpTable | None
     traced: TracedOps | None
     kernels: KernelModel | None
     teams: TeamPrices
+    software: Software
 
 
 def price_sizes(
@@ -48,23 +56,43 @@ def price_sizes(
     for size in sorted(batch_sizes, reverse=True):
         graph.check_batch_size(size)
     types = [op_type(graph, op, numbers) for op in ops]
+    products = [product_type(graph, op, numbers, usual) for op in ops]
+    arithmetic = [product or numbers.compute for product in products]
+    # What was measured was multiplied as torch does by default.
+    tables = [
+        sources.table if not product or is_tf32_by_default(op) else None
+        for op, product in zip(ops, products, strict=True)
+    ]
     for size in batch_sizes:
         keys = [key_in(dtype, graph, op, size) for op, dtype in zip(ops, types, strict=True)]
         bounds = [
-            price_op(graph, op, size, usual, dtype, sources.table, sources.traced, key)
-            for op, key, dtype in zip(ops, keys, types, strict=True)
+            price_op(graph, op, size, usual, dtype, table, sources.traced, key, product)
+            for op, key, dtype, table, product in zip(ops, keys, types, tables, products, strict=True)
         ]
-        asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, batch_size=size))
+        asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
     prices: list[list[OpPrice]] = [list(some.prices) for some in asked]
-    if is_tiled(usual):
-        kernels = sources.kernels or shipped_model()
-        prices = price_kernels(kernels, asked, usual, numbers.compute, roofline_interval(usual))
-    unsure = roofline_interval(usual)
+    widths = Widths(graph=graph, values=None if numbers.autocast else numbers.value_bytes, single=classes.single)
+    gpu = shipped_gpu() if is_modelled(usual) else None
+    if gpu is not None:
+        predicted = price_kernels(sources.kernels or shipped_model(), gpu.products, asked, usual)
+        prices = [
+            price_launches(gpu, some, each, types, widths, usual, sources.software.attention)
+            for some, each in zip(asked, predicted, strict=True)
+        ]
     prices = [
-        [with_conversions(price, graph, op, size, usual, numbers, unsure) for price, op in zip(each, ops, strict=True)]
+        [
+            with_conversions(price, graph, op, size, usual, numbers, gpu, widths, added)
+            for price, op, added in zip(each, ops, classes.added, strict=True)
+        ]
         for size, each in zip(batch_sizes, prices, strict=True)
     ]
+    issued = []
+    if asked and backend_of(usual) == "cuda":
+        issued = [
+            issue_seconds(graph, op, asked[0].batch_size, dtype, key, numbers).times(sources.software.host_factor)
+            for op, dtype, key in zip(ops, types, asked[0].keys, strict=True)
+        ]
     return [
-        gather_prices(each, classes.class_of, graph, sources.teams.op_exchanges(graph, size), slowdown)
+        gather_prices(each, classes.class_of, graph, sources.teams.op_exchanges(graph, size), slowdown, issued)
         for size, each in zip(batch_sizes, prices, strict=True)
     ]

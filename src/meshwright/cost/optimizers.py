@@ -3,13 +3,14 @@
 Measured (torch's own loop over the tensors): Σ over tensors of f(elements), f through the measured points.
 Else the roofline of what torch runs, by the way in which it goes over the parameters:
 
-    seconds = Σ elements · accesses · width / memory bandwidth + kernels · launch
+    seconds = Σ elements · accesses · width / (share · memory bandwidth) + kernels · launch
 
     tensors   one after the other: every operation of the update is a kernel per tensor (CPUs)
     foreach   every operation is a kernel over all tensors, started again per 320 chunks of 65,536 elements
     fused     one kernel reads parameters, gradients and states and writes parameters and states
 
-Which one runs: `default_loop`. In mixed precision the loop goes over the float32 master copy; a gradient in bfloat16 is
+The share is 1 on processors; on GPUs it is that of steps of AdamW which were measured there (`cost.gpu`). Which one
+runs: `default_loop`. In mixed precision the loop goes over the float32 master copy; a gradient in bfloat16 is
 widened before it, the parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by
 tensor.
 Source: torch 2.13, torch/optim/adam.py and sgd.py, aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from meshwright.cost.curves import Curve, fit_curve
+from meshwright.cost.gpu.launches import copied
+from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import price_seconds
 from meshwright.cost.roofline import LAUNCH_S
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meshwright.cost.prediction import Basis
     from meshwright.cost.prices import Price
     from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer
 
@@ -100,8 +104,13 @@ def price_step(
         return _price_measured(elements, curve)
     per_element = bytes_per_element(optimizer, precision, loop)
     kernels = _num_kernels(elements, optimizer, loop) + len(_conversions(numbers_of(precision))) * len(elements)
-    seconds = float(elements.sum()) * per_element / kind.memory_bandwidth_bytes_per_s + kernels * LAUNCH_S
-    return price_seconds(seconds, unsure, "roofline")
+    bandwidth: float = kind.memory_bandwidth_bytes_per_s
+    basis: Basis = "roofline"
+    if is_modelled(kind):
+        bandwidth *= shipped_gpu().optimizer_share(numbers_of(precision).state_bytes)
+        basis, unsure = shipped_gpu().basis_on(kind)
+    seconds = float(elements.sum()) * per_element / bandwidth + kernels * LAUNCH_S
+    return price_seconds(seconds, unsure, basis)
 
 
 def bytes_per_element(optimizer: Optimizer, precision: str, loop: OptimizerLoop) -> int:
@@ -124,8 +133,12 @@ def price_copy(
     """Copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
     if curve is not None:
         return _price_measured(elements, curve)
-    moved = 2 * float(elements.sum()) * numbers_of(precision).gradient_bytes
-    seconds = moved / kind.memory_bandwidth_bytes_per_s + LAUNCH_S * len(elements)
+    width = numbers_of(precision).gradient_bytes
+    if is_modelled(kind):
+        gpu = shipped_gpu()
+        basis, interval = gpu.basis_on(kind)
+        return price_seconds(gpu.seconds((copied(float(one), width, width) for one in elements), kind), interval, basis)
+    seconds = 2 * float(elements.sum()) * width / kind.memory_bandwidth_bytes_per_s + LAUNCH_S * len(elements)
     return price_seconds(seconds, unsure, "roofline")
 
 
@@ -133,9 +146,14 @@ def _num_accesses(optimizer: Optimizer, loop: OptimizerLoop) -> int:
     return _FUSED_ACCESSES[optimizer.name] if loop == "fused" else sum(_ACCESSES[optimizer.name])
 
 
+def num_operations(optimizer: Optimizer) -> int:
+    """Operations of an update, tensor by tensor."""
+    return len(_ACCESSES[optimizer.name])
+
+
 def _num_kernels(elements: NDArray[np.int64], optimizer: Optimizer, loop: OptimizerLoop) -> int:
     """Kernels of a step; AdamW counts its steps in one more per start."""
-    operations = 1 if loop == "fused" else len(_ACCESSES[optimizer.name])
+    operations = 1 if loop == "fused" else num_operations(optimizer)
     operations += optimizer.kind == "adamw"
     chunks = int(np.ceil(elements / _CHUNK_ELEMENTS).sum())
     starts = max(math.ceil(chunks / _MAX_CHUNKS), math.ceil(len(elements) / _MAX_TENSORS))

@@ -45,6 +45,11 @@ class OpPrice:
     high: OpSeconds
     basis: Basis
 
+    def plus(self, seconds: OpSeconds, interval: Interval) -> OpPrice:
+        """The price of the op and of what runs beside it, which has an interval of its own."""
+        low, high = (seconds.scaled(end, end, end) for end in (interval.low, interval.high))
+        return replace(self, seconds=self.seconds.plus(seconds), low=self.low.plus(low), high=self.high.plus(high))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
@@ -82,7 +87,8 @@ class OpPrices:
     whose results were not kept; it stands with the last op of their range. ``low_s`` and ``high_s`` are the ends of
     the 80 % intervals, of shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
     ``exchanged_s``, of shape (ops, 2), is the part of forward and backward in which the op's ranks exchange something
-    and do not compute.
+    and do not compute. ``issue_s``, of shape (ops, 3), are the seconds of the measured host (`host_issue`) for forward,
+    backward and accumulate; None of a device that is its own host.
     """
 
     forward_s: NDArray[np.float64]
@@ -94,6 +100,7 @@ class OpPrices:
     group: NDArray[np.int64]
     basis: tuple[Basis, ...]
     exchanged_s: NDArray[np.float64]
+    issue_s: NDArray[np.float64] | None = None
 
     def total(self, ops: Sequence[int] | NDArray[np.int64] | None = None) -> TotalSeconds:
         """Forward and backward of some ops (default: all), each counted once."""
@@ -174,19 +181,22 @@ def gather_prices(
     graph: Graph,
     exchanges: Sequence[OpExchange] = (),
     slowdown: float = 1.0,
+    issued: Sequence[OpSeconds] = (),
 ) -> OpPrices:
     """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
 
     ``exchanges`` of ops with other ranks are a part of their prices, of which all else takes ``slowdown`` times as long
-    as usual. What the graph computes again runs in the
-    backward, before that of the last op of its range.
+    as usual. ``issued`` is what the host takes for each class. What the graph computes again runs in the backward,
+    before that of the last op of its range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
     again = [(stop - 1, computed_again(graph, start, stop)) for start, stop in graph.recompute]
 
-    def columns(parts: Sequence[OpSeconds], exchanged_s: Sequence[float] | None) -> NDArray[np.float64]:
+    def columns(
+        parts: Sequence[OpSeconds], exchanged_s: Sequence[float] | None, factor: float = slowdown
+    ) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
-        table = np.array(rows, np.float64).reshape(-1, 3)[class_of] * slowdown
+        table = np.array(rows, np.float64).reshape(-1, 3)[class_of] * factor
         table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
         if exchanged_s is not None:
             add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
@@ -216,6 +226,7 @@ def gather_prices(
         group=groups[class_of],
         basis=tuple(prices[index].basis for index in class_of),
         exchanged_s=exchanged,
+        issue_s=columns(issued, None, 1.0) if issued else None,
     )
 
 

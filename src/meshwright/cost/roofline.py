@@ -40,16 +40,33 @@ class OpSeconds:
             accumulate_s=self.accumulate_s * accumulate,
         )
 
+    def times(self, factor: float) -> OpSeconds:
+        """All parts times one factor."""
+        return self.scaled(factor, factor, factor)
+
+    def plus(self, other: OpSeconds) -> OpSeconds:
+        """Each part of both together."""
+        return OpSeconds(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            accumulate_s=self.accumulate_s + other.accumulate_s,
+        )
+
 
 def peak_flops(kind: DeviceKind, dtype: str) -> float:
     """Peak operations per second; a dtype that the datasheet does not list runs at the slowest listed rate."""
     return kind.peak_flops_per_s.get(dtype) or min(kind.peak_flops_per_s.values())
 
 
-def bound_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, key: str = "") -> OpSeconds:
-    """The roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time."""
+def bound_op(
+    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, key: str = "", arithmetic: str = ""
+) -> OpSeconds:
+    """The roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time.
+
+    ``arithmetic``: the type that it multiplies in, if that is not ``dtype``.
+    """
     passes = passes_of(graph, op, batch_size, dtype, key)
-    peak, bandwidth = peak_flops(kind, dtype), kind.memory_bandwidth_bytes_per_s
+    peak, bandwidth = peak_flops(kind, arithmetic or dtype), kind.memory_bandwidth_bytes_per_s
 
     def seconds(amount: Amount) -> float:
         return max(amount.flops / peak, amount.num_bytes / bandwidth) + amount.num_kernels * LAUNCH_S

@@ -109,10 +109,14 @@ def price_op(
     table: OpTable | None,
     traced: TracedOps | None = None,
     key: str = "",
+    arithmetic: str = "",
 ) -> OpPrice:
-    """Seconds of one op, their interval and where they come from (see the module's docstring); ``key``: if known."""
+    """Seconds of one op, their interval and where they come from (see the module's docstring).
+
+    ``key``: if known. ``arithmetic``: the type that it multiplies in, if that is not ``dtype``.
+    """
     key = key or key_in(dtype, graph, op, batch_size)
-    bound = bound_op(graph, op, batch_size, kind, dtype, key)
+    bound = bound_op(graph, op, batch_size, kind, dtype, key, arithmetic)
     unsure = roofline_interval(kind)
     if table is None:
         return price_around(bound, unsure, "roofline")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshwright.cost.work import Amount, key_in, name_in, read_work
+from meshwright.cost.work import Amount, key_in, name_in, operators, read_work
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ class Passes:
 def operator_name(op: Op) -> str:
     """``relu_`` of ``aten.relu_.default``."""
     return name_in(op.kind)
+
+
+def family_of(op: Op) -> str:
+    """What an op is by the table of operators (`Family`); "" for one that it does not know."""
+    known = operators().get(operator_name(op))
+    return known.family if known is not None else ""
 
 
 def is_in_place(op: Op) -> bool:

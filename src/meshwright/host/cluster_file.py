@@ -62,6 +62,8 @@ def _node_lines(node: Node, place: str, remarks: Remarks) -> Iterator[str]:
     }
     if node.host_memory_bandwidth_bytes_per_s:
         figures["host_memory_bandwidth_bytes_per_s"] = _number(node.host_memory_bandwidth_bytes_per_s)
+    if node.host_call_s:
+        figures["host_call_s"] = _number(node.host_call_s)
     if node.nvme is not None:
         figures["nvme"] = _drives(node.nvme)
     yield from ("", "[[nodes]]", f"name = {_string(node.name)}")

@@ -20,17 +20,18 @@ from meshwright.planner.exchanges import (
 )
 from meshwright.planner.found_orders import FoundPlan, find_order
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
-from meshwright.planner.method import Method, Proposal, SearchState
+from meshwright.planner.method import Limits, Method, Proposal, SearchState
 from meshwright.planner.methods import METHODS
 from meshwright.planner.methods.slicing import Slicing, SlicingProblem, solve_slicing
 from meshwright.planner.pages import plans_document, simulation_document
 from meshwright.planner.placing.constraints import Constraints
 from meshwright.planner.placing.place import place, seconds_on_one_device
 from meshwright.planner.plans import Coverage, Plans, explain_difference
+from meshwright.planner.prices import within_budget
 from meshwright.planner.problem import Choices, Problem, Setting, list_shardings
 from meshwright.planner.replanning import replan, replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
-from meshwright.planner.search import DEFAULT_METHOD, search_plans, solve
+from meshwright.planner.search import DEFAULT_METHOD, search_plans
 
 __all__ = [
     "DEFAULT_METHOD",
@@ -43,6 +44,7 @@ __all__ = [
     "ExchangeComparison",
     "ExchangedPlan",
     "FoundPlan",
+    "Limits",
     "Method",
     "NothingFitsError",
     "Plans",
@@ -73,6 +75,6 @@ __all__ = [
     "search_plans",
     "seconds_on_one_device",
     "simulation_document",
-    "solve",
     "solve_slicing",
+    "within_budget",
 ]

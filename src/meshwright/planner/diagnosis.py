@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import SearchState
 from meshwright.planner.methods.slicing import Candidate, CandidateSearch
 from meshwright.planner.methods.slicing.method import MAX_RANKS
 from meshwright.planner.problem import Choices, Problem, Space
-from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, format_bytes
+from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, format_bytes, format_seconds
+from meshwright.spec.exchange import WAVES, ZeroStage
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS
 from meshwright.spec.plan import BASIC_SCHEDULES, name_stages
 from meshwright.spec.sharding import Sharding
@@ -20,8 +22,15 @@ from meshwright.spec.sharding import Sharding
 _LIMIT_PRECISION = 0.01
 # Parts of memory that do not depend on the microbatches under way.
 _STATES = MEMORY_PARTS[: BUCKETS + 1]
+_ZERO: dict[ZeroStage, str] = {
+    1: "Share optimizer states (--zero 1)",
+    2: "Share optimizer states and gradients (--zero 2)",
+    3: "Share all states, as FSDP (--zero 3)",
+}
 # Tensor parallelism is proposed up to the devices that common nodes have.
 _TENSOR_SIZES = (2, 4, 8)
+# Where no other change helps, so many times the nodes are tried.
+_MORE_NODES = (2, 4, 8, 16)
 
 
 class NothingFitsError(NoFeasiblePlanError):
@@ -46,8 +55,23 @@ def require_possible(problem: Problem) -> None:
     ):
         if not values:
             raise PlanError(f"No {what} was given to choose from; give at least one.")
-    if problem.memory_limit_bytes is not None and problem.memory_limit_bytes < 1:
-        raise PlanError(f"A limit of {problem.memory_limit_bytes} bytes was given; expected at least 1.")
+    if problem.aim == "latency" and problem.workload.kind != "inference":
+        raise PlanError(
+            f"The least latency was asked for, for {problem.workload.kind}; expected inference, whose batches are "
+            "answered. Give such a workload, or aim at throughput."
+        )
+    if problem.max_latency_s is not None and (problem.workload.kind != "inference" or not problem.max_latency_s > 0):
+        raise PlanError(
+            f"A latency of at most {problem.max_latency_s} s was asked for, for {problem.workload.kind}; expected a "
+            "positive number, for inference. Leave it out, or give such a workload."
+        )
+    if problem.exchange.staleness and WAVES not in chosen.schedules:
+        raise PlanError(
+            f"A staleness of {problem.exchange.staleness} waves was given for {' and '.join(chosen.schedules)}; only "
+            f"{WAVES} has waves. Leave it out, or ask for that schedule too."
+        )
+    if problem.memory.num_bytes is not None and problem.memory.num_bytes < 1:
+        raise PlanError(f"A limit of {problem.memory.num_bytes} bytes was given; expected at least 1.")
     for count in chosen.num_devices:
         if not 1 <= count <= everything:
             raise PlanError(
@@ -87,7 +111,7 @@ def raise_infeasible(
     problem: Problem,
     rejected: Sequence[RankedPlan],
     evaluate: Callable[[Plan], RankedPlan],
-    has_plan: Callable[[Problem], bool],
+    best_of: Callable[[Problem], RankedPlan | None],
 ) -> NoReturn:
     """Raise NothingFitsError: memory binds, since `require_possible` has excluded all else."""
     smallest = _smallest_plan(problem)
@@ -106,11 +130,18 @@ def raise_infeasible(
     rank = item.fullest_rank
     raise NothingFitsError(
         f"No plan fits into memory. The smallest one found, {item.plan.describe()}, needs "
-        f"{format_bytes(item.peak_memory_bytes[rank])} on rank {rank} ({name_stages(item.plan, rank)}), which has "
+        f"{format_bytes(item.reserved_bytes[rank])} on rank {rank} ({name_stages(item.plan, rank)}), which may reserve "
         f"{format_bytes(item.memory_limit_bytes[rank])}: {format_bytes(item.excess_bytes)} too much; most of it are "
-        f"{item.memory_owner}. {_relaxation(problem, item, has_plan)}",
+        f"{item.memory_owner}. {_relaxation(problem, item, best_of)}{_sequence_hint(item)}",
         nearest=item,
     )
+
+
+def _sequence_hint(item: RankedPlan) -> str:
+    """That sequences can be shortened, where what grows with them fills most of the memory."""
+    if item.sequence_length is None or item.memory_owner in _STATES:
+        return ""
+    return f" A sample has {item.sequence_length:,} tokens; shorter sequences need less (--sequence-length)."
 
 
 def _fullest_share(item: RankedPlan) -> float:
@@ -127,14 +158,70 @@ def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
     )
 
 
-def _relaxation(problem: Problem, item: RankedPlan, has_plan: Callable[[Problem], bool]) -> str:
-    """The first change that makes a plan possible, the cheapest to make first."""
-    for words, choices in (*_changes(problem), *_lighter(problem, item.memory_owner)):
-        relaxed = replace(problem, choices=choices)
-        if has_plan(relaxed):
-            return f"{words}: then there are plans that fit."
-    needed = item.peak_memory_bytes[item.fullest_rank]
-    return f"Give devices (or a memory limit) of at least {format_bytes(needed)}, more ranks, or a smaller model."
+def _relaxation(problem: Problem, item: RankedPlan, best_of: Callable[[Problem], RankedPlan | None]) -> str:
+    """The change that makes a plan fit at the least cost, device seconds of a step; all are tried, then pairs."""
+    single = [*_changes(problem), *_lighter(problem, item.memory_owner)]
+    found = _fitting(problem, single, best_of) or _fitting(problem, _together(problem), best_of)
+    found = found or _on_more_devices(problem, best_of)
+    if not found:
+        needed = format_bytes(item.reserved_bytes[item.fullest_rank])
+        return f"Give devices (or a memory limit) that leave a plan {needed}, more ranks, or a smaller model."
+    words, best = min(found, key=lambda pair: pair[1].device_seconds)
+    others = [other for other, _ in found if other != words]
+    beside = f" Others that make it fit: {'; '.join(others)}." if others else ""
+    rank = best.fullest_rank
+    return (
+        f"{words}: then the best plan takes {format_seconds(best.step_time_s)} per step and reserves "
+        f"{format_bytes(best.reserved_bytes[rank])}.{beside}"
+    )
+
+
+def _fitting(
+    problem: Problem, changes: Iterable[tuple[str, Choices]], best_of: Callable[[Problem], RankedPlan | None]
+) -> list[tuple[str, RankedPlan]]:
+    """The changes under which a plan fits, each with its best plan."""
+    tried = ((words, best_of(replace(problem, choices=choices))) for words, choices in changes)
+    return [(words, best) for words, best in tried if best is not None]
+
+
+def _together(problem: Problem) -> Iterator[tuple[str, Choices]]:
+    """Several changes at once, for what none of them does alone."""
+    chosen = problem.choices
+    if problem.workload.kind != "training":
+        return
+    lean = replace(chosen, schedules=tuple(dict.fromkeys((*chosen.schedules, "1f1b"))), microbatch_sizes=(), zero=(3,))
+    again = replace(lean, recompute=("full",))
+    yield "Share all states and compute blocks again (--zero 3 --recompute full)", again
+    if _has_hosts(problem):
+        away = replace(again, zero=(2,), offload=(Offload(optimizer="host"),))
+        yield (
+            "Keep optimizer states on the host, share them and compute blocks again (--offload optimizer=host --zero 2 "
+            "--recompute full)",
+            away,
+        )
+    for size in _TENSOR_SIZES:
+        if all(sharding.is_whole for sharding in chosen.shardings):
+            yield (
+                f"Split ops, share optimizer states and compute blocks again (--tensor {size} --zero 1 --recompute "
+                "full)",
+                replace(again, zero=(1,), shardings=(Sharding(tensor=size),)),
+            )
+
+
+def _on_more_devices(problem: Problem, best_of: Callable[[Problem], RankedPlan | None]) -> list[tuple[str, RankedPlan]]:
+    """The least multiple of the cluster's nodes on which a plan fits, as the problem allows plans."""
+    cluster = problem.cluster
+    if cluster.racks is not None or cluster.paths or problem.choices.num_devices:
+        return []
+    for times in _MORE_NODES:
+        if cluster.num_ranks * times > MAX_RANKS:
+            break
+        nodes = tuple(replace(node, name=f"{node.name}-{k}") for k in range(times) for node in cluster.nodes)
+        wider = replace(cluster, name=f"{times}x{cluster.name}", nodes=nodes)
+        other = replace(problem, cluster=wider, cost=problem.cost.on_machines(wider))
+        if (best := best_of(other)) is not None:
+            return [(f"Use {wider.num_ranks} devices", best)]
+    return []
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Choices]]:
@@ -142,13 +229,14 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Choices]]:
     chosen, everything = problem.choices, problem.cluster.num_ranks
     sizes = sorted({size for space in problem.spaces() for size in space.microbatch_sizes})
     if "1f1b" not in chosen.schedules:
-        yield "Allow the schedule 1f1b", replace(chosen, schedules=(*chosen.schedules, "1f1b"))
+        yield "Allow the schedule 1f1b (--schedule 1f1b)", replace(chosen, schedules=(*chosen.schedules, "1f1b"))
     if sizes[0] > 1 and problem.graph_for(sizes[0]).batch_size is None:
-        yield "Allow microbatches of 1 sample", replace(chosen, microbatch_sizes=(1,))
+        yield "Allow microbatches of 1 sample (--microbatch-size 1)", replace(chosen, microbatch_sizes=(1,))
     if chosen.num_stages:
-        yield "Allow any number of stages", replace(chosen, num_stages=())
+        yield "Allow any number of stages (leave out --stages)", replace(chosen, num_stages=())
     if chosen.num_devices and max(chosen.num_devices) < everything:
-        yield f"Use all {everything} devices of the cluster", replace(chosen, num_devices=(everything,))
+        words = f"Use all {everything} devices of the cluster (leave out --ranks)"
+        yield words, replace(chosen, num_devices=(everything,))
 
 
 def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
@@ -156,8 +244,8 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
     chosen = problem.choices
     states, activations = [], []
     if problem.workload.kind == "training":
-        if max(chosen.zero) < 1:
-            states.append(("Share optimizer states out (--zero 1)", replace(chosen, zero=(1,))))
+        further = (stage for stage in _ZERO if stage > max(chosen.zero))
+        states += [(_ZERO[stage], replace(chosen, zero=(stage,))) for stage in further]
         if all(away.optimizer == "device" for away in chosen.offload) and _has_hosts(problem):
             words = "Keep optimizer states on the host (--offload optimizer=host)"
             states.append((words, replace(chosen, offload=(Offload(optimizer="host"),))))
@@ -184,12 +272,14 @@ def _smallest_plan(problem: Problem) -> Candidate | None:
 
     def first(limit: int) -> Candidate | None:
         for space in lean:
-            found = CandidateSearch(replace(space, memory_limit_bytes=limit), _basic(space), SearchState()).run()
+            found = CandidateSearch(
+                replace(space, memory=MemoryLimit(num_bytes=limit)), _basic(space), SearchState()
+            ).run()
             if found:
                 return found[0]
         return None
 
-    low = problem.memory_limit_bytes or min(kind.memory_bytes for kind in problem.cluster.device_kinds)
+    low = min(map(problem.memory.usable_bytes, problem.cluster.device_kinds))
     high = max(low, 1)
     found = None
     while found is None and high < 2**60:

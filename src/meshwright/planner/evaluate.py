@@ -15,6 +15,8 @@ from math import lcm
 from typing import Any
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner.interval import StepInterval
 from meshwright.planner.layouts import memory_limit
 from meshwright.planner.prices import PlanPrice
 from meshwright.simulator import (
@@ -23,6 +25,7 @@ from meshwright.simulator import (
     PeakMemory,
     Simulation,
     form_teams,
+    predict_reserved,
     simulate_plan,
     simulate_plans,
 )
@@ -62,9 +65,11 @@ class Breakdown:
 class RankedPlan:
     """A plan with its prediction.
 
-    ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak) and ``memory_limit_bytes`` have
-    one entry per rank; ``nodes`` have what hosts and drives keep for them. ``estimate_s`` is the closed form of
-    `slicing`, for plans that the search made. Where it was asked for: ``latency_s`` is what one microbatch takes alone,
+    ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak), ``reserved_bytes`` (what the
+    allocator holds for it) and ``memory_limit_bytes`` (what it may hold) have one entry per rank; ``nodes`` have what
+    hosts and drives keep for them. ``sequence_length`` is in tokens, None for models that read none. ``estimate_s`` is
+    the closed form of `slicing`, ``recompute`` the word for what is computed again, both for plans that a search made.
+    Where it was asked for: ``interval`` is that of the step; ``latency_s`` is what one microbatch takes alone,
     ``makespan_s`` what a batch takes that arrives at once, ``price`` what the plan costs.
     """
 
@@ -75,9 +80,13 @@ class RankedPlan:
     busiest_rank: int
     breakdown: Breakdown
     memory: tuple[PeakMemory, ...]
+    reserved_bytes: tuple[int, ...]
     memory_limit_bytes: tuple[int, ...]
     mfu: float | None = None
+    sequence_length: int | None = None
     estimate_s: float | None = None
+    recompute: str = ""
+    interval: StepInterval | None = None
     nodes: tuple[NodeMemory, ...] = ()
     latency_s: float | None = None
     makespan_s: float | None = None
@@ -87,6 +96,11 @@ class RankedPlan:
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """Peak of each rank."""
         return tuple(item.total_bytes for item in self.memory)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of all devices; None for models that read none."""
+        return None if self.sequence_length is None else self.samples_per_s * self.sequence_length
 
     @property
     def device_seconds(self) -> float:
@@ -106,37 +120,41 @@ class RankedPlan:
     @property
     def fullest_rank(self) -> int:
         """The rank with the least memory to spare (the first of them)."""
-        spare = [limit - peak for peak, limit in zip(self.peak_memory_bytes, self.memory_limit_bytes, strict=True)]
+        spare = [limit - held for held, limit in zip(self.reserved_bytes, self.memory_limit_bytes, strict=True)]
         return spare.index(min(spare))
 
     @property
     def excess_bytes(self) -> int:
         """Bytes by which the fullest rank exceeds its memory; negative or 0 if the plan fits."""
         rank = self.fullest_rank
-        return self.peak_memory_bytes[rank] - self.memory_limit_bytes[rank]
+        return self.reserved_bytes[rank] - self.memory_limit_bytes[rank]
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within its memory, and what is not on devices within that of nodes."""
+        """Whether what every rank reserves is within its memory, and what is not on devices within that of nodes."""
         return self.excess_bytes <= 0 and all(node.fits for node in self.nodes)
 
     def memory_rows(self) -> list[dict[str, Any]]:
         """One plain row per rank: does it fit, and what does its peak consist of?
 
-        Keys: ``rank``, ``stages``, ``fits``, ``peak_bytes``, ``limit_bytes``, ``headroom_bytes`` (negative where the
-        rank is over), ``parts_bytes`` (part → bytes; they add up to the peak).
+        Keys: ``rank``, ``stages``, ``fits``, ``peak_bytes``, ``reserved_bytes`` (by the allocator, for the peak),
+        ``limit_bytes`` (of what is reserved), ``headroom_bytes`` (negative where the rank is over), ``parts_bytes``
+        (part → bytes; they add up to the peak).
         """
         return [
             {
                 "rank": rank,
                 "stages": list(self.plan.stages_of(rank)),
-                "fits": use.total_bytes <= limit,
+                "fits": held <= limit,
                 "peak_bytes": use.total_bytes,
+                "reserved_bytes": held,
                 "limit_bytes": limit,
-                "headroom_bytes": limit - use.total_bytes,
+                "headroom_bytes": limit - held,
                 "parts_bytes": dict(use.parts),
             }
-            for rank, (use, limit) in enumerate(zip(self.memory, self.memory_limit_bytes, strict=True))
+            for rank, (use, held, limit) in enumerate(
+                zip(self.memory, self.reserved_bytes, self.memory_limit_bytes, strict=True)
+            )
         ]
 
 
@@ -146,14 +164,17 @@ def evaluate_plan(
     cluster: Cluster,
     cost: CostModel,
     *,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
     estimate_s: float | None = None,
     contention: Contention = "queued",
 ) -> RankedPlan:
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster."""
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
-    return rank_simulation(simulation, plan, seen.cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
+    item = rank_simulation(
+        simulation, seen.plan, seen.graph, seen.cluster, memory=memory, estimate_s=estimate_s, cost=seen.cost
+    )
+    return replace(item, plan=plan, sequence_length=graph.sequence_length)
 
 
 def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
@@ -204,22 +225,25 @@ def evaluate_plans(
     for plan, simulation in zip(plans, found, strict=True):
         if isinstance(simulation, MeshwrightError):
             raise simulation
-        items.append(rank_simulation(simulation, plan, cluster))
+        items.append(rank_simulation(simulation, plan, graph, cluster, cost=cost))
     return tuple(items)
 
 
 def rank_simulation(
     simulation: Simulation,
     plan: Plan,
+    graph: Graph,
     cluster: Cluster,
     *,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
     estimate_s: float | None = None,
+    cost: CostModel | None = None,
 ) -> RankedPlan:
-    """What a plan's simulation on a cluster says of it."""
+    """What the simulation of a plan says of it; plan, graph and cluster are those that were simulated."""
     busy = [rank.busy_s for rank in simulation.ranks]
     busiest = busy.index(max(busy))
-    limits = tuple(memory_limit(cluster, rank, memory_limit_bytes) for rank in range(plan.num_ranks))
+    limits = tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in range(plan.num_ranks))
+    peaks = [use.total_bytes for use in simulation.memory]
     return RankedPlan(
         plan=plan,
         step_time_s=simulation.step_time_s,
@@ -228,8 +252,10 @@ def rank_simulation(
         busiest_rank=busiest,
         breakdown=_break_down(simulation, busiest),
         memory=simulation.memory,
+        reserved_bytes=predict_reserved(plan, graph, cluster, peaks, limits, cost),
         memory_limit_bytes=limits,
         mfu=simulation.mfu,
+        sequence_length=graph.sequence_length,
         estimate_s=estimate_s,
         nodes=simulation.nodes,
     )

@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.program import gradient_buckets
 from meshwright.simulator import (
@@ -184,7 +185,7 @@ def follow_own_order(
     order: OwnOrder,
     *,
     cost: CostModel | None = None,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
 ) -> RankedPlan:
     """The plan whose gradients leave in an order of the user's, in parts of the size with which its step is shortest.
 
@@ -205,7 +206,7 @@ def follow_own_order(
         cut = replace(seen.plan, exchange=exchange)
         ordered = schedule_exchange(cut, seen.graph, seen.cluster, cost=seen.cost, own_order=order)
         followed = replace(plan, exchange=ordered.exchange)
-        found.append(evaluate_plan(followed, graph, cluster, cost, memory_limit_bytes=memory_limit_bytes))
+        found.append(evaluate_plan(followed, graph, cluster, cost, memory=memory))
     return min(found, key=lambda item: item.step_time_s)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.layouts import memory_limit
 from meshwright.program import (
@@ -88,21 +89,21 @@ def find_order(
     *,
     cost: CostModel | None = None,
     whole: bool = False,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
     contention: Contention = "queued",
 ) -> FoundPlan:
     """Find the fastest order of a plan's stages, write it to ``path`` (.csv) and let the plan follow it.
 
     It follows a named schedule, or its own, by name where nothing faster was found.
 
-    ``whole``: only whole backwards, as the runtime executes them. ``memory_limit_bytes`` replaces every device's
-    memory. Raises PlanError if no order fits, the plan never flushes, or it is not for this graph, cluster or for
+    ``whole``: only whole backwards, as the runtime executes them. ``memory``: how much of a device
+    it may use. Raises PlanError if no order fits, the plan never flushes, or it is not for this graph, cluster or for
     training.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
 
     def evaluate(item: Plan) -> RankedPlan:
-        return evaluate_plan(item, graph, cluster, cost, memory_limit_bytes=memory_limit_bytes, contention=contention)
+        return evaluate_plan(item, graph, cluster, cost, memory=memory, contention=contention)
 
     if plan.is_asynchronous:
         raise PlanError(
@@ -115,7 +116,8 @@ def find_order(
     best, model = next((item for item in named if item.fits), None), None
     text = "" if best is None else write_orders(best.plan, compute_orders(best.plan)).text
     kept = np.asarray(times.kept_bytes, np.int64)
-    limits = _limits(kept, named, [memory_limit(cluster, rank, memory_limit_bytes) for rank in range(plan.num_ranks)])
+    memory = memory or MemoryLimit()
+    limits = _limits(kept, named, [memory_limit(cluster, rank, memory) for rank in range(plan.num_ranks)])
     with tempfile.TemporaryDirectory() as folder:
         for attempt in range(_MAX_ATTEMPTS):
             try:
@@ -130,7 +132,7 @@ def find_order(
                 if best is None or item.step_time_s < best.step_time_s:
                     best, text = item, written
                 break
-            excess = np.array(item.peak_memory_bytes) - np.array(item.memory_limit_bytes)
+            excess = np.array(item.reserved_bytes) - np.array(item.memory_limit_bytes)
             limits = np.where(excess > 0, np.maximum(_held(kept, orders) - excess, 0), limits)
     if best is None:
         raise PlanError(

@@ -2,10 +2,10 @@
 
     low, high of a step  =  step(every price at the low, the high end of its 80 % interval)
 
-Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.prices.add_intervals`); every transfer
-and every optimizer step takes its own end (`CostModel.at_end`); so bubbles and what is exposed follow. Ops, transfers
-and optimizer err apart from each other: that all are late together is rarer than that one of them is, hence the
-interval of a step holds more than those of its parts do.
+Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.prices.add_intervals`); every transfer,
+every optimizer step and every host takes its own end (`CostModel.at_end`); so bubbles and what is exposed follow. Ops,
+transfers, optimizer and hosts err apart from each other: that all are late together is rarer than that one of them is,
+hence the interval of a step holds more than those of its parts do.
 """
 
 from __future__ import annotations

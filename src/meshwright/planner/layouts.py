@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
 from meshwright.spec import Cluster, StagePlan
 
 LayoutName = Literal["stage-major", "replica-major", "reversed"]
@@ -84,14 +85,14 @@ def find_places(
     *,
     replicas: tuple[int, ...],
     bucket_bytes: int,
-    memory_limit_bytes: int | None,
+    memory: MemoryLimit,
 ) -> Places:
     """Describe every group that stages with one of these numbers of replicas can get."""
     size = layout.num_ranks
     kind_of, link_of = np.zeros((size, size + 1), np.int64), np.zeros((size, size + 1), np.int64)
     memory_limit = np.zeros((size, size + 1))
     latency_s, bucket_s = np.zeros((size, size + 1)), np.zeros((size, size + 1))
-    groups = _Groups(cluster, cost, bucket_bytes, memory_limit_bytes)
+    groups = _Groups(cluster, cost, bucket_bytes, memory)
     for take in replicas:
         # Where all stages have as many replicas, they begin at multiples of that.
         for before in range(0, size - take + 1, take if len(replicas) == 1 else 1):
@@ -116,21 +117,21 @@ def find_places(
     )
 
 
-def memory_limit(cluster: Cluster, rank: int, limit_bytes: int | None) -> int:
-    """Bytes that a rank may use: its device's memory unless another limit was given."""
-    return cluster.device_kind(rank).memory_bytes if limit_bytes is None else limit_bytes
+def memory_limit(cluster: Cluster, rank: int, memory: MemoryLimit) -> int:
+    """Bytes that the allocator of a rank may reserve."""
+    return memory.usable_bytes(cluster.device_kind(rank))
 
 
 class _Groups:
     """Answers about groups of ranks, each kind of question asked once per distinct kind of group."""
 
-    def __init__(self, cluster: Cluster, cost: CostModel, bucket_bytes: int, limit_bytes: int | None) -> None:
+    def __init__(self, cluster: Cluster, cost: CostModel, bucket_bytes: int, memory: MemoryLimit) -> None:
         self._cluster = cluster
         self._cost = cost
         self._bucket_bytes = bucket_bytes
         self._kinds = [cluster.device_kind(rank) for rank in range(cluster.num_ranks)]
         self._nodes = [cluster.node_index(rank) for rank in range(cluster.num_ranks)]
-        self._limits = [memory_limit(cluster, rank, limit_bytes) for rank in range(cluster.num_ranks)]
+        self._limits = [memory_limit(cluster, rank, memory) for rank in range(cluster.num_ranks)]
         # Nodes that differ in nothing but their name are one kind of node.
         described = [(node.devices, node.device_link, node.nic, node.num_nics) for node in cluster.nodes]
         between = cluster.racks is not None or bool(cluster.paths)

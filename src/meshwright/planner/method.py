@@ -42,6 +42,26 @@ class Proposal(NamedTuple):
     counts: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When a search ends and what it returns: at most ``max_plans``, after ``deadline_s`` at the latest.
+
+    The same problem and ``seed`` give the same plans in the same order, unless a deadline or an interrupt ends the
+    search, which then returns what it has. ``events`` are told the progress. Raises PlanError for what is out of range.
+    """
+
+    max_plans: int = 8
+    deadline_s: float | None = None
+    seed: int = 0
+    events: EventSink | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_plans < 1:
+            raise PlanError(f"At most {self.max_plans} plans were asked for; ask for at least 1.")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise PlanError(f"A deadline of {self.deadline_s} s was given; expected a positive number of seconds.")
+
+
 @dataclass(slots=True, kw_only=True)
 class SearchState:
     """What the methods of one search share; `search` writes what was found.

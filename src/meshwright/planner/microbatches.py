@@ -14,9 +14,12 @@ def microbatch_sizes(workload: Workload, given: tuple[int, ...] = ()) -> tuple[i
     if given:
         wrong = [size for size in given if size < 1 or batch % size]
         if wrong:
+            size = max(wrong[0], 1)
+            near = " or ".join(str(count * size) for count in (batch // size, batch // size + 1) if count)
             raise PlanError(
-                f"A global batch of {batch} samples does not divide into microbatches of {wrong}. "
-                f"Choose sizes that divide {batch}: {', '.join(map(str, divisors(batch)[:12]))}."
+                f"A global batch of {batch} samples does not divide into microbatches of "
+                f"{', '.join(map(str, wrong))}. Choose sizes that divide {batch} "
+                f"({', '.join(map(str, divisors(batch)[:12]))}), or the nearest batch for {size}: {near}."
             )
         return tuple(sorted(set(given)))
     found = divisors(batch)

@@ -146,6 +146,7 @@ def headline_facts(item: RankedPlan) -> Row:
         "samples_per_s": item.samples_per_s,
         "bubble_share": item.bubble_fraction,
         "peak_memory_bytes": item.peak_memory_bytes[rank],
+        "reserved_memory_bytes": item.reserved_bytes[rank],
         "memory_limit_bytes": item.memory_limit_bytes[rank],
         "fits": item.fits,
         "mfu_share": item.mfu,

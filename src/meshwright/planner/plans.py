@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.interval import StepInterval
+from meshwright.planner.ranking import is_as_fast
 from meshwright.spec import Plan, PlanError, format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.offload import ON_DEVICE
@@ -16,6 +17,8 @@ from meshwright.spec.plan import name_stages
 # Step times whose difference is below this share are called equal in words: the simulator's clock ticks in ps, people
 # do not.
 _EQUAL_SHARE = 1e-6
+# A tenth of a per cent is the least that is printed.
+_TOLD_SHARE = 5e-4
 # What only keeps events apart (`simulator.pricing`) is nothing to people.
 _SHORTEST_TOLD_S = 1e-9
 # Plans with more stages are described by ranges instead of stage by stage.
@@ -40,12 +43,12 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
-    """Plans that fit, fastest simulated step first; equal ones in the order of the search.
+    """Plans that fit, faster ones first and those as fast as each other by memory (`ranking`).
 
     ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
-    ``front`` are the plans of which no other one that was simulated is better in step time, in peak memory and in price
-    (without prices: in the devices that it takes for the time of a step), all at once. ``bound_s``: no plan that was
-    allowed is faster by the same prices of ops; 0 if nothing was proven. ``is_bound_of_rules``: that is, none whose ops
+    ``front`` are the plans of which no other one that was simulated is better in step time, in reserved memory and in
+    price (without prices: in the devices that it takes for the time of a step), all at once. ``bound_s``: no allowed
+    plan is faster by the same prices of ops; 0 if nothing was proven. ``is_bound_of_rules``: that is, none whose ops
     are split by the rules of sharding; placements of a method's own may be. ``notes`` are sentences of the method.
     """
 
@@ -62,7 +65,7 @@ class Plans:
 
     @property
     def best(self) -> RankedPlan:
-        """The plan with the shortest predicted step."""
+        """The plan to take: as fast as the fastest, with the least memory."""
         return self.ranked[0]
 
     @property
@@ -72,17 +75,23 @@ class Plans:
 
     def interval(self, plan: Plan | None = None) -> StepInterval:
         """The 80 % interval of the step time of a plan (default: the best)."""
+        item = self.best if plan is None else next((item for item in self.ranked if item.plan == plan), None)
+        if item is not None and item.interval is not None:
+            return item.interval
         return self.predict_interval(self.best.plan if plan is None else plan)
 
     def rows(self) -> list[dict[str, Any]]:
         """One plain row per ranked plan, best first.
 
-        Keys: ``place``, ``plan`` (in words), ``num_stages``, ``replicas`` (per stage), ``num_microbatches``,
-        ``microbatch_size``, ``schedule``, ``split`` (axes, ZeRO and recompute, in short), ``step_time_s``,
-        ``samples_per_s``, ``peak_memory_bytes`` (of the fullest rank), ``bubble_share``, ``mfu_share``,
-        ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside of passes),
-        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
-        Where they were asked for, ``latency_s``, ``makespan_s`` and those of `PlanPrice`.
+        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``replicas`` (per stage), ``tensor``,
+        ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``, ``recompute``, ``offload``,
+        ``num_microbatches``, ``microbatch_size``, ``schedule``, ``step_time_s``, ``step_interval_s`` (80 %; None where
+        it was not simulated), ``samples_per_s``, ``tokens_per_s`` and ``tokens_per_s_per_device`` (None for models of
+        no tokens), ``mfu_share``, ``peak_memory_bytes`` and ``reserved_memory_bytes`` (of the fullest rank),
+        ``bubble_share``, ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside
+        of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
+        Where they were asked for, ``latency_s``, ``makespan_s``, those of `PlanPrice` and
+        ``price_per_million_tokens``.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
@@ -90,14 +99,15 @@ class Plans:
         """How the plans were found, as one plain row.
 
         Keys: those of `Coverage`; ``bound_s``, ``gap_share`` and ``bound_covers`` (None where nothing was proven);
-        ``front``, each with ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``device_seconds`` and, with prices,
-        those of `PlanPrice`; ``notes``.
+        ``front``, each with ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``reserved_memory_bytes``,
+        ``device_seconds`` and, with prices, those of `PlanPrice`; ``notes``.
         """
         front = [
             {
                 "plan": summarise(item.plan),
                 "step_time_s": item.step_time_s,
                 "peak_memory_bytes": max(item.peak_memory_bytes),
+                "reserved_memory_bytes": max(item.reserved_bytes),
                 "device_seconds": item.device_seconds,
                 **(item.price.row() if item.price else {}),
             }
@@ -123,6 +133,7 @@ class Plans:
             if runner_up.makespan_s is not None:
                 told = f"It answers a batch in {format_seconds(runner_up.makespan_s)}."
             lines.append(f"Next best: {summarise(runner_up.plan)}. {told}")
+            lines += self._equal_line()
         lines += [self._search_line(), *self.notes]
         if self.refused:
             plan, reason = self.refused[0]
@@ -131,6 +142,19 @@ class Plans:
                 f"{summarise(plan)}: {reason}"
             )
         return "\n".join(lines)
+
+    def _equal_line(self) -> list[str]:
+        """Why a plan that is not the fastest may stand first."""
+        fastest = min(self.ranked, key=lambda item: item.aimed_s)
+        count = sum(is_as_fast(item, fastest) for item in self.ranked)
+        if count == 1:
+            return []
+        slower = self.best.aimed_s / fastest.aimed_s - 1
+        beside = f"; the first is {format_percent(slower)} slower than the fastest" if slower >= _TOLD_SHARE else ""
+        # A plan in a found order stands first, whatever memory it needs.
+        peaks = [max(item.peak_memory_bytes) for item in self.ranked[:count]]
+        ordered = ", and stand in the order of their memory" if peaks == sorted(peaks) else ""
+        return [f"The first {count} are as fast as each other, as far as predictions go{ordered}{beside}."]
 
     def why_not(self, other: Plan) -> str:
         """What ``other`` loses against the best plan, or by how much it does not fit.
@@ -144,7 +168,7 @@ class Plans:
             rank = item.fullest_rank
             return (
                 f"{summarise(item.plan)} does not fit: rank {rank} ({name_stages(item.plan, rank)}) needs "
-                f"{format_bytes(item.peak_memory_bytes[rank])}, {format_bytes(item.excess_bytes)} more than its "
+                f"{format_bytes(item.reserved_bytes[rank])}, {format_bytes(item.excess_bytes)} more than its "
                 f"{format_bytes(item.memory_limit_bytes[rank])}; most of it are {item.memory_owner}. "
                 f"Without the limit its step would take {format_seconds(item.step_time_s)}, that of the best plan "
                 f"{format_seconds(self.best.step_time_s)}."
@@ -168,13 +192,15 @@ class Plans:
                 place,
                 summarise(item.plan),
                 format_seconds(item.step_time_s),
-                f"{item.samples_per_s:.4g}",
-                format_bytes(item.peak_memory_bytes[item.fullest_rank]),
+                f"{item.samples_per_s:.4g}" if item.tokens_per_s is None else f"{item.tokens_per_s:,.0f}",
+                "" if item.mfu is None else format_percent(item.mfu, 0),
+                format_bytes(item.reserved_bytes[item.fullest_rank]),
                 format_percent(item.bubble_fraction),
             )
             for place, item in enumerate(self.ranked, 1)
         )
-        headings = ("", "plan", "step", "samples/s", "peak memory", "bubble")
+        rate = "samples/s" if self.best.tokens_per_s is None else "tokens/s"
+        headings = ("", "plan", "step", rate, "MFU", "reserved memory", "bubble")
         return html_table(self._summary(), headings, rows, len(self.ranked))
 
     def _repr_pretty_(self, printer: Printer, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
@@ -199,19 +225,6 @@ class Plans:
                 f"{format_percent(self.gap)} more."
             )
         return text
-
-
-def abbreviate_setting(plan: Plan) -> str:
-    """How ops are split, states shared out and parts computed again: ``tp8+sp cp2 zero1 again``; - for nothing."""
-    sharding = plan.sharding
-    sizes = (("tp", sharding.tensor), ("cp", sharding.context), ("ep", sharding.expert))
-    parts = [f"{name}{size}" for name, size in sizes if size > 1]
-    if sharding.sequence_parallel:
-        parts[0] += "+sp"
-    parts += [f"zero{plan.exchange.zero}"] * bool(plan.exchange.zero)
-    parts += ["again"] * bool(plan.recompute)
-    parts += ["offload"] * (plan.offload != ON_DEVICE)
-    return " ".join(parts) or "-"
 
 
 def explain_prediction(item: RankedPlan) -> str:
@@ -248,32 +261,52 @@ def _span(numbers: Iterable[int]) -> str:
 
 
 def _row(place: int, item: RankedPlan) -> dict[str, Any]:
-    plan = item.plan
+    plan, sharding, rank, tokens_per_s = item.plan, item.plan.sharding, item.fullest_rank, item.tokens_per_s
+    price = {} if item.price is None else item.price.row()
+    if item.price is not None and item.sequence_length:
+        price["price_per_million_tokens"] = item.price.per_million_samples / item.sequence_length
     return {
         "place": place,
         "plan": summarise(plan),
+        "num_devices": plan.num_devices,
         "num_stages": len(plan.stages),
         "replicas": [len(stage.ranks) for stage in plan.stages],
+        "tensor": sharding.tensor,
+        "sequence_parallel": sharding.sequence_parallel,
+        "has_own_placements": bool(sharding.placements),
+        "context": sharding.context,
+        "expert": sharding.expert,
+        "zero": plan.exchange.zero,
+        "recompute": item.recompute or ("some" if plan.recompute else "none"),
+        "offload": "none" if plan.offload == ON_DEVICE else plan.offload.describe(),
         "num_microbatches": plan.num_microbatches,
         "microbatch_size": plan.microbatch_size,
         "schedule": plan.schedule,
-        "split": abbreviate_setting(plan),
         "step_time_s": item.step_time_s,
+        "step_interval_s": None if item.interval is None else [item.interval.low_s, item.interval.high_s],
         "samples_per_s": item.samples_per_s,
-        "peak_memory_bytes": item.peak_memory_bytes[item.fullest_rank],
-        "bubble_share": item.bubble_fraction,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": None if tokens_per_s is None else tokens_per_s / plan.num_devices,
         "mfu_share": item.mfu,
+        "peak_memory_bytes": item.peak_memory_bytes[rank],
+        "reserved_memory_bytes": item.reserved_bytes[rank],
+        "bubble_share": item.bubble_fraction,
         "estimate_s": item.estimate_s,
         **asdict(item.breakdown),
         **({} if item.latency_s is None else {"latency_s": item.latency_s}),
         **({} if item.makespan_s is None else {"makespan_s": item.makespan_s}),
-        **(item.price.row() if item.price else {}),
+        **price,
     }
 
 
 def _headline(item: RankedPlan) -> str:
+    rate = f"{item.samples_per_s:.4g} samples/s"
+    if item.tokens_per_s is not None:
+        each = item.tokens_per_s / item.plan.num_devices
+        rate = f"{item.tokens_per_s:,.0f} tokens/s, {each:,.0f} per device"
+    used = f"MFU {format_percent(item.mfu, 0)}, " if item.mfu is not None else ""
     return (
-        f"{summarise(item.plan)}: {format_seconds(item.step_time_s)} per step, {item.samples_per_s:.4g} samples/s, "
+        f"{summarise(item.plan)}: {format_seconds(item.step_time_s)} per step, {rate}, {used}"
         f"bubble {format_percent(item.bubble_fraction)} of all device time."
     )
 
@@ -289,13 +322,13 @@ def _step_line(item: RankedPlan) -> str:
 
 def _memory_line(item: RankedPlan) -> str:
     rank = item.fullest_rank
-    peak, most = item.peak_memory_bytes[rank], max(item.peak_memory_bytes)
+    peak, most = item.reserved_bytes[rank], max(item.reserved_bytes)
     # Where devices differ, the one with the least to spare need not hold most.
     how = "at most " if peak == most else ""
     beside = "" if peak == most else f", which has the least to spare (others hold up to {format_bytes(most)})"
     return (
-        f"Memory: {how}{format_bytes(peak)} of {format_bytes(item.memory_limit_bytes[rank])} on rank {rank}{beside}, "
-        f"most of it {item.memory_owner}."
+        f"Memory: {how}{format_bytes(peak)} of the {format_bytes(item.memory_limit_bytes[rank])} that a rank may "
+        f"reserve, on rank {rank}{beside}; most of it are {item.memory_owner}."
     )
 
 

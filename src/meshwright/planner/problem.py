@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, is_plain_chain, shorten
-from meshwright.planner.stage_tables import Structure, Tables, find_structure, make_tables
-from meshwright.program import lower_graph, own_workload
+from meshwright.planner.stage_tables import Structure, Tables, as_kept_least, find_structure, make_tables
+from meshwright.program import lower_graph, name_schedule, own_workload
 from meshwright.spec import (
     Cluster,
     GradientExchange,
@@ -61,7 +62,9 @@ class Choices:
 
     ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
     number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
-    ``schedules`` are names; ``schedule_hashes`` those of files, by reference.
+    ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
+    orders; once made, they are names and references, and ``schedule_hashes`` holds the hashes of the files. Raises
+    ScheduleReferenceError for what is not a schedule.
     """
 
     num_devices: tuple[int, ...] = ()
@@ -71,29 +74,36 @@ class Choices:
     offload: tuple[Offload, ...] = (ON_DEVICE,)
     microbatch_sizes: tuple[int, ...] = ()
     schedules: tuple[str, ...] = BASIC_SCHEDULES
-    schedule_hashes: Mapping[str, str] = field(default_factory=dict)
     num_stages: tuple[int, ...] = ()
     num_chunks: tuple[int, ...] = (DEFAULT_CHUNKS,)
+    schedule_hashes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = self.schedule_hashes
+        named = dict((name, known[name]) if name in known else name_schedule(name) for name in self.schedules)
+        object.__setattr__(self, "schedules", tuple(named))
+        object.__setattr__(self, "schedule_hashes", named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
     """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
-    ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
+    ``cost`` is the cost model to price with, by default datasheets.
+    ``exchange`` is that of all plans, but for the ZeRO stage. ``memory`` says how much of a device plans may use.
     ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
     ``aim``: the shortest step; or, in inference, the least time until a batch that arrives at once is answered.
     ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices
-    out.
+    out, as they always may for the least latency.
     """
 
     graph_for: Callable[[int], Graph]
     cluster: Cluster
     workload: Workload
-    cost: CostModel
+    cost: CostModel = field(default=cast("CostModel", None))
     choices: Choices = field(default_factory=Choices)
     exchange: GradientExchange = field(default_factory=GradientExchange)
-    memory_limit_bytes: int | None = None
+    memory: MemoryLimit = field(default_factory=MemoryLimit)
     max_latency_s: float | None = None
     aim: Aim = "throughput"
     prices: Scenario = field(default_factory=Scenario)
@@ -104,6 +114,12 @@ class Problem:
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
     _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
     _again: dict[tuple[int, str], tuple[Graph, Ranges]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if cast("CostModel | None", self.cost) is None:
+            object.__setattr__(self, "cost", CostModel(cluster=self.cluster, precision=self.workload.precision))
+        if self.aim == "latency":
+            object.__setattr__(self, "may_idle", True)
 
     def short_graph(self, microbatch_size: int) -> ShortGraph:
         """The graph for a microbatch size with its repeated layers shortened, made once."""
@@ -228,7 +244,7 @@ class Space:
     microbatch_sizes: tuple[int, ...]
     schedules: tuple[str, ...]
     num_stages: tuple[int, ...]
-    memory_limit_bytes: int | None
+    memory: MemoryLimit
     exchange: GradientExchange
     _graphs: dict[int, tuple[Graph, Graph]] = field(init=False, repr=False, default_factory=dict)
     _structures: dict[int, tuple[Graph, Structure]] = field(init=False, repr=False, default_factory=dict)
@@ -254,7 +270,8 @@ class Space:
         if microbatch_size not in self._tables:
             graph = self.graph_for(microbatch_size)
             if id(graph) not in self._structures:
-                self._structures[id(graph)] = graph, find_structure(graph)
+                kept = as_kept_least(graph, self.workload, self.cluster)
+                self._structures[id(graph)] = graph, find_structure(kept)
             structure = self._structures[id(graph)][1]
             self._tables[microbatch_size] = make_tables(
                 graph, structure, microbatch_size, self.cluster, self.workload, self.cost, self.offload
@@ -304,8 +321,10 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         )
     num_ranks = setting.num_devices // sharding.width
     sizes = microbatch_sizes(workload, chosen.microbatch_sizes)
-    # What ops cannot take is found here, on the few of a short graph, not in the middle of a search.
-    lower_graph(problem.short_graph(sizes[0]).graph, sharding, ())
+    # What ops cannot take is found here, on the few of a short graph, not in the middle of a search. Placements may
+    # name ops that the short one lacks.
+    whole = problem.graph_for(sizes[0])
+    lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
     problem.recomputed(problem.graph_for(sizes[0]), setting.recompute)
     check_offload(setting.offload, problem.cluster, setting.num_devices)
     space = Space(
@@ -318,7 +337,7 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         microbatch_sizes=sizes,
         schedules=chosen.schedules,
         num_stages=chosen.num_stages,
-        memory_limit_bytes=problem.memory_limit_bytes,
+        memory=problem.memory,
         exchange=replace(problem.exchange, zero=setting.zero),
     )
     return space if problem.max_latency_s is None else _quick_enough(space, problem.max_latency_s)

@@ -19,15 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner.method import Limits, Proposal, SearchState, Steps
 from meshwright.planner.methods.auto import improve
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.microbatches import divisors
 from meshwright.planner.plans import Plans
 from meshwright.planner.problem import Choices, Problem
-from meshwright.planner.search import search_plans, solve
+from meshwright.planner.search import search_plans
 from meshwright.simulator.scenarios.machines import without_devices
-from meshwright.spec import EventSink, Graph, Plan, PlanError, StagePlan, format_count
+from meshwright.spec import Graph, Plan, PlanError, StagePlan, format_count
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import recompute_choices
 from meshwright.spec.scenario import Scenario
@@ -44,18 +45,16 @@ def replan(
     graph_for: Callable[[int], Graph],
     cost: CostModel,
     *,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
     prices: Scenario | None = None,
-    max_plans: int = 4,
-    deadline_s: float | None = DEADLINE_S,
-    seed: int = 0,
-    events: EventSink | None = None,
+    limits: Limits | None = None,
 ) -> Plans:
     """Plans for the machines of a cost model as they are now, made from one for the machines as they were.
 
     ``cost`` comes from `apply_scenario` or `without_devices`, or is that of another cluster. Sharding, recompute, ZeRO,
-    exchange and offload stay; stages, replicas, microbatches and devices are found anew. Without a deadline the same
-    question has the same answer. Raises NoFeasiblePlanError where nothing fits, PlanError for a plan of another graph.
+    exchange and offload stay; stages, replicas, microbatches and devices are found anew, within `DEADLINE_S` seconds
+    unless the ``limits`` say otherwise; without a deadline the same question has the same answer. Raises
+    NoFeasiblePlanError where nothing fits, PlanError for a plan of another graph.
     """
     graph = graph_for(plan.microbatch_size)
     if plan.graph_hash != graph.content_hash:
@@ -63,8 +62,6 @@ def replan(
             f"The plan to start from is for graph {plan.graph_hash}, but the graph given is {graph.content_hash}. Plan "
             "for this model without a plan to start from."
         )
-    if deadline_s is not None and not deadline_s > 0:
-        raise PlanError(f"A deadline of {deadline_s} s was given; expected a positive number of seconds.")
     given = cost.cluster.num_ranks
     cost = _in_whole_teams(cost, plan.sharding.width)
     left_out = given - cost.cluster.num_ranks
@@ -83,7 +80,7 @@ def replan(
             microbatch_sizes=() if graph.batch_size is None else (graph.batch_size,),
         ),
         exchange=plan.exchange,
-        memory_limit_bytes=memory_limit_bytes,
+        memory=memory or MemoryLimit(),
         prices=prices or Scenario(),
         model=plan.model,
         model_sizes=plan.model_sizes,
@@ -101,14 +98,7 @@ def replan(
             )
         yield from _from_plan(problem, state, begun)
 
-    return solve(
-        problem,
-        replanning,
-        max_plans=max_plans,
-        deadline_s=deadline_s,
-        seed=seed,
-        events=events,
-    )
+    return search_plans(problem, replanning, limits or Limits(max_plans=4, deadline_s=DEADLINE_S))
 
 
 def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
@@ -120,19 +110,21 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
     count = cost.cluster.num_ranks
     for num_devices in dict.fromkeys((count, 2 ** (count.bit_length() - 1))):
         try:
-            found = search_plans(
-                lambda _: graph,
-                cost.cluster,
-                plan.workload,
+            problem = Problem(
+                graph_for=lambda _: graph,
+                cluster=cost.cluster,
+                workload=plan.workload,
                 cost=cost,
-                method="slicing",
-                num_devices=num_devices,
-                max_plans=1,
-                microbatch_sizes=None if graph.batch_size is None else (graph.batch_size,),
-                schedules=(plan.schedule,) if plan.schedule in BASIC_SCHEDULES else BASIC_SCHEDULES,
+                choices=Choices(
+                    num_devices=(num_devices,),
+                    microbatch_sizes=() if graph.batch_size is None else (graph.batch_size,),
+                    schedules=(plan.schedule,) if plan.schedule in BASIC_SCHEDULES else BASIC_SCHEDULES,
+                    zero=(plan.exchange.zero,),
+                    offload=(plan.offload,),
+                ),
                 exchange=plan.exchange,
-                offload=(plan.offload,),
             )
+            found = search_plans(problem, "slicing", Limits(max_plans=1))
         except PlanError:
             continue
         return found.best.step_time_s

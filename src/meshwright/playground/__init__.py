@@ -1,6 +1,6 @@
 """A local page where a plan is changed by controls and its timeline, memory and step time follow at once.
 
-    State (`state`)  →  base and scenario (`scenario`), balanced cuts (`balance`), Plan (`layout`)
+    State (`state`)  →  base and scenario (`scenario`), balanced cuts (`balance`), Plan (`layout`; back: `opening`)
                      →  Answer (`workbench`: program, prices, simulation)  →  JSON (`documents`)
     `service` answers paths, `server` speaks HTTP on 127.0.0.1, `guard` refuses strangers, `turns` lets the newest
     request win, `jobs` searches beside the page.
@@ -8,7 +8,7 @@
 The views are those of `meshwright.report.page`; the scripts beside this file hold the controls.
 """
 
-from meshwright.playground.layout import state_of_plan
+from meshwright.playground.opening import state_of_plan
 from meshwright.playground.scenario import state_of_cluster
 from meshwright.playground.server import PlaygroundServer, serve
 from meshwright.playground.service import Service

@@ -24,8 +24,24 @@ const Controls = (() => {
       ["layout", "Layout", "choice", "which ranks a stage gets"],
       ["microbatch", "Microbatch", "number", "samples; must divide the global batch"],
       ["schedule", "Schedule", "choice"],
+      ["chunks", "Stages on a rank", "number", "of interleaved and looped-bfs; they count among the stages"],
+      ["zero", "ZeRO", "number", "what replicas share out: 1 optimizer states, 2 and gradients, 3 and parameters"],
       ["overlap", "Exchange overlaps backward", "switch"],
       ["bucket", "Bucket (MiB)", "number"],
+    ]],
+    ["Split ops", [
+      ["tensor", "Tensor", "number", "devices that share each op out stand for one rank of the plan"],
+      ["sequence", "Tokens between, too", "switch", "sequence parallelism, with tensor above 1"],
+      ["context", "Context", "number"],
+      ["expert", "Expert", "number"],
+    ]],
+    ["Save memory", [
+      ["recompute", "Computed again", "choice"],
+      ["offload", "Kept away", "choice", "from the devices"],
+    ]],
+    ["Everything else", [
+      ["rest", "Other parts", "choice", "what has no control here: as in the plan that was opened, or none"],
+      ["plan", "", "hidden"],
     ]],
     ["Scenario", [
       ["slow", "Slow device (rank)", "number"],
@@ -36,7 +52,11 @@ const Controls = (() => {
       ["memory", "Memory (GiB)", "number", "of every device; 0: as it has"],
     ]],
   ];
-  const CHOICES = { model: "models", kind: "kinds", precision: "precisions", optimizer: "optimizers", layout: "layouts", schedule: "schedules" };
+  const CHOICES = { model: "models", kind: "kinds", precision: "precisions", optimizer: "optimizers", layout: "layouts", schedule: "schedules",
+    recompute: "recomputes", offload: "offloads", rest: "rests" };
+  // A part of the plan that no other value says; it is offered where a plan has one.
+  const AS_PLANNED = "as-planned";
+  const entry = (value) => element("option", { value, text: value === AS_PLANNED ? "as in the plan" : value });
   // A slider moves on a logarithmic scale, so that halves and doubles are equally far from 1.
   const STEPS = 40;
   const FASTEST = 0.25, SLOWEST = 16;
@@ -52,8 +72,9 @@ const Controls = (() => {
     const limits = options.limits[name] || [];
     if (kind === "choice") {
       const entries = options[CHOICES[name]].map((item) => item.name || item);
-      input = element("select", { id }, ...entries.map((entry) => element("option", { value: entry, text: entry })));
-    } else if (kind === "switch") input = element("input", { id, type: "checkbox" });
+      input = element("select", { id }, ...entries.map(entry));
+    } else if (kind === "hidden") input = element("input", { id, type: "hidden" });
+    else if (kind === "switch") input = element("input", { id, type: "checkbox" });
     else if (kind === "factor") {
       input = element("input", { id, type: "range", min: 0, max: STEPS, step: 1 });
       extra = element("output", { for: id });
@@ -61,6 +82,7 @@ const Controls = (() => {
     else input = element("input", { id, type: "text", spellcheck: "false" });
     input.dataset.kind = kind;
     inputs.set(name, { input, kind, output: extra, exact: null });
+    if (kind === "hidden") return input;
     const note = hint ? element("small", { id: `${id}-note`, text: hint }) : null;
     if (note) input.setAttribute("aria-describedby", note.id);
     return element("div", { class: `pg-control pg-${kind}` }, element("label", { for: id, text: label }), input, extra, note);
@@ -86,8 +108,10 @@ const Controls = (() => {
     });
   }
 
-  // A cluster from a file has its own numbers of nodes and devices.
+  // What other controls leave to say: a cluster from a file has its own numbers of nodes and devices.
   function fix(isNew) {
+    // Other schedules say themselves how many stages a rank has.
+    inputs.get("chunks").input.parentElement.hidden = !["interleaved", "looped-bfs"].includes(inputs.get("schedule").input.value);
     const kind = options.kinds.find((item) => item.name === inputs.get("kind").input.value);
     for (const name of ["nodes", "devices"]) {
       const { input } = inputs.get(name);
@@ -129,6 +153,9 @@ const Controls = (() => {
         item.exact = toFactor(Number(item.input.value)) === Number(value) ? null : value;
       } else {
         // A value that the control cannot hold leaves it as it is; the server says what is wrong with the link.
+        if (value === AS_PLANNED && item.kind === "choice" && ![...item.input.options].some((option) => option.value === value)) {
+          item.input.append(entry(value));
+        }
         const before = item.input.value;
         item.input.value = value;
         if (!item.input.value) item.input.value = before;

@@ -5,6 +5,7 @@ message       what is wrong and what to change; empty where nothing is
 query         the state, every value written out: the link
 figures       the headline numbers, each with its unit in the name
 document      the page document that `meshwright.report.page` draws
+carried       what the state leaves as it is in the plan that was opened, in words
 layers        names and seconds of the layers, the cuts and the balanced cuts, for the bar where cuts are moved
 pinned        figures of the pinned state, its link, and the difference in words
 """
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.planner.interval import StepInterval, explain_step_interval
 from meshwright.planner.pages import headline_facts, simulation_document
 from meshwright.planner.plans import explain_difference, summarise
+from meshwright.playground.opening import describe_given
 from meshwright.playground.scenario import scenario_of
 from meshwright.playground.state import State, to_query
 from meshwright.playground.workbench import Answer
@@ -26,6 +29,8 @@ from meshwright.spec.plan import name_stages
 
 Row = dict[str, Any]
 
+NEVER_FLUSHES = "The schedule never flushes; the step time is that of a step while the pipeline is full."
+
 
 def answer_data(answer: Answer) -> Row:
     """The answer to a state, for the page."""
@@ -34,7 +39,8 @@ def answer_data(answer: Answer) -> Row:
         "status": "fits" if ranked.fits else "too large",
         "message": "" if ranked.fits else explain_excess(answer),
         "query": to_query(answer.state),
-        "figures": headline_facts(ranked),
+        "figures": answer_figures(answer),
+        "carried": describe_given(answer.state, answer.given),
         "document": answer_document(answer, deflate=False),
         "layers": {
             "names": [layer.name for layer in answer.graph.layers],
@@ -43,6 +49,29 @@ def answer_data(answer: Answer) -> Row:
             "balanced": list(answer.balanced),
             "is_balanced": not answer.state.cuts,
         },
+    }
+
+
+def answer_figures(answer: Answer) -> Row:
+    """The headline numbers, of all devices and of one."""
+    ranked, plan = answer.ranked, answer.plan
+    tokens_per_s = ranked.tokens_per_s
+    return {
+        **headline_facts(ranked),
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_device_per_s": None if tokens_per_s is None else tokens_per_s / plan.num_devices,
+        "sequence_length": ranked.sequence_length,
+        "num_devices": plan.num_devices,
+    }
+
+
+def interval_data(interval: StepInterval) -> Row:
+    """The ends of the step time's interval, and what they are worth."""
+    return {
+        "status": "interval",
+        "low_s": interval.low_s,
+        "high_s": interval.high_s,
+        "words": explain_step_interval(interval),
     }
 
 
@@ -56,7 +85,7 @@ def pinned_data(answer: Answer, pinned: Answer) -> Row:
     return {
         "query": to_query(pinned.state),
         "words": summarise(pinned.plan),
-        "figures": headline_facts(pinned.ranked),
+        "figures": answer_figures(pinned),
         "difference": explain_difference(answer.ranked, pinned.ranked),
     }
 
@@ -64,13 +93,19 @@ def pinned_data(answer: Answer, pinned: Answer) -> Row:
 def answer_document(answer: Answer, *, deflate: bool = True) -> Row:
     """The page document of an answer: what the playground draws, and what its report holds."""
     scenario = describe_scenario(scenario_of(answer.state))
+    seen, plan = answer.seen, answer.plan
+    remarks = (
+        plan.sharding.describe_teams(),
+        NEVER_FLUSHES if plan.is_asynchronous else "",
+        f"Scenario: {scenario}. The plan was made without it." if scenario else "",
+    )
     return simulation_document(
         answer.ranked,
         answer.simulation.timeline,
-        answer.graph,
-        answer.cluster,
-        answer.cost,
-        remark=f"Scenario: {scenario}. The plan was made without it." if scenario else "",
+        seen.graph,
+        seen.cluster,
+        seen.cost,
+        remark="\n".join(filter(None, remarks)),
         provenance={"command": "meshwright show --play", "state": to_query(answer.state), "versions": versions()},
         deflate=deflate,
     )
@@ -88,14 +123,19 @@ def explain_excess(answer: Answer) -> str:
             changes.append("the schedule 1f1b, which holds fewer microbatches at a time")
     if state.num_stages < len(answer.graph.layers):
         changes.append("more stages, so that each holds fewer layers")
+        if state.recompute == "none":
+            changes.append("blocks that are computed again")
     if ranked.memory_owner == "optimizer states" and state.optimizer != "sgd":
         changes.append("an optimizer with less state")
+    shares = answer.plan.workload.kind == "training" and any(len(stage.ranks) > 1 for stage in answer.plan.stages)
+    if not state.zero and shares:
+        changes.append("a stage of ZeRO, with which replicas share states out")
     if state.cuts:
         changes.append("balanced cuts")
     changes.append("devices with more memory")
     return (
         f"Does not fit: rank {rank} ({name_stages(answer.plan, rank)}) needs "
-        f"{format_bytes(ranked.peak_memory_bytes[rank])}, {format_bytes(ranked.excess_bytes)} more than its "
+        f"{format_bytes(ranked.reserved_bytes[rank])}, {format_bytes(ranked.excess_bytes)} more than its "
         f"{format_bytes(ranked.memory_limit_bytes[rank])}; most of it are {ranked.memory_owner}. "
         f"Choose {', or '.join(changes)}."
     )

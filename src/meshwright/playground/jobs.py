@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from meshwright.planner import Plans, search_plans
-from meshwright.playground.layout import exchange_of, state_of_plan, workload_of
-from meshwright.playground.state import State, to_query
+from meshwright.planner import Choices, Limits, Plans, Problem, search_plans
+from meshwright.playground.layout import exchange_of, offload_of, sharding_of, workload_of
+from meshwright.playground.state import AS_PLANNED, State, to_query
 from meshwright.playground.workbench import Workbench
-from meshwright.spec import MeshwrightError, PlaygroundError
+from meshwright.spec import Graph, MeshwrightError, Plan, PlaygroundError
+from meshwright.spec.plan import BASIC_SCHEDULES
 
 Row = dict[str, Any]
 
@@ -31,9 +32,9 @@ class _StoppedError(Exception):
 class SearchJob:
     """One search: a thread, how far it is, and what it found. Also the event sink of the search."""
 
-    def __init__(self, number: int, state: State, search: Callable[[SearchJob], Plans]) -> None:
+    def __init__(self, number: int, search: Callable[[SearchJob], Plans], show: Callable[[Plan], State]) -> None:
         self.number = number
-        self._state = state
+        self._show = show
         self._search = search
         self._stop = threading.Event()
         self._report: Row = {"job": number, "status": "running", "task": "", "done": 0, "total": 0}
@@ -62,7 +63,7 @@ class SearchJob:
         try:
             found = self._search(self)
             rows = [
-                {**row, "query": to_query(state_of_plan(item.plan, self._state))}
+                {**row, "query": to_query(self._show(item.plan))}
                 for row, item in zip(found.rows(), found.ranked, strict=True)
             ]
             self._report = {**self._report, "status": "done", "rows": rows, "explanation": found.explain()}
@@ -89,34 +90,40 @@ class Searches:
         """Search the best plans for a state's model, workload, cluster and scenario."""
         with self._lock:
             graph, _, cluster, cost = self._bench.prepare(state)
+            given = self._bench.given_of(state)
+        exchange, choices = exchange_of(state, given), _choices(state, graph, given)
         loads = self._bench.graphs_of(state)
 
-        def graph_for(size: int) -> Any:
+        def graph_for(size: int) -> Graph:
             if size == state.microbatch_size:
                 return graph
             with self._lock:
                 return loads(size)
 
         def search(job: SearchJob) -> Plans:
-            return search_plans(
-                graph_for,
-                cluster,
-                workload_of(state),
+            problem = Problem(
+                graph_for=graph_for,
+                cluster=cluster,
+                workload=workload_of(state, graph, given),
                 # Its own, for it keeps what it was asked.
                 cost=replace(cost),
+                choices=choices,
+                exchange=exchange,
                 model=state.model,
                 model_sizes=self._bench.sizes_of(state),
-                # States of the page are slicings.
-                method="slicing",
-                max_plans=MAX_PLANS,
-                exchange=exchange_of(state),
-                events=job,
             )
+            # All that a method with settings of its own would try takes too long beside a page.
+            return search_plans(problem, "slicing", Limits(max_plans=MAX_PLANS, events=job))
+
+        def show(plan: Plan) -> State:
+            own = graph_for(plan.microbatch_size) if plan.recompute else None
+            with self._lock:
+                return self._bench.open_plan(plan, state, own)
 
         with self._changing:
             if self._job is not None:
                 self._job.stop()
-            self._job = SearchJob(next(self._numbers), state, search)
+            self._job = SearchJob(next(self._numbers), search, show)
             return self._job.report()
 
     def report(self, number: int) -> Row:
@@ -139,3 +146,29 @@ class Searches:
         if job is None or job.number != number:
             raise PlaygroundError(f"There is no search {number} any more; a later one took its place. Search again.")
         return job
+
+
+def _choices(state: State, graph: Graph, given: Plan | None) -> Choices:
+    """What the search chooses among: all slicings with the sharding, ZeRO stage, recompute and offload of the state."""
+    named = () if state.schedule in (*BASIC_SCHEDULES, AS_PLANNED) else (state.schedule,)
+    return Choices(
+        schedules=(*BASIC_SCHEDULES, *named),
+        num_chunks=(state.num_chunks,),
+        shardings=(sharding_of(state, given),),
+        zero=(exchange_of(state, given).zero,),
+        recompute=(_recompute_word(state, graph, given),),
+        offload=(offload_of(state),),
+    )
+
+
+def _recompute_word(state: State, graph: Graph, given: Plan | None) -> str:
+    """What is computed again, in words that a search reads. Raises PlaygroundError where there are none."""
+    if state.recompute != AS_PLANNED or given is None:
+        return state.recompute
+    layers = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
+    if not all(part in layers for part in given.recompute):
+        raise PlaygroundError(
+            "The plan computes parts of layers again that have no name, and a search needs one. Choose another value "
+            "of `Computed again`, then search."
+        )
+    return ",".join(str(layers[part]) for part in given.recompute)

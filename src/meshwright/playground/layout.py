@@ -1,74 +1,87 @@
-"""From a state to a Plan, and back: stages, ranks and cuts as the controls say.
+"""From a state to a Plan: stages, ranks and cuts as the controls say, or as an opened plan has them.
 
-A plan of the playground places its stages by one of the planner's layouts (`planner.placement`); every plan that
-`meshwright plan` finds is of this kind, so that `state_of_plan` gives it back exactly.
+A plan of the playground places its stages by one of the planner's layouts (`planner.placement`) and deals them out as
+its schedule asks for it (`planner.adoption`). What a plan has that no control says is left as it is in that plan
+(`state.AS_PLANNED`): ranks in another order, shares of microbatches, a schedule of the user's own, ranges that are
+computed again, a way of exchanging gradients. `opening` is the way back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import cast, get_args
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.methods.slicing.method import num_instructions
-from meshwright.playground.state import State
-from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError
-from meshwright.spec.plan import BASIC_SCHEDULES, ScheduleName
+from meshwright.playground.state import AS_PLANNED, State
+from meshwright.program import SCHEDULE_LAYOUTS
+from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, Sharding, StagePlan
+from meshwright.spec.exchange import ZeroStage
+from meshwright.spec.offload import ON_DEVICE, Offload, read_offload
+from meshwright.spec.plan import ScheduleName, with_branches
+from meshwright.spec.recompute import Ranges, read_recompute
+from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
 # Building, simulating and drawing 60,000 instructions takes about half a second (own measurement, one Xeon core);
-# a plan for 64 devices has some thousand.
+# a plan for 64 devices has some thousand. A plan that was opened may have as many as it has.
 MAX_INSTRUCTIONS = 60_000
 # Three steps are simulated; the clock ends after 9.2 million seconds, and transfers take time beside computations.
 MAX_STEP_S = 500_000
 _MIB = 2**20
 
 
-def check_shape(state: State, num_layers: int, num_devices: int) -> tuple[int, ...]:
-    """Replicas of each stage; raises PlanError, saying what to change, if stages, replicas or cuts are impossible."""
+def check_shape(state: State, num_layers: int, num_devices: int, given: Plan | None = None) -> tuple[int, ...]:
+    """Replicas of each position in line: of a stage, or of all that a rank holds.
+
+    Raises PlanError, saying what to change, if stages, replicas or cuts are impossible.
+    """
     if state.num_stages > num_layers:
         raise PlanError(
             f"{state.num_stages} stages were asked for, but {state.model} has {format_count(num_layers, 'layer')}, and "
             f"every stage needs at least one. Choose at most {format_count(num_layers, 'stage')}."
         )
-    if not state.replicas:
-        count = min(num_devices // state.num_stages, max(1, state.global_batch // state.microbatch_size))
-        replicas = (max(1, count),) * state.num_stages
-    elif len(state.replicas) == 1:
-        replicas = state.replicas * state.num_stages
-    elif len(state.replicas) == state.num_stages:
-        replicas = state.replicas
-    else:
-        raise PlanError(
-            f"Replicas for {len(state.replicas)} stages were given, but there are "
-            f"{format_count(state.num_stages, 'stage')}. Give one number for all of them, or one for each."
-        )
-    if sum(replicas) > num_devices:
-        most = num_devices // state.num_stages
-        remedy = format_count(most, "replica") + " per stage" if most else format_count(num_devices, "stage")
+    _check_cuts(state, num_layers)
+    if state.layout == AS_PLANNED and given is not None:
+        replicas = tuple(len(stage.ranks) for stage in given.stages)
+        if (state.num_stages, state.replicas) != (len(given.stages), briefly(replicas)):
+            raise PlanError(
+                f"The layout {AS_PLANNED} has {format_count(len(given.stages), 'stage')} with replicas "
+                f"{_words(briefly(replicas))}. Choose another layout to change them, or put them back."
+            )
+        _check_batch(state, replicas)
+        return replicas
+    replicas = _replicas_of(state, num_devices)
+    width = _width(state)
+    if sum(replicas) * width > num_devices:
+        size = len(replicas)
+        most = num_devices // (size * width)
+        remedy = format_count(most, "replica") + " per stage" if most else _fewer(state, num_devices)
         raise PlanError(
             f"{format_count(state.num_stages, 'stage')} with replicas {_words(sorted(set(replicas)))} need "
-            f"{sum(replicas)} devices, but the cluster has {num_devices}. Choose at most {remedy}, or more devices."
+            f"{sum(replicas) * width} devices, but the cluster has {num_devices}. Choose at most {remedy}, or more "
+            "devices."
         )
     if state.layout == "replica-major" and len(set(replicas)) > 1:
         raise PlanError(
             "The layout replica-major places whole pipelines side by side, so every stage has the same number of "
             f"replicas; {_words(replicas)} were given. Choose stage-major, or equal replicas."
         )
-    _check_cuts(state, num_layers)
     _check_batch(state, replicas)
     return replicas
 
 
 def check_duration(state: State, layer_s: NDArray[np.float64]) -> None:
     """Raise PlanError for a step that the simulator's clock (int64 picoseconds) was not made for."""
-    seconds = float(layer_s.sum()) * state.global_batch / state.microbatch_size * max(state.slowdown, 1)
+    count = state.global_batch / (state.microbatch_size * state.expert)
+    seconds = float(layer_s.sum()) * count * max(state.slowdown, 1)
     if seconds > MAX_STEP_S:
         raise PlanError(
             f"One step would compute for {seconds:,.0f} s; the playground answers up to {MAX_STEP_S:,} s. "
@@ -77,110 +90,196 @@ def check_duration(state: State, layer_s: NDArray[np.float64]) -> None:
 
 
 def make_plan(
-    state: State, graph: Graph, base: Cluster, cuts: Sequence[int], sizes: tuple[tuple[str, int], ...]
+    state: State,
+    graph: Graph,
+    base: Cluster,
+    cuts: Sequence[int],
+    sizes: tuple[tuple[str, int], ...],
+    given: Plan | None = None,
+    *,
+    rewritten: str = "",
 ) -> Plan:
-    """The plan of a state with these cuts. Raises PlanError where it cannot be."""
-    replicas = check_shape(state, len(graph.layers), base.num_ranks)
-    layout = Layout(name=state.layout, num_ranks=sum(replicas), num_stages=state.num_stages)
+    """The plan of a state with these cuts; ``given`` is the opened one. Raises PlanError where it cannot be."""
+    replicas = check_shape(state, len(graph.layers), base.num_ranks, given)
+    bounds = tuple(pairwise((0, *cuts, len(graph.layers))))
+    as_given = state.layout == AS_PLANNED and given is not None
+    own = given if state.schedule == AS_PLANNED else None
+    schedule = state.schedule if own is None else own.schedule
+    if as_given and given is not None:
+        stages = tuple(
+            replace(stage, start=start, stop=stop, feeds=stage.feeds if bounds == given.bounds else ())
+            for stage, (start, stop) in zip(given.stages, bounds, strict=True)
+        )
+    else:
+        name = cast("LayoutName", state.layout)
+        stages = deal_out(name, deal_of(schedule), bounds, replicas)
     plan = Plan(
         model=state.model,
         model_sizes=sizes,
         graph_hash=graph.content_hash,
         cluster=base.name,
-        workload=workload_of(state),
-        stages=layout.stages(tuple(pairwise((0, *cuts, len(graph.layers)))), replicas),
-        num_microbatches=state.global_batch // state.microbatch_size,
-        schedule=cast("ScheduleName", state.schedule),
-        exchange=exchange_of(state),
+        workload=workload_of(state, graph, given),
+        stages=stages,
+        num_microbatches=state.global_batch // (state.microbatch_size * state.expert),
+        schedule=schedule,
+        schedule_hash="" if own is None else own.schedule_hash,
+        exchange=exchange_of(state, given).suited_to(schedule),
+        sharding=sharding_of(state, given),
+        recompute=ranges_of(state, graph, given),
+        offload=offload_of(state),
+        rewritten=rewritten,
     )
-    if num_instructions(plan) > MAX_INSTRUCTIONS:
+    limit = max(MAX_INSTRUCTIONS, 0 if given is None else num_instructions(given))
+    if num_instructions(plan) > limit:
         raise PlanError(
             f"{plan.num_microbatches} microbatches in {state.num_stages} stages are about {num_instructions(plan):,} "
-            f"instructions per step; the playground answers up to {MAX_INSTRUCTIONS:,}. Choose larger microbatches, "
+            f"instructions per step; the playground answers up to {limit:,}. Choose larger microbatches, "
             "or simulate such a plan with `meshwright simulate`."
         )
+    if given is None:
+        return plan
+    if as_given and given.has_branches and bounds != given.bounds:
+        plan = with_branches(plan, graph)
     return plan
 
 
-def workload_of(state: State) -> Workload:
-    """What is to be trained."""
+def workload_of(state: State, graph: Graph | None = None, given: Plan | None = None) -> Workload:
+    """What is to be done with the model, for which its graph was captured."""
+    optimizer = Optimizer.named(state.optimizer)
+    if given is not None and given.workload.optimizer.option == state.optimizer:
+        optimizer = given.workload.optimizer
     return Workload(
-        global_batch=state.global_batch, precision=state.precision, optimizer=Optimizer.named(state.optimizer)
+        kind="training" if graph is None else graph.mode,
+        global_batch=state.global_batch,
+        precision=state.precision,
+        optimizer=optimizer,
+        loader=given.workload.loader if given is not None and state.rest == AS_PLANNED else None,
     )
 
 
-def exchange_of(state: State) -> GradientExchange:
+def exchange_of(state: State, given: Plan | None = None) -> GradientExchange:
     """How gradients are summed."""
-    return GradientExchange(bucket_bytes=max(1, round(state.bucket_mib * _MIB)), overlap=state.overlap)
-
-
-def state_of_plan(plan: Plan, state: State) -> State:
-    """The state that shows a plan on the cluster and in the scenario of ``state``.
-
-    Raises PlaygroundError for a plan that the controls cannot say: for inference, or with ranks in no layout.
-    """
-    replicas = tuple(len(stage.ranks) for stage in plan.stages)
-    if plan.workload.kind != "training":
-        raise PlaygroundError(
-            f"The plan is for {plan.workload.kind}; the playground shows plans for training. Use "
-            "`meshwright simulate` for this plan."
-        )
-    if plan.schedule not in BASIC_SCHEDULES:
-        raise PlaygroundError(
-            f"The plan follows the schedule {plan.schedule!r}; the playground knows {', '.join(BASIC_SCHEDULES)}. Use "
-            "`meshwright simulate` for this plan."
-        )
-    if plan.has_shares:
-        raise PlaygroundError(
-            "The plan gives replicas shares of the microbatches, which the controls of the playground do not say. Use "
-            "`meshwright simulate` for this plan."
-        )
-    if unsaid := _unsaid(plan):
-        raise PlaygroundError(
-            f"The plan {unsaid}, which the controls of the playground do not say. Use `meshwright simulate` for this "
-            "plan."
-        )
+    way = given.exchange if given is not None and state.rest == AS_PLANNED else GradientExchange()
     return replace(
-        state,
-        model=plan.model,
-        global_batch=plan.workload.global_batch,
-        microbatch_size=plan.microbatch_size,
-        num_stages=len(plan.stages),
-        replicas=replicas[:1] if len(set(replicas)) == 1 else replicas,
-        layout=_layout_of(plan, replicas),
-        cuts=tuple(stage.start for stage in plan.stages[1:]),
-        schedule=plan.schedule,
-        overlap=plan.exchange.overlap,
-        bucket_mib=plan.exchange.bucket_bytes / _MIB,
-        precision=plan.workload.precision,
-        optimizer=plan.workload.optimizer.option,
+        way,
+        bucket_bytes=max(1, round(state.bucket_mib * _MIB)),
+        overlap=state.overlap,
+        zero=cast("ZeroStage", state.zero),
     )
 
 
-def _unsaid(plan: Plan) -> str:
-    """What a plan does that no control stands for, in words; nothing of most."""
-    if not plan.sharding.is_whole:
-        return f"splits ops over devices ({plan.sharding.describe()})"
-    if plan.recompute:
-        return "computes parts of the model again"
-    if plan.workload.loader is not None:
-        return "waits for a loader of samples"
-    if not plan.exchange.is_plain:
-        return f"exchanges gradients in another way than by sums of buckets ({plan.exchange.describe_changes()})"
-    return plan.only_simulated
-
-
-def _layout_of(plan: Plan, replicas: tuple[int, ...]) -> LayoutName:
-    for name in get_args(LayoutName):
-        if name == "replica-major" and len(set(replicas)) > 1:
-            continue
-        layout = Layout(name=name, num_ranks=plan.num_ranks, num_stages=len(replicas))
-        if layout.stages(plan.bounds, replicas) == plan.stages:
-            return cast("LayoutName", name)
-    raise PlaygroundError(
-        "The plan places its stages on ranks in an order that is none of "
-        f"{', '.join(get_args(LayoutName))}, so the controls cannot say it. Use `meshwright simulate` for this plan."
+def sharding_of(state: State, given: Plan | None = None) -> Sharding:
+    """How ops are split."""
+    return replace(
+        given.sharding if given is not None and state.rest == AS_PLANNED else UNSHARDED,
+        tensor=state.tensor,
+        context=state.context,
+        expert=state.expert,
+        sequence_parallel=state.sequence_parallel,
     )
+
+
+def ranges_of(state: State, graph: Graph, given: Plan | None = None) -> Ranges:
+    """What is computed again. Raises PlanError for a word that means nothing in this graph."""
+    if state.recompute == AS_PLANNED and given is not None:
+        return given.recompute
+    return () if state.recompute == "none" else _read_recompute(graph, state.recompute)
+
+
+def offload_of(state: State) -> Offload:
+    """What is kept away from the devices."""
+    return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
+
+
+def deal_of(schedule: str) -> str:
+    """How a schedule deals stages out to positions."""
+    return SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule), "single")
+
+
+def deal_out(
+    name: LayoutName, deal: str, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
+) -> tuple[StagePlan, ...]:
+    """Stages of these layers on the ranks of positions in line, as a schedule deals them out."""
+    size, count = len(replicas), len(bounds)
+    layout = Layout(name=name, num_ranks=sum(replicas), num_stages=size)
+    if deal == "single":
+        return layout.stages(bounds, replicas)
+    places = accumulate((0, *replicas[:-1]))
+    ranks = [layout.ranks(before, take) for take, before in zip(replicas, places, strict=True)]
+    match deal:
+        case "in turn":
+            dealt = [ranks[index % size] for index in range(count)]
+        case "v":
+            dealt = [ranks[min(index, count - 1 - index)] for index in range(count)]
+        case _:
+            dealt = [(ranks[index][0], ranks[size - 1 - index][0]) for index in range(count)]
+    return tuple(StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, dealt, strict=True))
+
+
+def _replicas_of(state: State, num_devices: int) -> tuple[int, ...]:
+    """Replicas of each position, as the controls say. Raises PlanError where they cannot be."""
+    deal, count = deal_of(state.schedule), state.num_stages
+    size = count
+    if deal != "single":
+        chunks = {"in turn": state.num_chunks, "v": 2}.get(deal, 1)
+        size = count // chunks
+        divisor = 2 if deal == "both ways" else chunks
+        if count % divisor:
+            raise PlanError(
+                f"The schedule {state.schedule} needs a number of stages that {divisor} divides; {count} were given. "
+                f"Choose {format_count(max(count // divisor, 1) * divisor, 'stage')}, or another schedule."
+            )
+    if not state.replicas and deal == "both ways":
+        return (1,) * size
+    if not state.replicas:
+        microbatches = state.global_batch // (state.microbatch_size * state.expert)
+        return (max(1, min(num_devices // (size * _width(state)), max(1, microbatches))),) * size
+    if len(state.replicas) == 1:
+        replicas = state.replicas * size
+    elif len(state.replicas) == size:
+        replicas = state.replicas
+    else:
+        raise PlanError(
+            f"Replicas for {len(state.replicas)} stages were given, but there are "
+            f"{format_count(size, 'stage')}. Give one number for all of them, or one for each."
+        )
+    if deal != "single" and len(set(replicas)) > 1:
+        raise PlanError(
+            f"The schedule {state.schedule} needs as many replicas of every stage; {_words(replicas)} were given. "
+            "Give one number for all of them."
+        )
+    if deal == "both ways" and set(replicas) != {1}:
+        raise PlanError(
+            f"The schedule {state.schedule} runs one pipeline both ways, so that each stage is there twice; "
+            f"{replicas[0]} replicas were given. Give 1."
+        )
+    return replicas
+
+
+@lru_cache(maxsize=32)
+def _read_recompute(graph: Graph, text: str) -> Ranges:
+    return read_recompute(graph, text)
+
+
+def _width(state: State) -> int:
+    return state.tensor * state.context * state.expert
+
+
+def _fewer(state: State, num_devices: int) -> str:
+    width = _width(state)
+    if width > num_devices:
+        return f"{format_count(num_devices, 'device')} for tensor times context times expert"
+    return format_count(num_devices // width * (state.num_stages // len(_positions(state))), "stage")
+
+
+def _positions(state: State) -> range:
+    chunks = {"in turn": state.num_chunks, "v": 2}.get(deal_of(state.schedule), 1)
+    return range(max(1, state.num_stages // chunks))
+
+
+def briefly(replicas: tuple[int, ...]) -> tuple[int, ...]:
+    """Replicas of all stages as the control has them: one number where they are alike."""
+    return replicas[:1] if len(set(replicas)) == 1 else replicas
 
 
 def _check_cuts(state: State, num_layers: int) -> None:
@@ -196,17 +295,19 @@ def _check_cuts(state: State, num_layers: int) -> None:
 
 
 def _check_batch(state: State, replicas: Sequence[int]) -> None:
-    if state.global_batch % state.microbatch_size:
-        sizes = [
-            size
-            for size in range(1, min(state.microbatch_size, state.global_batch + 1))
-            if state.global_batch % size == 0
-        ]
+    batch, rest = divmod(state.global_batch, state.expert)
+    if rest:
         raise PlanError(
-            f"A global batch of {state.global_batch} samples does not divide into microbatches of "
+            f"A global batch of {state.global_batch} samples does not divide among {state.expert} expert ranks, which "
+            "have samples of their own. Choose another batch, or another size of the axis."
+        )
+    if batch % state.microbatch_size:
+        sizes = [size for size in range(1, min(state.microbatch_size, batch + 1)) if batch % size == 0]
+        raise PlanError(
+            f"A global batch of {batch} samples does not divide into microbatches of "
             f"{state.microbatch_size}. Choose microbatches of {max(sizes)}, or another batch."
         )
-    count = state.global_batch // state.microbatch_size
+    count = batch // state.microbatch_size
     if max(replicas) > count:
         work = format_count(count, "microbatch", "microbatches")
         raise PlanError(

@@ -7,6 +7,11 @@ const Playground = (() => {
   const PARTS = ["explanation", "timeline", "memory", "cluster", "schedule"];
   const FILES = [["plan.json", "Plan"], ["trace.json", "Trace"], ["report.html", "Report"]];
   let cuts = "balanced", pinned = "", query = "", start = "", number = 0;
+  // A moment without changes, after which the interval of the step time is asked for.
+  const QUIET_MS = 400;
+  // So long an answer may take before the page says that it is being computed.
+  const PATIENCE_MS = 150;
+  let quiet = 0, patience = 0;
   let busy = false, waiting = null, drawn = false, asked = "";
   // The last response, for whoever measures: from the event of a control to the painted answer.
   const last = { server_ms: null, total_ms: null, number: 0 };
@@ -26,6 +31,8 @@ const Playground = (() => {
     waiting = { text, since };
     if (busy) return;
     busy = true;
+    clearTimeout(quiet);
+    setBusy(true);
     while (waiting) {
       const { text: now, since: begin } = waiting;
       waiting = null;
@@ -34,6 +41,24 @@ const Playground = (() => {
       if (reply.status !== "stale") await show(reply, now, begin);
     }
     busy = false;
+    setBusy(false);
+    quiet = setTimeout(weigh, QUIET_MS, query);
+  }
+
+  // Answers that come at once need no word; "computing" would only flicker.
+  function setBusy(isBusy) {
+    clearTimeout(patience);
+    for (const id of ["answer", "figures"]) byId(id).setAttribute("aria-busy", String(isBusy));
+    const tell = () => { byId("busy").textContent = isBusy ? "computing …" : ""; };
+    if (isBusy && drawn) patience = setTimeout(tell, PATIENCE_MS);
+    else tell();
+  }
+
+  // Two more simulations, so they wait until nobody moves a control.
+  async function weigh(text) {
+    if (busy || byId("answer").classList.contains("pg-stale")) return;
+    const reply = await post("/interval", { query: text });
+    if (!busy && text === query) Figures.showInterval(reply);
   }
 
   async function show(reply, text, since) {
@@ -51,7 +76,7 @@ const Playground = (() => {
     } else {
       Figures.update(reply);
       Cuts.update(reply.layers);
-      byId("basis").textContent = reply.document.results[0].basis;
+      byId("basis").textContent = [reply.document.results[0].basis, reply.carried].filter(Boolean).join(" ");
       if (drawn) await Meshwright.update(byId("views"), reply.document);
       else await Meshwright.render(byId("views"), reply.document, { parts: PARTS });
       drawn = true;
@@ -134,6 +159,7 @@ const Playground = (() => {
   }
 
   async function begin() {
+    setBusy(true);
     const offered = await (await fetch("options")).json();
     tools();
     Controls.build(byId("controls"), offered, (event) => {

@@ -6,31 +6,43 @@ GET   /  /playground.js ...      the page and its files
       /trace.json?STATE          the report as one page
       /report.html?STATE
 POST  /answer                    {query, pinned, page, number} → `documents.answer_data`
+      /interval                  {query} → `documents.interval_data`: two more simulations, so it is asked for later
       /search                    {query} → a `jobs.SearchJob` report;  /progress, /stop: {job} → the same
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from meshwright.planner.interval import predict_step_interval
 from meshwright.planner.layouts import LayoutName
 from meshwright.playground.assets import read_asset
-from meshwright.playground.documents import answer_data, answer_document, impossible_data, pinned_data
+from meshwright.playground.documents import answer_data, answer_document, impossible_data, interval_data, pinned_data
 from meshwright.playground.guard import RefusedError
 from meshwright.playground.jobs import Searches
-from meshwright.playground.state import LIMITS, State, from_query, to_query
+from meshwright.playground.state import (
+    AS_PLANNED,
+    LIMITS,
+    OFFLOAD_NAMES,
+    REST_NAMES,
+    State,
+    from_query,
+    to_query,
+)
 from meshwright.playground.turns import StaleError, Turns
 from meshwright.playground.workbench import Answer, Workbench
 from meshwright.report.page import page_html
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
+from meshwright.spec.recompute import RECOMPUTE_NAMES
 from meshwright.spec.workload import OptimizerName
 
 Row = dict[str, Any]
@@ -57,6 +69,8 @@ class Service:
         self._start = start
         self._turns = Turns()
         self._searches = Searches(bench, self._turns.lock)
+        # Intervals are computed beside the answers, one at a time.
+        self._weighing = threading.Lock()
         self._files: dict[str, Callable[[Answer], Reply]] = {
             "/plan.json": _plan_file,
             "/trace.json": _trace_file,
@@ -64,6 +78,7 @@ class Service:
         }
         self._posts: dict[str, Callable[[Row], Row]] = {
             "/answer": self._answer,
+            "/interval": lambda data: self._interval(from_query(_text(data, "query"))),
             "/search": lambda data: self._searches.start(from_query(_text(data, "query"))),
             "/progress": lambda data: self._searches.report(_number(data, "job")),
             "/stop": lambda data: self._searches.stop(_number(data, "job")),
@@ -114,6 +129,7 @@ class Service:
     def close(self) -> None:
         """Stop what runs, and compute nothing any more: a process must not end while compiled code is at work."""
         self._searches.close()
+        self._weighing.acquire(timeout=CLOSING_S)
         self._turns.close(CLOSING_S)
 
     def _answer(self, data: Row) -> Row:
@@ -131,6 +147,13 @@ class Service:
             reply["answered_in_s"] = time.perf_counter() - begin
             return reply
 
+    def _interval(self, state: State) -> Row:
+        with self._weighing:
+            with self._turns.lock:
+                seen = self._bench.answer(state).seen
+            # A cost model of its own, for it keeps what it was asked.
+            return interval_data(predict_step_interval(seen.plan, seen.graph, seen.cluster, replace(seen.cost)))
+
     def _compare(self, answer: Answer, pinned: str) -> Row:
         # What is wrong with the pinned state must not keep the page from showing others.
         try:
@@ -146,8 +169,11 @@ class Service:
                 *(_kind_row(name, load_cluster(name)) for name in shipped_kinds()),
                 *(_file_row(name, cluster) for name, cluster in self._bench.clusters.items()),
             ],
-            "schedules": list(BASIC_SCHEDULES),
+            "schedules": list(SCHEDULE_NAMES),
             "layouts": list(get_args(LayoutName)),
+            "recomputes": list(RECOMPUTE_NAMES),
+            "offloads": list(OFFLOAD_NAMES),
+            "rests": [name for name in REST_NAMES if name != AS_PLANNED],
             "precisions": list(get_args(Precision)),
             "optimizers": list(get_args(OptimizerName)),
             "limits": LIMITS,

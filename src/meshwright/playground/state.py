@@ -4,6 +4,9 @@ A state names the model, the cluster, the plan and the scenario by small values.
 a link shows the same thing later; `from_query` takes any text from anywhere and either gives a State whose every value
 is within `LIMITS`, or raises PlaygroundError. Whether the values make sense together (a batch that divides, stages that
 find layers) is decided where they are used.
+
+`AS_PLANNED` is the value of a control that leaves its part as it is in the opened plan, which ``given`` names by its
+hash. So a link names no file: neither a schedule's nor a model's.
 """
 
 from __future__ import annotations
@@ -17,22 +20,39 @@ from urllib.parse import parse_qsl, urlencode
 
 from meshwright.planner.layouts import LayoutName
 from meshwright.spec.errors import PlaygroundError, suggest
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
+from meshwright.spec.recompute import RECOMPUTE_NAMES
 from meshwright.spec.workload import OptimizerName
 
+# A part of the plan that no other value of a control says.
+AS_PLANNED = "as-planned"
+# What the control of what no other control says can be.
+REST_NAMES = ("none", AS_PLANNED)
+OFFLOAD_NAMES = (
+    "none",
+    "optimizer=host",
+    "optimizer=nvme",
+    "optimizer=host,parameters=host",
+    "optimizer=nvme,parameters=host",
+)
 # A link is read whole before anything else; what the controls can say takes some hundred characters.
 MAX_QUERY_LENGTH = 8000
 # Lowest and highest value by name in a link. They keep a state small enough to be answered at once; a larger cluster is
 # for `meshwright plan` and `simulate`.
 LIMITS: dict[str, tuple[float, float]] = {
-    "nodes": (1, 128),
-    "devices": (1, 64),
+    "nodes": (1, 1024),
+    "devices": (1, 1024),
     "nics": (0, 64),
-    "batch": (1, 65_536),
-    "microbatch": (1, 4096),
+    "batch": (1, 2**24),
+    "microbatch": (1, 65_536),
     "stages": (1, 256),
-    "bucket": (0.001, 4096),
+    "chunks": (1, 64),
+    "zero": (0, 3),
+    "tensor": (1, 1024),
+    "context": (1, 1024),
+    "expert": (1, 1024),
+    "bucket": (1e-7, 65_536),
     "slow": (0, 1023),
     "slowdown": (0.1, 100),
     "link": (0.1, 100),
@@ -48,13 +68,16 @@ class State:
     """Everything that the controls say.
 
     ``replicas`` has one number for all stages, or one per stage; none means as many as find a device and a
-    microbatch. ``cuts`` are the first layers of the stages but the
-    first; none means balanced. 0 for ``num_nics`` and ``memory_gib`` means what the device kind has. ``slowdown`` is
+    microbatch. ``cuts`` are the first layers of the stages but the first; none means balanced. ``num_chunks`` is the
+    number of stages on a rank where a schedule deals them out in turn. ``layout``, ``schedule`` and ``recompute`` may
+    be `AS_PLANNED`; ``rest`` is that, or "none", for what has no control of its own: the way of the gradient exchange,
+    placements of ops, the loader. 0 for ``num_nics`` and ``memory_gib`` means what the device kind has. ``slowdown`` is
     that of the device of ``slow_rank``, ``link_slowdown`` that of all links inside nodes, ``nic_slowdown`` that of
     all links between nodes; 1 means as in the datasheet.
     """
 
     model: str = "gpt2-small"
+    given: str = ""
     kind: str = "A100"
     num_nodes: int = 2
     devices_per_node: int = 8
@@ -63,9 +86,18 @@ class State:
     microbatch_size: int = 4
     num_stages: int = 4
     replicas: tuple[int, ...] = ()
-    layout: LayoutName = "stage-major"
+    layout: str = "stage-major"
     cuts: tuple[int, ...] = ()
     schedule: str = "1f1b"
+    num_chunks: int = 2
+    zero: int = 0
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    offload: str = "none"
+    rest: str = "none"
     overlap: bool = True
     bucket_mib: float = 25.0
     precision: Precision = "mixed"
@@ -75,6 +107,11 @@ class State:
     link_slowdown: float = 1.0
     nic_slowdown: float = 1.0
     memory_gib: float = 0.0
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether some control leaves its part as it is in the opened plan."""
+        return AS_PLANNED in (self.layout, self.schedule, self.recompute, self.rest)
 
 
 def to_query(state: State) -> str:
@@ -133,7 +170,7 @@ def _read_whole(name: str, text: str) -> int:
 
 def _read_number(name: str, text: str) -> float:
     low, high = LIMITS[name]
-    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,25})?", text) or not low <= float(text) <= high:
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,25})?", text) or not low <= float(text) <= high:
         raise _refuse(name, text, f"a number from {low:g} to {high:g}")
     return float(text)
 
@@ -164,6 +201,12 @@ def _read_model(name: str, text: str) -> str:
     return text
 
 
+def _read_given(name: str, text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{16}|none", text):
+        raise _refuse(name, text, "the 16 hexadecimal digits of a plan, or none")
+    return "" if text == "none" else text
+
+
 def _read_choice(*choices: str) -> Callable[[str, str], str]:
     def read(name: str, text: str) -> str:
         if text not in choices:
@@ -181,12 +224,17 @@ def _write_number(value: float) -> str:
     return f"{Decimal(repr(float(value))):f}".removesuffix(".0")
 
 
+def _write_switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
 def _write_wholes(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
 
 
 _PARAMETERS = (
     _Parameter(name="model", field="model", read=_read_model),
+    _Parameter(name="plan", field="given", read=_read_given, write=lambda key: key or "none"),
     _Parameter(name="kind", field="kind", read=_read_model),
     _Parameter(name="nodes", field="num_nodes", read=_read_whole),
     _Parameter(name="devices", field="devices_per_node", read=_read_whole),
@@ -197,10 +245,19 @@ _PARAMETERS = (
     _Parameter(
         name="replicas", field="replicas", read=_read_replicas, write=lambda counts: _write_wholes(counts) or "auto"
     ),
-    _Parameter(name="layout", field="layout", read=_read_choice(*get_args(LayoutName))),
+    _Parameter(name="layout", field="layout", read=_read_choice(*get_args(LayoutName), AS_PLANNED)),
     _Parameter(name="cuts", field="cuts", read=_read_cuts, write=lambda cuts: _write_wholes(cuts) or "balanced"),
-    _Parameter(name="schedule", field="schedule", read=_read_choice(*BASIC_SCHEDULES)),
-    _Parameter(name="overlap", field="overlap", read=_read_switch, write=lambda on: "on" if on else "off"),
+    _Parameter(name="schedule", field="schedule", read=_read_choice(*SCHEDULE_NAMES, AS_PLANNED)),
+    _Parameter(name="chunks", field="num_chunks", read=_read_whole),
+    _Parameter(name="zero", field="zero", read=_read_whole),
+    _Parameter(name="tensor", field="tensor", read=_read_whole),
+    _Parameter(name="context", field="context", read=_read_whole),
+    _Parameter(name="expert", field="expert", read=_read_whole),
+    _Parameter(name="sequence", field="sequence_parallel", read=_read_switch, write=_write_switch),
+    _Parameter(name="recompute", field="recompute", read=_read_choice(*RECOMPUTE_NAMES, AS_PLANNED)),
+    _Parameter(name="offload", field="offload", read=_read_choice(*OFFLOAD_NAMES)),
+    _Parameter(name="rest", field="rest", read=_read_choice(*REST_NAMES)),
+    _Parameter(name="overlap", field="overlap", read=_read_switch, write=_write_switch),
     _Parameter(name="bucket", field="bucket_mib", read=_read_number, write=_write_number),
     _Parameter(name="precision", field="precision", read=_read_choice(*get_args(Precision))),
     _Parameter(name="optimizer", field="optimizer", read=_read_choice(*get_args(OptimizerName))),

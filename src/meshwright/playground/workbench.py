@@ -2,8 +2,9 @@
 
     model          its graph, or one per microbatch size where the graph is not symbolic in the batch
     cost model     per cluster, scenario and precision; it keeps op prices, transfers and stage memory itself
-    balanced cuts  per graph, microbatch size, device kind, precision and number of stages
+    balanced cuts  per graph, microbatch size, device kind, precision, sharding, recompute and number of stages
     answer         the last few states, for the pinned one and for exports
+    plans          that were opened, for what of them no control says
 
 No search happens here; an answer is one program, built, priced and simulated.
 """
@@ -22,36 +23,50 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel, load_cost_model
 from meshwright.planner.evaluate import RankedPlan, rank_simulation
 from meshwright.playground.balance import balanced_cuts, layer_seconds
-from meshwright.playground.layout import check_duration, check_shape, make_plan
+from meshwright.playground.layout import (
+    check_duration,
+    check_shape,
+    make_plan,
+    ranges_of,
+    sharding_of,
+)
+from meshwright.playground.opening import plan_key, state_of_plan
 from meshwright.playground.scenario import base_cluster, scenario_cost, scenario_of
 from meshwright.playground.state import State
-from meshwright.simulator import Simulation, simulate_plan
+from meshwright.program import lower_graph
+from meshwright.simulator import Simulation, Teams, form_teams, simulate_plan
 from meshwright.spec import Cluster, Graph, Plan, PlaygroundError
 from meshwright.spec.errors import suggest
 
 T = TypeVar("T")
 
 # Graphs of large models take some megabytes each, an answer for 64 devices about one.
-_MAX_KEPT = {"model": 8, "cost": 24, "seconds": 64, "cuts": 256, "answer": 12}
+_MAX_KEPT = {"model": 8, "cost": 24, "seconds": 64, "cuts": 256, "answer": 12, "unused": 64, "usual": 8}
+# After so many answers a cost model begins anew: every speed of a device that was asked for is a kind of its own in it.
+_MAX_LEARNED = 200
+# Plans that searches found, beside the one that was opened first.
+_MAX_PLANS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model on offer.
 
-    ``open`` reads or captures it, once, and gives its graph by microbatch size; ``sizes`` is what plans note beside
-    its name.
+    ``open`` reads or captures it, once, and gives its graph by microbatch size; ``sizes`` and ``rewritten`` are what
+    plans note beside its name.
     """
 
     open: Callable[[], Callable[[int], Graph]] = field(repr=False)
     sizes: tuple[tuple[str, int], ...] = ()
+    rewritten: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
     """What a state comes to: the plan, made for ``base`` and simulated on ``cluster``.
 
-    ``layer_s`` are the seconds of each layer per microbatch on the base's first kind of device, which balanced cuts
+    ``given`` is the opened plan that the state names, ``seen`` what was simulated: the plan as its teams of devices see
+    it. ``layer_s`` are the seconds of each layer per microbatch on the base's first kind of device, which balanced cuts
     share out; ``balanced`` are those cuts.
     """
 
@@ -61,10 +76,16 @@ class Answer:
     cluster: Cluster
     cost: CostModel
     plan: Plan
+    given: Plan | None
+    seen: Teams
     simulation: Simulation
     ranked: RankedPlan
     layer_s: NDArray[np.float64]
     balanced: tuple[int, ...]
+
+
+def _machines(state: State) -> Hashable:
+    return state.kind, state.num_nodes, state.devices_per_node
 
 
 class Table(NamedTuple):
@@ -86,7 +107,35 @@ class Workbench:
         self.models = dict(models)
         self._table = table
         self.clusters = dict(clusters or {})
+        self._opened_on: dict[str, Hashable] = {}
+        self._num_learned = 0
+        self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {name: OrderedDict() for name in _MAX_KEPT}
+
+    def open_plan(self, plan: Plan, state: State, graph: Graph | None = None) -> State:
+        """The state that shows a plan on the cluster and in the scenario of ``state``; the plan is kept for it."""
+        key = plan_key(plan)
+        self._plans[key] = plan
+        self._opened_on[key] = _machines(state)
+        while len(self._plans) > _MAX_PLANS:
+            # The first one is what the page was started with.
+            self._plans.pop(list(self._plans)[1])
+        return replace(state_of_plan(plan, state, graph), given=key)
+
+    def given_of(self, state: State) -> Plan | None:
+        """The opened plan that a state names. Raises PlaygroundError if it needs one that is not there."""
+        found = self._plans.get(state.given)
+        if found is None and state.needs_plan:
+            raise PlaygroundError(
+                "The link shows parts of a plan that was not opened on this page. Start the page with that plan: "
+                "meshwright show --play PLAN.json; or choose other values for what is as planned."
+            )
+        if found is not None and state.needs_plan and found.model != state.model:
+            raise PlaygroundError(
+                f"Some parts are as in the plan of {found.model[:80]!r}, and mean nothing for {state.model[:80]!r}. "
+                "Choose other values for what is as in the plan, or that model."
+            )
+        return found
 
     def answer(self, state: State) -> Answer:
         """Build, price and simulate the plan of a state.
@@ -121,11 +170,23 @@ class Workbench:
 
     def _answer(self, state: State) -> Answer:
         graph, base, cluster, cost = self.prepare(state)
-        check_shape(state, len(graph.layers), base.num_ranks)
-        seconds, balanced = self._balance(state, graph, base)
+        given = self.given_of(state)
+        check_shape(state, len(graph.layers), base.num_ranks, given)
+        seconds, balanced = self._balance(state, graph, base, given)
         check_duration(state, seconds)
-        plan = make_plan(state, graph, base, state.cuts or balanced, self.sizes_of(state))
-        simulation = simulate_plan(plan, graph, cluster, cost=cost)
+        rewritten = self._model(state).rewritten
+        cuts = state.cuts or balanced
+        plan = make_plan(state, graph, base, cuts, self.sizes_of(state), given, rewritten=rewritten)
+        if given is not None and self._opened_on[state.given] == _machines(state):
+            # The same plan on the same machines has their name as it was given, and says what it was made with.
+            same = replace(given, cluster=plan.cluster, made_with=plan.made_with)
+            plan = given if plan == same else plan
+        seen = form_teams(plan, graph, cluster, cost)
+        simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost)
+        # What allocators leave unused is the same in every scenario.
+        remembers = self._keep("unused", (state.model, replace(plan, cluster="")), lambda: replace(seen.cost))
+        ranked = rank_simulation(simulation, seen.plan, seen.graph, seen.cluster, cost=remembers)
+        self._learn(state, base, cost)
         return Answer(
             state=state,
             graph=graph,
@@ -133,19 +194,27 @@ class Workbench:
             cluster=cluster,
             cost=cost,
             plan=plan,
+            given=given,
+            seen=seen,
             simulation=simulation,
-            ranked=rank_simulation(simulation, plan, cluster),
+            ranked=replace(ranked, plan=plan, sequence_length=graph.sequence_length),
             layer_s=seconds,
             balanced=balanced,
         )
 
-    def _balance(self, state: State, graph: Graph, base: Cluster) -> tuple[NDArray[np.float64], tuple[int, ...]]:
+    def _balance(
+        self, state: State, graph: Graph, base: Cluster, given: Plan | None
+    ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         kind = base.device_kind(0)
         plain = replace(state, slowdown=1.0, link_slowdown=1.0, nic_slowdown=1.0, num_nics=0, memory_gib=0.0)
-        key = state.model, state.microbatch_size, state.kind, state.precision
-        seconds = self._keep(
-            "seconds", key, lambda: layer_seconds(graph, state.microbatch_size, kind, self._cost(plain, base))
-        )
+        sharding, ranges = sharding_of(state, given), ranges_of(state, graph, given)
+        key = state.model, state.microbatch_size, state.kind, state.precision, sharding, ranges
+
+        def weigh() -> NDArray[np.float64]:
+            local = graph if sharding.is_whole and not ranges else lower_graph(graph, sharding, ranges)
+            return layer_seconds(local, state.microbatch_size, kind, self._cost(plain, base).for_teams(sharding))
+
+        seconds = self._keep("seconds", key, weigh)
         count = state.num_stages
         return seconds, self._keep("cuts", (*key, count), lambda: balanced_cuts(seconds, count))
 
@@ -155,10 +224,18 @@ class Workbench:
 
     def _usual(self, state: State, base: Cluster) -> CostModel:
         """Prices without a scenario."""
-        if self._table is None or self._table.kind != state.kind:
-            return CostModel(cluster=base, precision=state.precision)
-        path, key = self._table.path, (state.kind, state.num_nodes, state.devices_per_node, state.precision)
-        return self._keep("cost", key, lambda: load_cost_model(base, path, state.precision))
+        path = None if self._table is None or self._table.kind != state.kind else self._table.path
+        return self._keep(
+            "usual", (_machines(state), state.precision), lambda: load_cost_model(base, path, state.precision)
+        )
+
+    def _learn(self, state: State, base: Cluster, cost: CostModel) -> None:
+        """Let the next scenario know what this one has found out of stages and kinds of devices."""
+        machines, links = (_machines(state), state.precision), self._usual(state, base).usual_links
+        self._kept["usual"][machines] = cost.on_machines(base, links)
+        self._num_learned += 1
+        if self._num_learned % _MAX_LEARNED == 0:
+            del self._kept["usual"][machines]
 
     def _keep(self, name: str, key: Hashable, compute: Callable[[], T]) -> T:
         kept = self._kept[name]

@@ -41,9 +41,11 @@ def own_workload(workload: Workload, sharding: Sharding) -> Workload:
     """
     share, rest = divmod(workload.global_batch, sharding.expert)
     if rest:
+        near = " or ".join(str(count * sharding.expert) for count in (share, share + 1) if count)
         raise PlanError(
             f"A global batch of {workload.global_batch} samples was given for {sharding.expert} expert ranks, which "
-            "have samples of their own; expected a multiple. Choose another batch, or another size of the axis."
+            f"have samples of their own; expected a multiple, the nearest is {near}. Choose that, or another size of "
+            "the axis."
         )
     return replace(workload, global_batch=share)
 

@@ -102,19 +102,22 @@ def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids
     return offsets, dealt
 
 
+# Elements are copied one by one: slices compile for seconds, for what they say of shapes that differ.
+
+
 @compiled
 def _copy(lengths: Ids, places: Ids, given: Rows, made: Rows) -> None:
+    given_opcode, given_stage, given_microbatch, given_version, given_peer, given_bytes, given_group = given
+    opcode, stage, microbatch, version, peer, num_bytes, group = made
     begin = 0
     for k in range(len(places)):
-        end, place, last = begin + lengths[k], places[k], places[k] + lengths[k]
-        made.opcode[place:last] = given.opcode[begin:end]
-        made.stage[place:last] = given.stage[begin:end]
-        made.microbatch[place:last] = given.microbatch[begin:end]
-        made.version[place:last] = given.version[begin:end]
-        made.peer[place:last] = given.peer[begin:end]
-        made.num_bytes[place:last] = given.num_bytes[begin:end]
-        made.group[place:last] = given.group[begin:end]
-        begin = end
+        place = places[k]
+        for i in range(lengths[k]):
+            opcode[place + i], stage[place + i] = given_opcode[begin + i], given_stage[begin + i]
+            microbatch[place + i], version[place + i] = given_microbatch[begin + i], given_version[begin + i]
+            peer[place + i], num_bytes[place + i] = given_peer[begin + i], given_bytes[begin + i]
+            group[place + i] = given_group[begin + i]
+        begin += lengths[k]
 
 
 @compiled
@@ -133,9 +136,8 @@ def _look_up(lengths: Ids, places: Ids, forms: Column, given: Rows, made: Rows) 
                 form_version[form],
             )
             peer[place + i], num_bytes[place + i] = form_peer[form], form_bytes[form]
-        last, end = place + lengths[k], begin + lengths[k]
-        microbatch[place:last], group[place:last] = given_microbatch[begin:end], given_group[begin:end]
-        begin = end
+            microbatch[place + i], group[place + i] = given_microbatch[begin + i], given_group[begin + i]
+        begin += lengths[k]
 
 
 @compiled

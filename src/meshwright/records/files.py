@@ -45,23 +45,36 @@ def save_measurements(table: Measurements, path: Path | str) -> Path:
     return write_document(table, path) if _kind(path) == _JSON else add_records(from_measurements(table), path)
 
 
-def check_table_place(path: Path | str) -> None:
-    """Raise DocumentError for a name that no table can have, before what takes long is measured for it."""
-    _kind(Path(path))
+def check_table_place(path: Path | str, *, of_many: bool = False) -> None:
+    """Check, before a long measurement, that a table can be written.
+
+    ``of_many``: a table of many devices. Raises DocumentError if the name does not fit, or if a file of another kind is
+    there; ModuleNotFoundError if pyarrow is needed and missing.
+    """
+    path = Path(path)
+    if of_many or _kind(path) == _PARQUET:
+        _known_records(path)
 
 
 def add_records(records: Records, path: Path | str) -> Path:
     """Write rows into a table of many devices, which is made if it is not there. Raises DocumentError."""
+    path = Path(path)
+    known = _known_records(path)
     from meshwright.records.parquet import write_records  # noqa: PLC0415
 
-    path = Path(path)
+    return write_records(records if known is None else merge_records(known, records), path)
+
+
+def _known_records(path: Path) -> Records | None:
+    """What the table holds that rows are to be added to; None if there is none yet."""
     if _kind(path) != _PARQUET:
         raise DocumentError(
             f"{path}: rows of many devices are kept in a table that ends in .parquet. Choose such a name."
         )
+    import meshwright.records.parquet  # noqa: PLC0415, F401 - without pyarrow this is the first to fail
+
     refuse_replacing(path)
-    known = read_records_at(path) if path.exists() else None
-    return write_records(records if known is None else merge_records(known, records), path)
+    return read_records_at(path) if path.exists() else None
 
 
 def read_records_at(path: Path) -> Records:

@@ -23,6 +23,7 @@ from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.order import StreamOrder
 from meshwright.report.perfetto import check_ranks, write_trace
+from meshwright.report.plans import plans_table
 from meshwright.report.rows import (
     cluster_rows,
     fit_transfers,
@@ -50,11 +51,11 @@ from meshwright.report.tables import (
     make_table,
     measurement_table,
     plan_table,
-    plans_table,
     program_table,
     timeline_table,
 )
 from meshwright.report.time_shares import timeline_rows
+from meshwright.report.workload import describe_workload, workload_row
 
 __all__ = [
     "Comparison",
@@ -77,6 +78,7 @@ __all__ = [
     "describe_price",
     "describe_run",
     "describe_scenario",
+    "describe_workload",
     "draw_curves",
     "draw_grid",
     "draw_schedule",
@@ -108,5 +110,6 @@ __all__ = [
     "schedules_table",
     "timeline_rows",
     "timeline_table",
+    "workload_row",
     "write_trace",
 ]

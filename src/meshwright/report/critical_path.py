@@ -26,13 +26,14 @@ LEAST_REPEATS = 3
 # A terminal's worth of lines; of a longer path the middle is left out.
 MAX_LINES = 24
 
-_WAITED_FOR = {"link": "link", "mark": "bucket"}
+_WAITED_FOR = {"link": "link", "mark": "bucket", "host": "host"}
 
 
 def path_rows(path: Timeline, bounds: Sequence[str]) -> list[Row]:
     """One row per span: ``name``, ``rank``, ``stream``, ``start_s``, ``end_s``, and ``bound``.
 
-    ``bounds`` says what each span waited for last: ``begin`` (of the step), ``stream``, ``wait``, ``mark`` or ``link``.
+    ``bounds`` says what each span waited for last: ``begin`` (of the step), ``stream``, ``wait``, ``mark``, ``link`` or
+    ``host``.
     """
     return [
         {

@@ -27,13 +27,15 @@ _HEADINGS = {"parameters": "params"}
 def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
     """Verdict and peak of every rank, from `RankedPlan.memory_rows`, in 80 columns.
 
-    Where all ranks may use the same, the verdict says how much, and rows say what is left of it. ``note`` stands below
-    the verdict.
+    Rows say what an allocator reserves for the peak; where none does, what is left, or where ranks may use different
+    amounts, how much that is. ``note`` stands below the verdict.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     groups = (_HEADINGS.get(group, group) for group in MEMORY_GROUPS)
-    equal = len({row["limit_bytes"] for row in rows}) == 1
-    for heading in ("rank", "stage", "peak", "headroom" if equal else "memory", *groups):
+    beside = "reserved" if any(row["reserved_bytes"] != row["peak_bytes"] for row in rows) else "headroom"
+    if len({row["limit_bytes"] for row in rows}) > 1:
+        beside = "limit"
+    for heading in ("rank", "stage", "peak", beside, *groups):
         names = heading == "rank"
         table.add_column(heading, justify="left" if names else "right", no_wrap=not names, overflow="fold")
     for row, ranks in _alike(rows):
@@ -42,7 +44,7 @@ def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
             _name_ranks(ranks),
             ", ".join(map(str, row["stages"])),
             format_bytes(row["peak_bytes"]),
-            _signed(row["headroom_bytes"]) if equal else format_bytes(row["limit_bytes"]),
+            _signed(row[f"{beside}_bytes"]),
             *(format_bytes(num_bytes) for num_bytes in group_parts(row["parts_bytes"]).values()),
             style=style,
         )
@@ -53,16 +55,15 @@ def verdict(rows: Sequence[Row]) -> str:
     """One sentence: whether all ranks fit, and the rank with the least to spare or the most too much."""
     tightest = min(rows, key=lambda row: row["headroom_bytes"])
     over = sum(not row["fits"] for row in rows)
-    ranks, memory = format_count(len(rows), "rank"), format_bytes(tightest["limit_bytes"])
+    ranks, limit = format_count(len(rows), "rank"), format_bytes(tightest["limit_bytes"])
+    holds = "reserves" if tightest["reserved_bytes"] != tightest["peak_bytes"] else "needs"
+    held = f"{holds} {format_bytes(tightest['reserved_bytes'])}"
     if over:
         return (
-            f"Does not fit: {over} of {ranks} over; rank {tightest['rank']} needs "
-            f"{format_bytes(-tightest['headroom_bytes'])} more than its {memory}."
+            f"Does not fit: {over} of {ranks} over; rank {tightest['rank']} {held}, "
+            f"{format_bytes(-tightest['headroom_bytes'])} more than the {limit} that it may."
         )
-    return (
-        f"Fits: {ranks}; rank {tightest['rank']} has the least to spare, "
-        f"{format_bytes(tightest['headroom_bytes'])} of {memory}."
-    )
+    return f"Fits: {ranks}; rank {tightest['rank']} has the least to spare: it {held} of the {limit} that it may."
 
 
 def _alike(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:

@@ -95,12 +95,12 @@ class NarrowTable:
         return [max(cell_len(text) for text in (self.headings[i], *self._texts(i))) for i in chosen]
 
     def _least(self, chosen: list[int], *, cells: bool) -> list[int]:
-        """The longest word of each column; without ``cells``, of its heading and of numbers only."""
+        """The longest word of each column, numbers with units; without ``cells``, of headings and numbers only."""
         return [
             max(
                 cell_len(word)
-                for text in (self.headings[i], *(self._texts(i) if cells or self.numeric[i] else ()))
-                for word in text.split() or [""]
+                for text in (self.headings[i], *(self._texts(i) if cells and not self.numeric[i] else ()))
+                for word in (*text.split(), *(self._texts(i) if self.numeric[i] else ()), "")
             )
             for i in chosen
         ]

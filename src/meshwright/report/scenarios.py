@@ -41,8 +41,11 @@ def describe_scenario(scenario: Scenario) -> str:
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
     """Which of the first devices are priced at another rate, for their kind has none of a precision; empty if none."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
-    dtype, sentences = numbers_of(precision).compute, []
+    numbers, sentences = numbers_of(precision), []
+    dtype = numbers.compute
     for name, kind in kinds.items():
+        if numbers.products and numbers.products not in kind.peak_flops_per_s:
+            sentences.append(f"{name} has no rate for {numbers.products}, so products are priced in {dtype} there.")
         if dtype in kind.peak_flops_per_s:
             continue
         rates = sorted((rate, other) for other, rate in kind.peak_flops_per_s.items())

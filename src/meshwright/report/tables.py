@@ -5,20 +5,20 @@ Neighbouring rows that would read alike are drawn together; ``--json`` has them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.cells import collapse_rows, format_cell, format_heading, name_schedule_briefly
+from meshwright.report.cells import collapse_rows, format_cell, format_heading
 from meshwright.report.comparison import Comparison, comparison_rows
 from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.narrow import NarrowTable
 from meshwright.report.rows import MEASURED_PARTS, cluster_rows, measurement_rows, plan_rows, program_rows
 from meshwright.report.time_shares import timeline_rows
+from meshwright.report.workload import describe_workload
 from meshwright.spec import (
     Cluster,
     Graph,
@@ -91,40 +91,13 @@ def graph_table(graph: Graph, batch_size: int) -> RenderableType:
 
 def plan_table(plan: Plan, graph: Graph | None = None) -> RenderableType:
     """Stages of a plan; layers have their names if the graph is given. Raises PlanError as `plan_rows`."""
-    work = plan.workload
-    optimizer = f", {work.optimizer.name}" if work.kind == "training" else ""
-    facts = f"{work.kind}, {work.global_batch} samples per step, {work.precision}{optimizer}"
-    heading = f"{plan.model} on {plan.cluster}: {facts}"
     # One schedule drives all stages; `Plan.describe`, which stands above, names it.
-    return Group(Text(heading), make_table(plan_rows(plan, graph), hide=("schedule",)))
+    return Group(Text(describe_workload(plan, graph)), make_table(plan_rows(plan, graph), hide=("schedule",)))
 
 
 def exchanges_table(rows: Sequence[Row]) -> NarrowTable:
     """Ways of exchanging gradients from the planner's rows, the plan as it is first."""
     return make_table(rows, title="Other ways to exchange gradients:")
-
-
-def plans_table(rows: Sequence[Row]) -> NarrowTable:
-    """Ranked plans from the planner's rows, best first; M × size are the microbatches, "split" where plans differ."""
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("#", lambda row: str(row["place"])),
-        ("stages", lambda row: str(row["num_stages"])),
-        ("replicas", lambda row: _count_replicas(row["replicas"])),
-        ("M × size", lambda row: f"{row['num_microbatches']} × {row['microbatch_size']}"),
-        ("schedule", lambda row: name_schedule_briefly(row["schedule"])),
-        ("split", lambda row: row["split"]),
-        ("step", lambda row: format_cell("step_time_s", row["step_time_s"])),
-        ("samples/s", lambda row: format_cell("samples_per_s", row["samples_per_s"])),
-        ("memory", lambda row: format_cell("peak_memory_bytes", row["peak_memory_bytes"])),
-        ("bubble", lambda row: format_cell("bubble_share", row["bubble_share"])),
-    ]
-    # What all plans have alike is told of the best one below; where they differ, 80 columns need the room.
-    hidden = "split" if len({row.get("split") for row in rows}) == 1 else "samples/s"
-    columns = [column for column in columns if column[0] != hidden]
-    headings = tuple(heading for heading, _ in columns)
-    cells = [tuple(cell(row) for _, cell in columns) for row in rows]
-    numeric = [heading not in ("replicas", "M × size", "schedule", "split") for heading in headings]
-    return NarrowTable(headings, cells, numeric=numeric, close=True)
 
 
 def front_table(rows: Sequence[Row]) -> NarrowTable:
@@ -135,21 +108,13 @@ def front_table(rows: Sequence[Row]) -> NarrowTable:
         (
             row["plan"],
             format_seconds(row["step_time_s"]),
-            format_bytes(row["peak_memory_bytes"]),
+            format_bytes(row["reserved_memory_bytes"]),
             format_money(row["price_per_million_samples"]) if priced else format_seconds(row["device_seconds"]),
         )
         for row in rows
     ]
     headings = ("Pareto front", "step", "memory", price)
     return NarrowTable(headings, cells, numeric=[False, True, True, True], close=True)
-
-
-def _count_replicas(replicas: Sequence[int]) -> str:
-    """``4 each`` for equal stages, else the numbers, equal neighbours together: ``1, 3 ×5``."""
-    runs = [(count, len(list(same))) for count, same in groupby(replicas)]
-    if len(runs) == 1:
-        return f"{runs[0][0]} each" if runs[0][1] > 1 else str(runs[0][0])
-    return ", ".join(f"{count} ×{length}" if length > 1 else str(count) for count, length in runs)
 
 
 def timeline_table(timeline: Timeline) -> RenderableType:

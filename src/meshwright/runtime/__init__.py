@@ -27,7 +27,7 @@ from meshwright.runtime.devices import choose_device
 from meshwright.runtime.executor import Executor, Output, Outputs
 from meshwright.runtime.opening import open_session
 from meshwright.runtime.overhead import measure_overhead
-from meshwright.runtime.precisions import check_precision
+from meshwright.runtime.precisions import autocast_type, check_precision
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
 from meshwright.runtime.recorder import PeakMemory, Recorder, gather_timeline, make_timeline, measure_clock_offset
@@ -48,6 +48,7 @@ __all__ = [
     "RepairKind",
     "Session",
     "arrange_rank",
+    "autocast_type",
     "check_precision",
     "check_repair",
     "check_runnable",

@@ -1,12 +1,13 @@
 """The types of a plan's precision as the runtime has them: gradients, and the weights that an optimizer goes on with.
 
     gradients   a parameter's ``grad_dtype`` says in which type autograd makes and adds up its gradient
+    products    of float32 matrices, by TF32 or not, are as the precision says while a step runs (`multiplying`)
     masters     of a parameter that computes in two bytes the optimizer updates a float32 copy; it reads the gradient
                 as it is summed, and what it made is copied back into the parameter (Megatron-LM:
                 optimizer/optimizer.py, Float16OptimizerWithFloat16Params)
 
-Masters begin as the parameters, so with the digits that these have. Where replicas share out gradients (ZeRO 2 and 3),
-their parts of the weights are the masters (`fully_sharded`).
+Masters start as copies of the parameters, with their digits. Under ZeRO 2 and 3 the float32 shards of the weights are
+the masters (`fully_sharded`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.precision import Numbers
+from meshwright.spec.precision import SIMULATED_ONLY, Numbers
 
 
 def check_precision(plan: Plan | Placement, device: torch.device | None = None) -> None:
     """Raise PlanError for a precision that cannot be run so, or that the device, a GPU, has no arithmetic for."""
     numbers, training = plan.workload.numbers, plan.workload.kind == "training"
+    if plan.workload.precision in SIMULATED_ONLY:
+        raise PlanError(
+            f"The plan computes in {plan.workload.precision}, which can only be simulated. Plan with another precision "
+            "to run, as mixed or amp-float16."
+        )
     if training and numbers.scales_loss and isinstance(plan, Placement):
         raise PlanError(
             f"A placement was to train in {plan.workload.precision}, whose losses are scaled; such can only be "
@@ -50,6 +56,24 @@ def check_precision(plan: Plan | Placement, device: torch.device | None = None) 
 def autocast_type(plan: Plan | Placement) -> torch.dtype | None:
     """The type that forwards are cast to by torch's autocast."""
     return _dtype(plan.workload.numbers.autocast)
+
+
+@contextmanager
+def multiplying(numbers: Numbers) -> Iterator[None]:
+    """Within, GPUs multiply matrices of float32 as the precision says; behind it, as before.
+
+    Convolutions and recurrent layers stay with the process's setting for cuDNN, by torch's default TF32.
+    """
+    setting = torch.backends.cuda.matmul
+    before, wanted = setting.fp32_precision, "tf32" if numbers.products == "tf32" else "ieee"
+    if numbers.compute != "float32" or before == wanted or (before, wanted) == ("none", "ieee"):
+        yield
+        return
+    setting.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def set_gradient_types(parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
@@ -80,7 +104,7 @@ def gradient_type(parameter: torch.Tensor) -> torch.dtype:
 
 
 class Masters:
-    """Of parameters, by tensor id, those that the optimizer updates: ``updated``, masters of some among them."""
+    """Float32 master weights, by tensor id; ``updated``: what the optimizer updates, masters or the parameters."""
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
         self.updated = dict(parameters)
@@ -94,7 +118,7 @@ class Masters:
 
     @contextmanager
     def stepping(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Within, an optimizer finds the gradients of parameters at their masters; these are what it made behind it."""
+        """Gives masters the gradients of their parameters, for an optimizer step; afterwards copies masters back."""
         pairs = [(item, self._of[id(item)]) for item in parameters if item.grad is not None and id(item) in self._of]
         for parameter, master in pairs:
             assert parameter.grad is not None, "others were left out"

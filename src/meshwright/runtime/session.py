@@ -18,6 +18,7 @@ from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.models import Model
+from meshwright.runtime.precisions import multiplying
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import Part
 from meshwright.runtime.stage_steps import StageSteps
@@ -27,7 +28,6 @@ from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.precision import SIMULATED_ONLY
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
@@ -122,14 +122,15 @@ class Session:
     def run_microbatches(self, step: int, count: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """As `run_step`, with what each stage of this rank reads of each of ``count`` microbatches."""
         self.sync_buffers()
-        if count == self.plan.num_microbatches:
-            return self.steps.run_step(step, inputs)
-        if count not in self.shorter:
-            self.shorter[count] = self.make_shorter(count)
-        self.steps.finish()
-        made = self.shorter[count].run_step(step, inputs)
-        self.shorter[count].finish()
-        return made
+        with multiplying(self.plan.workload.numbers):
+            if count == self.plan.num_microbatches:
+                return self.steps.run_step(step, inputs)
+            if count not in self.shorter:
+                self.shorter[count] = self.make_shorter(count)
+            self.steps.finish()
+            made = self.shorter[count].run_step(step, inputs)
+            self.shorter[count].finish()
+            return made
 
     def reads(self, microbatch: int) -> bool:
         """Whether a stage of this rank reads inputs of a microbatch."""
@@ -149,7 +150,8 @@ class Session:
 
         Raises RunError if fewer steps were run than a schedule takes to fill and empty its pipeline.
         """
-        return self.steps.finish()
+        with multiplying(self.plan.workload.numbers):
+            return self.steps.finish()
 
     def close(self) -> None:
         """Give the user's parameters back without hooks."""
@@ -183,11 +185,6 @@ def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
 
 def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
-    if plan.workload.precision in SIMULATED_ONLY:
-        raise PlanError(
-            f"The plan computes in {plan.workload.precision}, which can only be simulated. Plan with another precision "
-            "to run, as mixed or amp-float16."
-        )
     if plan.only_simulated:
         raise PlanError(
             f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums buckets, whole or in "

@@ -13,7 +13,7 @@ what hosts and drives keep. `exchange_order` finds in which order parts of gradi
 a plan on other machines. `explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
 """
 
-from meshwright.simulator.allocation import RankAllocation, allocate_rank
+from meshwright.simulator.allocation import RankAllocation, allocate_rank, predict_reserved
 from meshwright.simulator.controlled import ControlledRun, PriceIssue, simulate_controlled
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
@@ -61,6 +61,7 @@ __all__ = [
     "explain_step",
     "find_overflows",
     "form_teams",
+    "predict_reserved",
     "price_program",
     "schedule_exchange",
     "simulate_controlled",

@@ -10,17 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, trace_stage
+from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, likeness, trace_stage
 from meshwright.program import build_program, gradient_buckets, num_bucket_copies
+from meshwright.program.schedules.layouts import num_active
 from meshwright.simulator.buffers import compute_orders
-from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
+from meshwright.spec import Opcode, check_plan, slice_graph
 
 if TYPE_CHECKING:
-    from meshwright.spec import Cluster, Graph, Plan
+    from collections.abc import Sequence
+
+    from meshwright.cost import CostModel
+    from meshwright.cost.memory import Backend, MemoryEvents
+    from meshwright.program.buckets import Bucket
+    from meshwright.spec import Cluster, Graph, Plan, StageSlice
 
 # Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it, and the last
 # one is another again: it fills the buckets.
 _MORE_MICROBATCHES = 2
+# Microbatches in flight that are followed for what an allocator holds without use.
+_FOLLOWED = 2
 # Computations of ops in a step; so many take about five seconds to follow.
 MAX_VISITS = 50_000
 
@@ -47,19 +55,9 @@ class RankAllocation:
             "moment": self.peak.moment,
         }
 
-    def exceeds(self, limit_bytes: int) -> bool:
-        """Whether the allocator would reserve more than there is, though what is allocated fits."""
-        return self.reserved_bytes is not None and self.reserved_bytes > limit_bytes
-
     def explain(self) -> str:
         """One sentence."""
-        moment = f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}"
-        if self.reserved_bytes is None:
-            return f"{moment}; most of it are {self.peak.owner}."
-        return (
-            f"{moment}: {format_bytes(self.allocated_bytes)} in blocks of its allocator, which reserves "
-            f"{format_bytes(self.reserved_bytes)}."
-        )
+        return f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}; most of it are {self.peak.owner}."
 
 
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
@@ -70,10 +68,8 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     flight.
     """
     check_plan(plan, graph, cluster)
-    if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
-        return None
     stages = plan.stages_of(rank)
-    if len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
+    if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
     computed = compute_orders(build_program(plan, graph))[rank]
@@ -82,9 +78,88 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     order = repeat_free([(opcode != Opcode.FORWARD, microbatch) for opcode, _, microbatch in computed.tolist()])
     if len(order) * len(stage.ops) > MAX_VISITS:
         return None
-    held = [bucket for bucket in gradient_buckets(graph, plan) if stage.index in bucket.stages]
     device = backend_of(cluster.device_kind(rank))
-    events = trace_stage(
+    events = _trace(plan, graph, stage, gradient_buckets(graph, plan), order, device)
+    peak = find_peak(events)
+    if device == "cpu":
+        return RankAllocation(rank=rank, peak=peak, allocated_bytes=peak.num_bytes, reserved_bytes=None)
+    seen = follow_allocator(events)
+    return RankAllocation(
+        rank=rank, peak=peak, allocated_bytes=seen.allocated_bytes, reserved_bytes=seen.reserved_bytes
+    )
+
+
+def predict_reserved(
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    peaks: Sequence[int],
+    limits: Sequence[int],
+    cost: CostModel | None = None,
+) -> tuple[int, ...]:
+    """Bytes that each rank's allocator reserves for a peak, one per rank.
+
+        reserved = peak + what the allocator holds beyond the peak of the rank's stages, followed op by op
+
+    The stages are followed as if their states were whole and on the device, and with up to `_FOLLOWED` microbatches in
+    flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
+    as do those of graphs that cannot be followed, and those with less than half of their limit in use, but for the
+    fullest rank. What a ``cost`` model has followed it remembers.
+    """
+    reserved = list(peaks)
+    if not _can_follow(graph):
+        return tuple(reserved)
+    spare = [limit - peak for peak, limit in zip(peaks, limits, strict=True)]
+    fullest, slices, buckets = spare.index(min(spare)), slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
+
+    def unused(index: int) -> int:
+        stage = slices[index]
+        if cost is None:
+            return _unused_bytes(plan, graph, stage, buckets)
+        count = max(plan.stages[index].counts(plan.num_microbatches))
+        key = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
+        held = any(index in bucket.stages for bucket in buckets)
+        return cost.remember("unused", graph, (*key, held), lambda: _unused_bytes(plan, graph, stage, buckets))
+
+    known: dict[tuple[int, ...], int] = {}
+    for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
+        if backend_of(cluster.device_kind(rank)) == "cpu" or (2 * peak < limit and rank != fullest):
+            continue
+        mine = plan.stages_of(rank)
+        if mine not in known:
+            known[mine] = max(map(unused, mine))
+        reserved[rank] = peak + known[mine]
+    return tuple(reserved)
+
+
+def _unused_bytes(plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence[Bucket]) -> int:
+    """What the allocator holds beyond the peak of a stage with a few microbatches in flight."""
+    count = max(plan.stages[stage.index].counts(plan.num_microbatches))
+    # Whatever the schedule: how many there are matters little for what is unused.
+    in_flight = count if plan.schedule == "gpipe" else num_active(plan, stage.index)
+    kept = min(in_flight, count, _FOLLOWED)
+    order = [(False, i) for i in range(kept)]
+    if kept < count:
+        order += [(True, 0), (False, kept)]
+    order += [(True, i) for i in range(int(kept < count), kept + int(kept < count))]
+    events = _trace(plan, graph, stage, buckets, order, "cuda")
+    return max(follow_allocator(events).reserved_bytes - find_peak(events).num_bytes, 0)
+
+
+def _can_follow(graph: Graph) -> bool:
+    return graph.has_loss and graph.mode == "training" and not any(op.phase == "backward" for op in graph.ops)
+
+
+def _trace(
+    plan: Plan,
+    graph: Graph,
+    stage: StageSlice,
+    buckets: Sequence[Bucket],
+    order: Sequence[tuple[bool, int]],
+    device: Backend,
+) -> MemoryEvents:
+    held = [bucket for bucket in buckets if stage.index in bucket.stages]
+    return trace_stage(
         graph,
         stage,
         plan.workload,
@@ -94,13 +169,6 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
         bucket_bytes=num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in held),
         bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
         num_inputs=max(plan.stages[stage.index].counts(plan.num_microbatches)),
-    )
-    peak = find_peak(events)
-    if device == "cpu":
-        return RankAllocation(rank=rank, peak=peak, allocated_bytes=peak.num_bytes, reserved_bytes=None)
-    seen = follow_allocator(events)
-    return RankAllocation(
-        rank=rank, peak=peak, allocated_bytes=seen.allocated_bytes, reserved_bytes=seen.reserved_bytes
     )
 
 

@@ -72,6 +72,11 @@ def simulate_controlled(
             "The prices charge processor time for transfers; a controlled run cannot, for what is decided depends on "
             "it. Set `host_ps` to zero."
         )
+    if prices.issue is not None:
+        raise ProgramError(
+            "The prices have hosts that issue beside their devices; how far ahead one is depends on what is decided. "
+            "Give `prices.with_hosts_ahead()`."
+        )
     if isinstance(controller, DecisionLog):
         check_fit(program, controller)
         controller = Replay(log=controller)

@@ -13,6 +13,11 @@ afterwards is not on the path. For a join that needs k of its waits the k-th tha
 Under ``fair`` contention nobody waits for a link: transfers that share one take longer, and so they stand on the path.
 How far such a transfer was when it raised a mark is not kept, so that its marks are tight when nothing else is.
 
+Where hosts issue beside their devices (`host_issue`), an instruction that ends later than the device could make it was
+issued late. Then the path follows the host: from that end back to the moment at which the host began with the
+instruction, and on through what it issued before, in the order of the stream, until it had waited for the device. Those
+segments are the host's.
+
 Where several are tight, the order is total: the one before in the stream, then what is awaited, then the holder of a
 link; among equals the lowest instruction id. A collective stands on the path as the lowest of its members with a
 tight one. The search takes time linear in the number of instructions. Source: the critical path method (Kelley and
@@ -29,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
+from meshwright.simulator.host_issue import IssuedRun
 from meshwright.simulator.network import Network, collectives, need_of, route_of
 from meshwright.spec import ProgramError
 
@@ -45,10 +51,13 @@ class Bound(IntEnum):
     WAIT = 2
     MARK = 3
     LINK = 4
+    HOST = 5
 
 
 # The compiled loops read plain numbers.
-BY_STREAM, BY_WAIT, BY_MARK, BY_LINK = (int(b) for b in (Bound.STREAM, Bound.WAIT, Bound.MARK, Bound.LINK))
+BY_STREAM, BY_WAIT, BY_MARK, BY_LINK, BY_HOST = (
+    int(b) for b in (Bound.STREAM, Bound.WAIT, Bound.MARK, Bound.LINK, Bound.HOST)
+)
 
 
 class _Index(NamedTuple):
@@ -64,29 +73,33 @@ class _Index(NamedTuple):
 class CriticalPath:
     """Segments in order of time: instruction ids, from when to when (ps), and the `Bound` of each; all of shape (k,).
 
-    Each segment starts where the one before it ends.
+    Each segment starts where the one before it ends. ``on_host`` (k,): whether it is its host that issues.
     """
 
     instruction: Ids
     start_ps: Times
     end_ps: Times
     bound: NDArray[np.int8]
+    on_host: NDArray[np.bool_]
 
 
-def find_critical_path(network: Network, start_ps: Times, end_ps: Times, window: tuple[int, int]) -> CriticalPath:
+def find_critical_path(
+    network: Network, start_ps: Times, end_ps: Times, window: tuple[int, int], hosts: IssuedRun | None = None
+) -> CriticalPath:
     """The critical path between two moments (ps), the second of which is the end of an instruction.
 
-    ``start_ps`` and ``end_ps`` (n,) are the spans that the network's instructions took. Raises ProgramError if they
-    are not those of this network: something starts when nothing that it needs has happened, or nothing ends then.
+    ``start_ps`` and ``end_ps`` (n,) are the spans that the network's instructions took; ``hosts`` issued them. Raises
+    ProgramError if they are not those of this network: something starts when nothing that it needs has happened, or
+    nothing ends then.
     """
     begin, stop = window
     last = np.flatnonzero(end_ps == stop)[:1]
     if stop <= begin:
-        return _path(np.zeros((4, 0), np.int64))
+        return _path(np.zeros((5, 0), np.int64))
     if not len(last):
         raise ProgramError(f"No instruction ends at {stop} ps; give the window of a step of this simulation.")
-    segments = np.empty((4, len(end_ps)), np.int64)
-    count = _walk(network, _index(network), start_ps, end_ps, begin, int(last[0]), segments)
+    segments = np.zeros((5, len(end_ps)), np.int64)
+    count = _walk(network, _index(network), start_ps, end_ps, begin, int(last[0]), segments, hosts)
     path = _path(segments[:, :count][:, ::-1].copy())
     if int(path.start_ps[0]) > begin:
         raise ProgramError(
@@ -97,8 +110,14 @@ def find_critical_path(network: Network, start_ps: Times, end_ps: Times, window:
 
 
 def _path(segments: Ids) -> CriticalPath:
-    instruction, start_ps, end_ps, bound = segments
-    return CriticalPath(instruction=instruction, start_ps=start_ps, end_ps=end_ps, bound=bound.astype(np.int8))
+    instruction, start_ps, end_ps, bound, on_host = segments
+    return CriticalPath(
+        instruction=instruction,
+        start_ps=start_ps,
+        end_ps=end_ps,
+        bound=bound.astype(np.int8),
+        on_host=on_host.astype(np.bool_),
+    )
 
 
 def _index(network: Network) -> _Index:
@@ -140,12 +159,28 @@ def _streams_of_links(network: Network, num_links: int) -> tuple[Ids, Ids]:
 
 
 @compiled
-def _walk(network: Network, index: _Index, start_ps: Times, end_ps: Times, begin: int, last: int, segments: Ids) -> int:
+def _walk(
+    network: Network,
+    index: _Index,
+    start_ps: Times,
+    end_ps: Times,
+    begin: int,
+    last: int,
+    segments: Ids,
+    hosts: IssuedRun | None,
+) -> int:
     """Write the segments, the last one first; return their number."""
-    i, until, count = last, int(end_ps[last]), 0
+    i, until, count, issuing = last, int(end_ps[last]), 0, False
     while True:
         start, at, before, bound = int(start_ps[i]), i, -1, 0
-        if start > begin:
+        if hosts is not None:
+            is_hosts = issuing or _is_late(network, hosts, end_ps, i, until)
+            segments[4, count], issuing = is_hosts, is_hosts and hosts.follows[i]
+            if issuing:
+                start = int(hosts.begin_ps[i])
+        if start > begin and issuing:
+            before, bound = i - 1, BY_HOST
+        elif start > begin:
             at, before, bound = _tight_member(network, index, start_ps, end_ps, i)
             if before < 0:
                 before, bound = _holder(network, index, start, end_ps, i), BY_LINK
@@ -155,6 +190,17 @@ def _walk(network: Network, index: _Index, start_ps: Times, end_ps: Times, begin
         if before < 0:
             return count
         i, until = before, start
+
+
+@compiled
+def _is_late(network: Network, hosts: IssuedRun, end_ps: Times, i: int, until: int) -> bool:
+    """Whether its host decided when an instruction ended, or raised a mark."""
+    if until == end_ps[i]:
+        return bool(hosts.is_late[i])
+    for m in range(len(network.mark_instruction)):
+        if network.mark_instruction[m] == i and end_ps[i] + network.mark_shift_ps[m] == until:
+            return bool(hosts.is_mark_late[m])
+    return False
 
 
 @compiled

@@ -23,6 +23,9 @@ compare with a plain event-driven simulation.
 An instruction that needs only k of its waits is a *join* (`joins.py`); open ones stand in the same heap. The ends that
 a controller watches have a heap of their own (`control.py`): the loop returns when the smallest of both is one of them.
 
+Where hosts issue beside their devices, an instruction ends no earlier than they allow (`host_issue.py`); both depend on
+what comes before in the stream, and are known when the stream comes to it.
+
 ``fair`` contention (`fair.py`) differs in what happens to requests for shared links, and in nothing else.
 """
 
@@ -36,6 +39,7 @@ from meshwright.compiled import compiled
 from meshwright.simulator.control import NO_MORE, REQUESTS, RUNNABLE, Control, add_event, is_next, note_end
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
 from meshwright.simulator.heap import pop, push
+from meshwright.simulator.host_issue import Hosts, as_run, prepare_hosts
 from meshwright.simulator.joins import (
     NONE,
     Joins,
@@ -67,16 +71,18 @@ class Outcome(NamedTuple):
     """When each instruction ended, in ps, shape (n,), and where each stream stopped, shape (streams,).
 
     A stream that stopped before its last instruction waits for ever; ends that are not known are negative.
-    ``shared_start_ps`` (n,) is when a transfer began that shared its links, else -1; None under ``queued``.
+    ``shared_start_ps`` (n,) is when a transfer began that shared its links, else -1; None under ``queued``. ``network``
+    is the one that ran, in which waiting for hosts is a part of what instructions took.
     """
 
     end_ps: Times
     position: Ids
     shared_start_ps: Times | None
+    network: Network
 
-    def start_ps(self, network: Network) -> Times:
+    def start_ps(self) -> Times:
         """When each instruction began, shape (n,); it means nothing for those that never end."""
-        start_ps = durations(network)
+        start_ps = durations(self.network)
         np.subtract(self.end_ps, start_ps, out=start_ps)
         if self.shared_start_ps is None:
             return start_ps
@@ -85,31 +91,50 @@ class Outcome(NamedTuple):
 
 def run_network(network: Network, num_links: int, contention: Contention = "queued") -> Outcome:
     """Simulate until nothing happens any more."""
-    joins = prepare_joins(network)
-    if contention == "queued":
-        state = fresh_state(network, num_links)
-        run_streams(network, state, None, joins, None)
-        return Outcome(state.end_ps, state.position, None)
-    numbered, sharing = prepare_sharing(network, num_links)
-    state = fresh_state(network, num_links, len(sharing.mark_left))
-    run_streams(numbered, state, sharing, joins, None)
-    return Outcome(state.end_ps[: len(network.cost_class)], state.position, sharing.start_ps)
+    hosts, given = prepare_hosts(network), network
+    if hosts is not None:
+        # Where in an instruction its marks lie depends on its host.
+        network = network._replace(mark_shift_ps=network.mark_shift_ps.copy())
+    shift_ps, joins, sharing, num_marks = network.mark_shift_ps, prepare_joins(network), None, 0
+    if contention == "fair":
+        network, sharing = prepare_sharing(network, num_links)
+        num_marks = len(sharing.mark_left)
+    state = fresh_state(network, num_links, num_marks)
+    run_streams(network, state, sharing, joins, None, hosts)
+    end_ps = state.end_ps[: len(given.cost_class)]
+    if hosts is not None:
+        given = as_run(given, _start_ps(given, end_ps, hosts), end_ps, shift_ps)
+    return Outcome(end_ps, state.position, sharing.start_ps if sharing is not None else None, given)
+
+
+def _start_ps(network: Network, end_ps: Times, hosts: Hosts) -> Times:
+    """When each instruction began: what a host issues when the device could begin."""
+    is_issued = network.earliest_ps[network.cost_class] > 0
+    return np.where(is_issued, hosts.ready_ps, end_ps - durations(network))
 
 
 @compiled
 def run_streams(  # noqa: C901
-    network: Network, state: State, sharing: Sharing | None, joins: Joins | None, control: Control | None
+    network: Network,
+    state: State,
+    sharing: Sharing | None,
+    joins: Joins | None,
+    control: Control | None,
+    hosts: Hosts | None,
 ) -> None:
     """Let streams run until nothing happens any more, or a controller is to decide."""
     # One loop, with arrays taken out of the tuples once: an array that is handed to a function in the innermost loop
     # has its references counted each time, which made the loop ten times as slow. It is compiled apart with and without
-    # sharing, joins and control: a network without them does not pay for them.
+    # sharing, joins, control and hosts: a network without them does not pay for them.
     offsets, cost_class, class_ps, wait_offsets, waits, mark_instruction, mark_shift, resource, num_private = network[
         :9
     ]
     route_offsets, links, collective_route, size, owner = network[9:14]
     end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, link_free = state[:9]
     arrived, arrival, members = state[9:]
+    if hosts is not None:
+        issue_ps, earliest_ps, is_awaited, mark_earliest = network[16:20]
+        clock, device_ready, first_mark, marks, usual_shift = hosts
     num_routes = len(route_offsets) - 1
     top, num_requests = len(position), 0
     if control is not None:
@@ -162,7 +187,20 @@ def run_streams(  # noqa: C901
                         time += class_ps[cost_class[i]]
                         top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
                     break
-                time += class_ps[cost_class[i]]
+                if hosts is None:
+                    time += class_ps[cost_class[i]]
+                else:
+                    kind, begin, device_ready[i] = cost_class[i], clock[stream], time
+                    if is_awaited[kind]:
+                        begin = max(begin, time)
+                    clock[stream] = begin + issue_ps[kind]
+                    usual_end = time + class_ps[kind]
+                    # A sum that wraps around is found by its sign (`simulate`).
+                    time = max(usual_end, begin + earliest_ps[kind]) if usual_end >= 0 else usual_end
+                    for place in range(first_mark[i], first_mark[i + 1]):
+                        mark = marks[place]
+                        moment = max(usual_end + usual_shift[mark], begin + mark_earliest[mark])
+                        mark_shift[mark] = moment - time
                 if control is not None and control.is_open[i]:
                     cursor[stream], ready[stream] = GRANTED, time
                     add_event(control, time, stream - len(position))

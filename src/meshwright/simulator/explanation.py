@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.simulator.critical_path import Bound, CriticalPath, find_critical_path
 from meshwright.simulator.engine import Contention, check_contention
+from meshwright.simulator.host_issue import hosts_bind, issued_run
 from meshwright.simulator.levers import Lever, find_levers
 from meshwright.simulator.network import durations
 from meshwright.simulator.plan import program_of, steady_steps
@@ -62,13 +63,19 @@ def explain_program(
     """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
     check_contention(contention)
     check_prices(program, prices)
-    unrolled, drains = unroll(program, prices, steady_steps(program)[0]), program.epilogue.num_instructions > 0
+    steps, drains = steady_steps(program)[0], program.epilogue.num_instructions > 0
+    # Hosts that are fast enough are ahead of a steady step.
+    for given in (prices.with_hosts_ahead(), prices):
+        unrolled = unroll(program, given, steps)
+        network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
+        begin, stop = step_window(unrolled.step, end_ps, drains=drains)
+        if given is prices or not hosts_bind(program, prices, stop - begin):
+            break
     columns = instruction_columns(program, unrolled)
-    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
     start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
-    begin, stop = step_window(unrolled.step, end_ps, drains=drains)
-    path = find_critical_path(network, start_ps, end_ps, (begin, stop))
+    hosts = issued_run(unrolled.network, network, start_ps)
+    path = find_critical_path(network, start_ps, end_ps, (begin, stop), hosts)
 
     def simulate(changed: Unrolled) -> int:
         ends = run_unrolled(program, changed, prices.host_ps, contention)[2]

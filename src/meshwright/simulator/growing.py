@@ -120,7 +120,7 @@ class GrowingNetwork:
         self._state.stack[: len(runnable)] = runnable
         self._control.counts[RUNNABLE] = len(runnable)
         self._runnable = []
-        run_streams(self._network, self._state, self._sharing, self._joins, self._control)
+        run_streams(self._network, self._state, self._sharing, self._joins, self._control, None)
 
     def next_event(self) -> tuple[int, int] | None:
         """Take the event that has come: its moment, and the handle that ended, or ``FIRST_TIMER`` + k for timer k.
@@ -273,7 +273,7 @@ class GrowingNetwork:
         joins = _longer(self._joins, room.instructions, "need")
         joins = _longer(joins, room.slots, "slot_after", "slot_stream")
         if len(network.mark_instruction):
-            joins = _longer(joins, room.slots, "slot_shift_ps")
+            joins = _longer(joins, room.slots, "slot_wait")
         self._joins = _with_needs(joins, room.need)
         control = _longer(self._control, room.instructions, "after", "release_ps", "watched", "is_open")
         self._control = _longer(control, room.events, "event_ps", "event_number")

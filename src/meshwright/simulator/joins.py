@@ -32,17 +32,18 @@ NONE = -1
 class Joins(NamedTuple):
     """Joins of a network and what is known of them; columns are reached through the tuple, which counts no references.
 
-    ``need`` (n,) is 0 for all that is no join. Per slot: the next waiter of the same list, the stream, and how long
-    after the end that is awaited the moment is (0 or less; not kept where nothing raises marks). ``next`` (1,) is the
-    first slot that is not taken. Per stream: the first slot of the open join (-1: none is open), how many of its waits
-    it needs and how many moments are known, as which time it stands in the heap of requests (-1: it does not), whether
-    the stream is on the stack to look at it again, and where its smallest moments begin.
+    ``need`` (n,) is 0 for all that is no join. Per slot: the next waiter of the same list, the stream, and the wait as
+    in `Network` (not kept where nothing raises marks, whose ``mark_shift_ps`` are those of the network). ``next`` (1,)
+    is the first slot that is not taken. Per stream: the first slot of the open join (-1: none is open), how many of its
+    waits it needs and how many moments are known, as which time it stands in the heap of requests (-1: it does not),
+    whether the stream is on the stack to look at it again, and where its smallest moments begin.
     """
 
     need: Column
     slot_after: Column
     slot_stream: Column
-    slot_shift_ps: Times
+    slot_wait: Column
+    mark_shift_ps: Times
     first: Ids
     next: Ids
     needed: Ids
@@ -76,7 +77,8 @@ def make_joins(network: Network) -> Joins:
         need=need,
         slot_after=np.empty(num_slots, np.int32),
         slot_stream=np.empty(num_slots, np.int32),
-        slot_shift_ps=np.empty(num_slots if len(network.mark_instruction) else 0, np.int64),
+        slot_wait=np.empty(num_slots if len(network.mark_instruction) else 0, np.int32),
+        mark_shift_ps=network.mark_shift_ps,
         first=np.full(num_streams, NONE),
         next=np.zeros(1, np.int64),
         needed=np.zeros(num_streams, np.int64),
@@ -101,8 +103,8 @@ def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -
             shift, k = network.mark_shift_ps[~k], np.int64(network.mark_instruction[~k])
         if end[k] < 0:
             joins.slot_after[slot], joins.slot_stream[slot] = end[k], stream
-            if len(joins.slot_shift_ps) > 0:
-                joins.slot_shift_ps[slot] = shift
+            if len(joins.slot_wait) > 0:
+                joins.slot_wait[slot] = network.waits[begin + slot - first]
             end[k] = -(num_streams + slot + 2)
         else:
             _take(joins, stream, int(end[k] + shift))
@@ -189,7 +191,9 @@ def finish_for_joins(joins: Joins, end: Times, i: int, time: int, next_waiter: I
         waiter, stream = np.int64(joins.slot_after[slot]), np.int64(joins.slot_stream[slot])
         if joins.first[stream] < 0 or slot < joins.first[stream]:
             continue
-        moment = time + joins.slot_shift_ps[slot] if len(joins.slot_shift_ps) > 0 else time
+        moment = time
+        if len(joins.slot_wait) > 0 and joins.slot_wait[slot] < 0:
+            moment += joins.mark_shift_ps[~joins.slot_wait[slot]]
         _take(joins, int(stream), moment)
         if joins.known[stream] >= joins.needed[stream] and not joins.is_queued[stream]:
             joins.is_queued[stream] = True

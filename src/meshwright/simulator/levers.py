@@ -10,7 +10,7 @@ longest one and its steps repeat,
 so P_c is the derivative of the step time by the relative speed of c. Another path soon becomes the longest, so the
 step is simulated again, exactly, for x = `SHORTER` and for x = 1: what no improvement of c alone can beat, except where
 transfers that queue for a link then come in another order. Marks move with the instruction that raises them, and a
-link is held for at least 1 ps.
+link is held for at least 1 ps. Where the path follows hosts, what they issue is a class of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.simulator.critical_path import CriticalPath
+from meshwright.simulator.host_issue import with_faster_hosts
 from meshwright.simulator.network import Network, route_of, routes, with_durations
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
@@ -84,11 +85,27 @@ def find_levers(
     the step time in ps.
     """
     length = path.end_ps - path.start_ps
+    on_host = int(length[path.on_host].sum())
+    length = np.where(path.on_host, 0, length)
     sized = [
         (item, int(length[item.covers(path.instruction)].sum()))
         for item in _classes(path, unrolled, prices, columns, devices)
     ]
     levers: list[Lever] = []
+    if on_host:
+        steps = [
+            to_seconds(simulate(replace(unrolled, network=with_faster_hosts(unrolled.network, share))))
+            for share in (1 - SHORTER, 0.0)
+        ]
+        levers.append(
+            Lever(
+                kind="work",
+                name="issuing by the host",
+                path_s=to_seconds(on_host),
+                step_if_shorter_s=steps[0],
+                step_if_free_s=steps[1],
+            )
+        )
     for kind, group in groupby(sized, key=lambda pair: pair[0].kind):
         largest = sorted((pair for pair in group if pair[1]), key=lambda pair: -pair[1])
         for place, (item, path_ps) in enumerate(largest):
@@ -101,7 +118,8 @@ def find_levers(
             levers.append(
                 Lever(kind=kind, name=item.name, path_s=path_s, step_if_shorter_s=shorter_s, step_if_free_s=free_s)
             )
-    return tuple(levers)
+    kinds = get_args(LeverKind)
+    return tuple(sorted(levers, key=lambda item: (kinds.index(item.kind), -item.path_s)))
 
 
 def shorten(unrolled: Unrolled, chosen: Mask, share: float) -> Unrolled:

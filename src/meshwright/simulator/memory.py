@@ -107,7 +107,7 @@ def _merge_ranks(
                 event[s], time[s] = event[s] + 1, end_ps[i]
             if total > highest:
                 highest = total
-                at_peak[:number] = event[:number]
+                _copy_first(number, event, at_peak)
             if moments[count] != moment:
                 count += 1
                 ranks[count], moments[count] = rank, moment
@@ -116,6 +116,13 @@ def _merge_ranks(
         for s in range(number):
             _apply(changes, cost_class, 2 * stream_offsets[mine[s]], at_peak[s], peak[rank])
     return count
+
+
+@compiled
+def _copy_first(number: int, given: Times, made: Times) -> None:
+    """Copy so many elements; a slice would compile for seconds, for what it says of shapes that differ."""
+    for k in range(number):
+        made[k] = given[k]
 
 
 @compiled

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.simulator.waiters import Column, Ids, Times
@@ -26,6 +27,9 @@ class Network(NamedTuple):
     routes are those whose links nobody else wants. ``collective_owner`` is the lowest stream among the members.
 
     ``join_instruction``, ascending, goes on when ``join_need`` of its waits have happened; all else waits for all.
+
+    The last four are what hosts issue (`host_issue`): by class ``issue_ps``, ``earliest_ps`` and ``is_awaited``, by
+    mark ``mark_earliest_ps``; each of shape (0,) where no host has a device beside it.
     """
 
     stream_offsets: Ids
@@ -44,6 +48,20 @@ class Network(NamedTuple):
     collective_owner: Column
     join_instruction: Column
     join_need: Column
+    issue_ps: Times
+    earliest_ps: Times
+    is_awaited: NDArray[np.bool_]
+    mark_earliest_ps: Times
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether hosts issue beside their devices."""
+        return len(self.issue_ps) > 0
+
+    def with_hosts_ahead(self) -> Network:
+        """The network where all was issued before the devices come to it."""
+        none = np.zeros(0, np.int64)
+        return self._replace(issue_ps=none, earliest_ps=none, is_awaited=none.astype(np.bool_), mark_earliest_ps=none)
 
 
 def durations(network: Network) -> Times:
@@ -52,9 +70,27 @@ def durations(network: Network) -> Times:
 
 
 def with_durations(network: Network, duration_ps: Times, mark_shift_ps: Times) -> Network:
-    """The same network with a duration for each instruction, shape (n,), and other marks."""
+    """The same network with a duration for each instruction, shape (n,), and other marks.
+
+    What hosts issue stays; of what follows until the end (`earliest_ps`) the device's part changes in proportion.
+    """
     own_class = np.arange(len(duration_ps), dtype=np.int32)
+    if network.has_hosts:
+        network = _with_earliest(network, duration_ps)
     return network._replace(cost_class=own_class, class_ps=duration_ps, mark_shift_ps=mark_shift_ps)
+
+
+def _with_earliest(network: Network, duration_ps: Times) -> Network:
+    issue_ps, earliest_ps = network.issue_ps[network.cost_class], network.earliest_ps[network.cost_class]
+    # What follows the last issue is between nothing and all of the device's time, and nothing where that is nothing.
+    share = duration_ps / np.maximum(durations(network), 1)
+    earliest_ps = issue_ps + np.rint((earliest_ps - issue_ps) * share).astype(np.int64)
+    return network._replace(
+        issue_ps=issue_ps,
+        earliest_ps=earliest_ps,
+        is_awaited=network.is_awaited[network.cost_class],
+        mark_earliest_ps=np.minimum(network.mark_earliest_ps, earliest_ps[network.mark_instruction]),
+    )
 
 
 def collectives(network: Network) -> Column:

@@ -7,7 +7,8 @@ last one of a step, when all gradients of a bucket are there, what filling that 
 mark. Ops that take no time have no part.
 
 Part k ends Σ seconds of the parts up to k after the start, rounded to whole picoseconds; the last one where the span
-ends. Where the span was lengthened by processor time of transfers, its parts are in proportion.
+ends. Where the span was lengthened by processor time of transfers, its parts are in proportion. Where a host issues
+beside the device, no part begins before it is issued (`span_parts`), and between parts the device waits.
 """
 
 from __future__ import annotations
@@ -19,27 +20,34 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.cost import CostModel
-from meshwright.cost.memory import FIRST, LAST
+from meshwright.cost.host_issue import host_factor
 from meshwright.program import Bucket, Fold
+from meshwright.simulator.host_issue import issued_run
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import exchanged_buckets, place_of_backward
 from meshwright.simulator.simulate import Run
+from meshwright.simulator.span_parts import issue_parts, list_parts, span_ps
 from meshwright.simulator.stage_costs import OpSeconds, op_seconds
 from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Graph, Opcode, OpSpans, Placement, Plan, Program, slice_stages
 from meshwright.spec.instructions import COMPUTATIONS
-from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
 
 
 class _Parts(NamedTuple):
-    """The parts of each cost class, in CSR form: which op, and when it ends after the start of its span, in ps."""
+    """The parts of each cost class, in CSR form: which op, and when it ends after the start of its span, in ps.
+
+    Where a host issues them: when each is issued and when it ends at the earliest, after the host began with the span.
+    """
 
     offsets: Ids
     op: NDArray[np.int32]
     end_ps: Ids
+    issued_ps: Ids
+    earliest_ps: Ids
+    is_issued: NDArray[np.bool_]
 
 
 def expand_ops(
@@ -57,12 +65,15 @@ def expand_ops(
     devices = fold.ranks if fold else tuple(range(program.num_ranks))
     whole = fold.whole if fold else plan
     parts = _list_parts(program, prices, plan, whole, graph, cost, devices, buckets)
+    network = run.unrolled.network
     cost_class = run.unrolled.cost_class
     span = np.flatnonzero(np.diff(parts.offsets)[cost_class])
     found = cost_class[span]
     counts = np.diff(parts.offsets)[found]
+    issued = issued_run(network, run.network, run.start_ps)
+    begin_ps = issued.begin_ps[span] if issued else np.zeros(len(span), np.int64)
     op, start_ps, end_ps = _expand(
-        parts, found, prices.duration_ps[found], run.start_ps[span], run.end_ps[span], int(counts.sum())
+        parts, found, prices.duration_ps[found], run.start_ps[span], run.end_ps[span], begin_ps, int(counts.sum())
     )
     names = (*(item.name for item in graph.ops), "host", *(f"fill bucket {bucket.index}" for bucket in buckets))
     return OpSpans(span=np.repeat(span, counts), op=op, start_ps=start_ps, end_ps=end_ps, names=names)
@@ -81,7 +92,9 @@ def _list_parts(
     stages = slice_stages(graph, plan)
     priced: dict[tuple[int, str], OpSeconds] = {}
     none = np.zeros(0, np.int64)
-    ops, ends = [none] * len(prices.duration_ps), [none] * len(prices.duration_ps)
+    count = len(prices.duration_ps)
+    ops, times = [none] * count, [np.zeros((3, 0), np.int64)] * count
+    is_issued = np.zeros(count, np.bool_)
     stream_ranks = rank_of_streams(program)
     for name, section in program.sections():
         classes = getattr(prices, name).cost_class
@@ -89,52 +102,37 @@ def _list_parts(
         computing = np.flatnonzero(np.isin(section.opcode, COMPUTATIONS))
         for row in computing[np.unique(classes[computing], return_index=True)[1]].tolist():
             stage = stages[int(section.stage[row])]
-            kind = cost.cluster.device_kind(devices[int(stream_ranks[streams[row]])])
+            device, cost_class = devices[int(stream_ranks[streams[row]])], int(classes[row])
+            kind = cost.cluster.device_kind(device)
             key = (stage.index, kind.name)
             if key not in priced:
                 held = tuple(bucket for bucket in buckets if stage.index in bucket.stages)
                 priced[key] = op_seconds(graph, plan, stage, held, kind, cost, find_shards(whole, stage.index))
-            number, end_s = _parts_of(priced[key], Opcode(int(section.opcode[row])), int(places[row]))
+            parts = list_parts(priced[key], Opcode(int(section.opcode[row])), int(places[row]))
+            duration_ps = int(prices.duration_ps[cost_class])
+            if parts.issued_s is not None:
+                factor = host_factor(cost.cluster.nodes[cost.cluster.node_index(device)], cost.end)
+                done_ps, issued_ps, earliest_ps = issue_parts(parts, duration_ps, factor)
+                moments, is_issued[cost_class] = np.stack([done_ps, issued_ps, earliest_ps]), True
+            else:
+                moments = np.stack([span_ps(parts.done_s, duration_ps)] * 3)
+            takes_time = np.diff(parts.done_s, prepend=0.0) > 0.0
             own = np.array([*stage.ops, *range(len(graph.ops), len(graph.ops) + 1 + len(buckets))], np.int64)
-            ops[classes[row]], ends[classes[row]] = own[number], np.rint(end_s * PICOSECONDS_PER_SECOND)
+            ops[cost_class], times[cost_class] = own[parts.number[takes_time]], moments[:, takes_time]
     offsets = np.cumsum([0, *(len(item) for item in ops)]).astype(np.int64)
-    return _Parts(offsets, np.concatenate(ops).astype(np.int32), np.concatenate(ends).astype(np.int64))
-
-
-def _parts_of(seconds: OpSeconds, opcode: Opcode, place: int) -> tuple[Ids, NDArray[np.float64]]:
-    """The parts of one computation: its ops by place, then the host and the buckets by number; and when each ends."""
-    count = len(seconds.forward)
-    if opcode is Opcode.FORWARD:
-        host_s, taken, order = seconds.host_s[0], seconds.forward, np.arange(count)
-    else:
-        host_s, order = seconds.host_s[1], np.arange(count)[::-1]
-        taken = seconds.backward
-        if opcode is Opcode.BACKWARD_INPUT:
-            taken = seconds.backward - seconds.weights
-        elif opcode is Opcode.BACKWARD_WEIGHT:
-            host_s, taken = seconds.host_s[2], seconds.weights
-        if opcode is not Opcode.BACKWARD_INPUT and not place & FIRST:
-            taken = taken + seconds.accumulate
-    fills = seconds.fill_s if place & LAST else {}
-    number = np.concatenate([[count], order])
-    op_s, fill_s = np.concatenate([[0.0], taken[order]]), np.zeros(count + 1)
-    ready, latest = [], 0
-    for bucket in sorted(fills):
-        # Buckets leave in order: none is filled before the one ahead of it.
-        latest = max(latest, count - seconds.first_uses[bucket] if bucket in seconds.first_uses else 0)
-        ready.append(latest)
-    number = np.insert(number, np.array(ready, np.int64) + 1, [count + 1 + bucket for bucket in sorted(fills)])
-    fill_s = np.insert(fill_s, np.array(ready, np.int64) + 1, [fills[bucket] for bucket in sorted(fills)])
-    op_s = np.insert(op_s, np.array(ready, np.int64) + 1, 0.0)
-    end_s = host_s + np.cumsum(op_s) + np.cumsum(fill_s)
-    takes_time = op_s + fill_s > 0.0
-    takes_time[0] = host_s > 0.0
-    return number[takes_time], end_s[takes_time]
+    end_ps, issued_ps, earliest_ps = np.concatenate(times, axis=1).copy()
+    return _Parts(offsets, np.concatenate(ops).astype(np.int32), end_ps, issued_ps, earliest_ps, is_issued)
 
 
 @compiled
 def _expand(
-    parts: _Parts, cost_class: NDArray[np.int32], duration_ps: Ids, start_ps: Ids, end_ps: Ids, total: int
+    parts: _Parts,
+    cost_class: NDArray[np.int32],
+    duration_ps: Ids,
+    start_ps: Ids,
+    end_ps: Ids,
+    begin_ps: Ids,
+    total: int,
 ) -> tuple[NDArray[np.int32], Ids, Ids]:
     op, start, end = np.empty(total, np.int32), np.empty(total, np.int64), np.empty(total, np.int64)
     place = 0
@@ -142,12 +140,15 @@ def _expand(
         first, last = parts.offsets[cost_class[i]], parts.offsets[cost_class[i] + 1]
         length, now = end_ps[i] - start_ps[i], start_ps[i]
         for k in range(first, last):
-            passed = min(parts.end_ps[k], duration_ps[i])
-            if k == last - 1:
+            op[place], start[place], passed = parts.op[k], now, parts.end_ps[k]
+            if parts.is_issued[cost_class[i]]:
+                start[place] = max(now, begin_ps[i] + parts.issued_ps[k])
+                passed = max(passed, begin_ps[i] + parts.earliest_ps[k] - start_ps[i])
+            elif k == last - 1:
                 passed = length
             elif length != duration_ps[i]:
                 passed = min(int(passed * (length / duration_ps[i])), length)
-            op[place], start[place], end[place] = parts.op[k], now, start_ps[i] + passed
-            now = end[place]
+            now = start_ps[i] + passed
+            end[place] = now
             place += 1
     return op, start, end

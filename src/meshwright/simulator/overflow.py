@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cost.memory import MemoryLimit
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Timeline, format_bytes, format_seconds, to_seconds
 
 # Ranks that people are told of one by one; of the rest they are told how many.
 _MOST_TOLD = 3
 _MOST_PARTS = 3
+# Without a margin: what is said here cannot run, however good the prediction.
+_LIMIT = MemoryLimit(margin=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class Overflow:
     rank: int
     device: str
     limit_bytes: int
+    reserved_bytes: int
     time_s: float
     span: str
     parts_bytes: dict[str, int]
@@ -33,25 +37,34 @@ class Overflow:
         return sum(self.parts_bytes.values())
 
     def row(self) -> dict[str, Any]:
-        """Keys: ``rank``, ``device``, ``limit_bytes``, ``peak_bytes``, ``time_s``, ``span``, ``parts_bytes``."""
-        names = ("rank", "device", "limit_bytes", "peak_bytes", "time_s", "span", "parts_bytes")
+        """Plain values: the fields, and ``peak_bytes``."""
+        names = ("rank", "device", "limit_bytes", "reserved_bytes", "peak_bytes", "time_s", "span", "parts_bytes")
         return {name: getattr(self, name) for name in names}
 
     def explain(self) -> str:
         """One sentence."""
         largest = sorted(self.parts_bytes.items(), key=lambda item: -item[1])[:_MOST_PARTS]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        needs = "reserves" if self.reserved_bytes > self.peak_bytes else "needs"
         return (
-            f"Rank {self.rank} needs up to {format_bytes(self.peak_bytes)}, but its {self.device} has "
+            f"Rank {self.rank} {needs} up to {format_bytes(self.reserved_bytes)}, but its {self.device} has "
             f"{format_bytes(self.limit_bytes)}: too much from {format_seconds(self.time_s)} on, in {self.span}; most "
             f"at its peak are {parts}."
         )
 
 
-def find_overflows(result: Simulation, cluster: Cluster) -> tuple[Overflow, ...]:
-    """Every rank whose peak exceeds its device's memory, by rank; none if all fit."""
-    over = [rank for rank, use in enumerate(result.memory) if use.total_bytes > cluster.device_kind(rank).memory_bytes]
-    return tuple(_overflow(result, cluster, rank) for rank in over)
+def find_overflows(result: Simulation, cluster: Cluster, reserved: Sequence[int] = ()) -> tuple[Overflow, ...]:
+    """Every rank that needs more than its device has beside CUDA and NCCL, by rank; none if all fit.
+
+    ``reserved``: what the allocator of each rank holds (`predict_reserved`); left out, peaks are compared.
+    """
+    needed = reserved or [use.total_bytes for use in result.memory]
+    limits = [_LIMIT.usable_bytes(cluster.device_kind(rank)) for rank in range(len(result.memory))]
+    return tuple(
+        _overflow(result, cluster, rank, limits[rank], needed[rank])
+        for rank in range(len(result.memory))
+        if needed[rank] > limits[rank]
+    )
 
 
 def explain_overflows(overflows: Sequence[Overflow]) -> tuple[str, ...]:
@@ -62,21 +75,22 @@ def explain_overflows(overflows: Sequence[Overflow]) -> tuple[str, ...]:
     return (
         *(item.explain() for item in overflows[:_MOST_TOLD]),
         *((f"So do {more} more ranks.",) if more > 0 else ()),
-        "This plan would not run there: plan for this cluster, with smaller microbatches, more stages, or a schedule "
-        "that keeps fewer in flight.",
+        "This plan would not run there: plan for this cluster (`meshwright plan --cluster`), with smaller microbatches "
+        "(-m), more stages, or a schedule that keeps fewer in flight.",
     )
 
 
-def _overflow(result: Simulation, cluster: Cluster, rank: int) -> Overflow:
+def _overflow(result: Simulation, cluster: Cluster, rank: int, limit_bytes: int, needed_bytes: int) -> Overflow:
     timeline, kind = result.timeline, cluster.device_kind(rank)
     mine = timeline.memory_rank == rank
     times, in_use = timeline.memory_time_ps[mine], timeline.memory_bytes[mine]
     # What is over within one moment leaves no sample of its own: then it is the moment of the largest one.
-    time_ps = int(times[np.argmax(np.minimum(in_use, kind.memory_bytes + 1))])
+    time_ps = int(times[np.argmax(np.minimum(in_use, limit_bytes + 1))])
     return Overflow(
         rank=rank,
         device=kind.name,
-        limit_bytes=kind.memory_bytes,
+        limit_bytes=limit_bytes,
+        reserved_bytes=needed_bytes,
         time_s=to_seconds(time_ps),
         span=_span_at(timeline, rank, time_ps),
         parts_bytes={name: size for name, size in result.memory[rank].parts.items() if size},

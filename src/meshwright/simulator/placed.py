@@ -12,6 +12,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.program import trained_stages
 from meshwright.simulator.stage_bytes import Bytes, by_part
+from meshwright.simulator.stage_costs import step_issue
 from meshwright.spec import Graph, Placement, StageSlice
 from meshwright.spec.memory import BUFFERS, INPUTS, OPTIMIZER, PARAMETERS, RECEIVED, SENT
 
@@ -48,14 +49,15 @@ class PlacedRanks:
         takes, frees = forward
         return takes, frees - self._kept[stage] + self._released[stage]
 
-    def optimizer_step(self, stage: int, cost: CostModel) -> tuple[float, tuple[int, ...]]:
-        """Seconds of the step of the stage's rank, and the stages whose gradients it uses up."""
+    def optimizer_step(self, stage: int, cost: CostModel) -> tuple[float, float, tuple[int, ...]]:
+        """Seconds of the step of the stage's rank, of a host beside it, and the stages whose gradients it uses up."""
         rank = self._placement.stages[stage].rank
         stages = trained_stages(self._placement, self._graph, rank)
         parameters = sorted({tensor for index in stages for tensor in self._stages[index].parameters})
         kind = cost.cluster.device_kind(rank)
         seconds = cost.optimizer_seconds(self._graph, parameters, self._placement.workload.optimizer, kind)
-        return seconds + cost.overhead_s, stages
+        issue = step_issue(self._graph, self._placement, parameters, cost, 1)
+        return seconds + cost.serial_overhead_s(kind), issue.optimizer_s, stages
 
     def _hold(self, stage: StageSlice) -> None:
         """Values that later stages of the rank read stay until the last of them, each storage once."""

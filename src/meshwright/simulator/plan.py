@@ -2,6 +2,10 @@
 
 Pipelines that are alike are simulated once (`folding`). The steady step is the first one where all later ones repeat it
 (`repetition`); else `STEADY_STEPS` are simulated.
+
+A steady step follows others without waiting: hosts that are fast enough have issued all of it before, so that it is
+simulated without them, and they are added where a step that takes the devices so long waits for one (`host_issue`). The
+timeline that is shown begins cold, its hosts and devices at the same moment.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from meshwright.cost import CostModel
 from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.folding import breaks_symmetry, find_fold
+from meshwright.simulator.host_issue import hosts_bind, issued_ps
 from meshwright.simulator.host_memory import NodeMemory, node_memory
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.op_spans import expand_ops
@@ -136,37 +141,47 @@ class _Outcome(NamedTuple):
 
 
 def _simulate(program: Program, prices: Prices, num_steps: int, contention: Contention, *, folded: bool) -> _Outcome:
-    def run(steps: int) -> Run:
-        done = run_program(program, prices, steps, contention)
+    ahead = prices.with_hosts_ahead()
+
+    def run(steps: int, given: Prices) -> Run:
+        done = run_program(program, given, steps, contention)
         if folded and _is_broken(done, contention):
             raise _NotAlikeError
         return done
 
-    first = run(1)
-    shown = first if num_steps == 1 else run(num_steps)
+    def spans(steps: int, given: Prices) -> Timeline:
+        return timeline if given is prices and num_steps >= steps else record_spans(program, run(steps, given))
+
+    first = run(1, ahead)
+    shown = first if num_steps == 1 and ahead is prices else run(num_steps, prices)
     timeline, memory = record_run(program, prices, shown)
-    steady, window, averaged, drains = timeline, (0, 0), 1, program.epilogue.num_instructions > 0
-    distance = step_distance(program, prices, first)
+    (needed, count), averaged, drains = steady_steps(program), 1, program.epilogue.num_instructions > 0
+    distance = step_distance(program, ahead, first)
     if distance is not None:
-        steady = timeline if num_steps == 1 else record_spans(program, first)
+        steady = timeline if shown is first else record_spans(program, first)
         last = int(steady.end_ps.max(initial=0))
         window = (last - distance, last)
     else:
-        needed, averaged = steady_steps(program)
-        steady = timeline if num_steps >= needed else record_spans(program, run(needed))
+        steady, averaged = spans(needed, ahead), count
+        window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
+    if hosts_bind(program, prices, (window[1] - window[0]) / averaged):
+        most = max(MAX_UNROLLED // program.body.num_instructions, 2)
+        steady, averaged = spans(min(needed, most), prices), count
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
     parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
     inside_s = _exchanged_inside(program, prices)
+    host_s = (issued_ps(program, prices) / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
     return _Outcome(
         run=shown,
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
         step_time_s=to_seconds(window[1] - window[0]) / averaged / program.body_steps,
         seconds=tuple(
-            replace(item.per_step(program.body_steps), exchanged_inside_s=each)
-            for item, each in zip(
+            replace(item.per_step(program.body_steps), exchanged_inside_s=each, host_s=host)
+            for item, each, host in zip(
                 rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains)),
                 inside_s,
+                host_s,
                 strict=True,
             )
         ),

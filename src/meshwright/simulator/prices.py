@@ -4,12 +4,14 @@ Instructions point to **cost classes**, so that repricing touches a small table:
 it takes when it starts and the bytes it frees when it ends, by named part of memory (parameters, saved activations,
 ...). Transfers point to **routes**: the links that one transfer holds together. A route of -1 needs no link. The class
 of a send or all-reduce may also say how much processor time it takes from each rank that takes part (`host_time.py`).
+That of a computation may say how long a host issues it that does not wait for the device (`host_issue.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,11 +22,27 @@ from meshwright.spec import Program, ProgramError, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SectionPrices:
-    """Per instruction of one section: cost class and route; per mark: ps from the start of its instruction."""
+    """Per instruction of one section: cost class and route; per mark: ps from the start of its instruction.
+
+    ``mark_earliest_ps``: per mark, ps from when a host begins to issue that instruction; None where none does.
+    """
 
     cost_class: NDArray[np.int32]
     route: NDArray[np.int32]
     mark_offset_ps: NDArray[np.int64]
+    mark_earliest_ps: NDArray[np.int64] | None = None
+
+
+class IssuePrices(NamedTuple):
+    """What a host does beside its device, per cost class, (C,) each; all 0 of what it does not issue.
+
+    ``host_ps``: how long it issues; ``earliest_ps``: the least from its beginning to the end on the device;
+    ``is_awaited``: whether it begins only when the device could (`host_issue.py`).
+    """
+
+    host_ps: NDArray[np.int64]
+    earliest_ps: NDArray[np.int64]
+    is_awaited: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +52,8 @@ class Prices:
     ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), taken at the start and given
     back at the end; ``route_offsets`` (N + 1,) and ``route_links`` in CSR form; ``resident_bytes`` (R, P), in use all
     the time; ``link_names`` (num_links,), or none; ``exchanged_ps`` (C,), the part of the duration of a computation in
-    which its rank waits for what it exchanges in it, or None for nothing.
+    which its rank waits for what it exchanges in it, or None for nothing; ``issue``: None where all devices are their
+    own hosts.
     """
 
     duration_ps: NDArray[np.int64]
@@ -48,9 +67,14 @@ class Prices:
     num_links: int
     link_names: tuple[str, ...] = ()
     exchanged_ps: NDArray[np.int64] | None = None
+    issue: IssuePrices | None = None
     prologue: SectionPrices
     body: SectionPrices
     epilogue: SectionPrices
+
+    def with_hosts_ahead(self) -> Prices:
+        """The prices where all was issued before the devices come to it."""
+        return self if self.issue is None else replace(self, issue=None)
 
 
 def bare_prices(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequence[int]] = ()) -> Prices:
@@ -93,6 +117,8 @@ def check_prices(program: Program, prices: Prices) -> None:
         ("resident_bytes", (program.num_ranks, num_parts)),
     ):
         _require(getattr(prices, name).shape == shape, f"{name} has shape {getattr(prices, name).shape}, not {shape}")
+    if prices.issue is not None:
+        _check_issue(prices.issue, num_classes)
     links = prices.route_links
     _require(
         not len(links) or (links.min() >= 0 and links.max() < prices.num_links),
@@ -103,10 +129,21 @@ def check_prices(program: Program, prices: Prices) -> None:
         _check_section(name, section, getattr(prices, name), prices)
 
 
+def _check_issue(issue: IssuePrices, num_classes: int) -> None:
+    for name in IssuePrices._fields:
+        column = getattr(issue, name)
+        _require(column.shape == (num_classes,), f"issue.{name} has shape {column.shape}, not {(num_classes,)}")
+    _require(bool((issue.host_ps >= 0).all()), "issue.host_ps has a negative entry")
+    _require(bool((issue.earliest_ps >= issue.host_ps).all()), "something ends before it is issued")
+
+
 def _check_section(name: str, section: Section, costs: SectionPrices, prices: Prices) -> None:
     count, num_marks = section.num_instructions, len(section.mark_instruction)
     _require(len(costs.cost_class) == count and len(costs.route) == count, f"the {name} has {count} instructions")
     _require(len(costs.mark_offset_ps) == num_marks, f"the {name} has {num_marks} marks")
+    if prices.issue is not None:
+        given = costs.mark_earliest_ps
+        _require(given is not None and given.shape == (num_marks,), f"the {name} has {num_marks} marks to issue")
     if not count:
         return
     lowest, classes, routes, shortest = _look_through(costs.cost_class, costs.route, prices.duration_ps)

@@ -1,8 +1,11 @@
 """Prices of a plan's program from a cost model: which class, route and mark offset each instruction gets.
 
-Instructions of equal cost are priced once: computations by (stage, device kind, first or last backward of its rank,
-opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the bucket. Only these
-distinct ones are touched one by one.
+Instructions of equal cost are priced once: computations by (stage, device kind and speed of the host, first or last
+backward of its rank, opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the
+bucket. Only these distinct ones are touched one by one.
+
+Where hosts issue beside their devices (`host_issue`), they wait for the device at one place: before the first update of
+a step whose loss is scaled, for whether all gradients are finite is read there (`runtime.loss_scale`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
-from meshwright.cost.memory import FIRST, LAST
+from meshwright.cost.host_issue import host_factor
+from meshwright.cost.memory import FIRST, LAST, backend_of, library_workspaces
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, host_pieces
@@ -24,10 +28,11 @@ from meshwright.simulator.alike import find_distinct, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
-from meshwright.simulator.prices import Prices, SectionPrices
+from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
 from meshwright.simulator.routes import Routes
+from meshwright.simulator.span_parts import IssuedParts, SpanParts, issue_parts, list_parts
 from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
-from meshwright.simulator.stage_costs import StageCosts, stage_costs, steps_on_host
+from meshwright.simulator.stage_costs import StageCosts, StepIssue, stage_costs, steps_on_host
 from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import (
     Graph,
@@ -42,7 +47,7 @@ from meshwright.spec import (
     to_picoseconds,
 )
 from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, OFFLOADING, STASHING, UPDATES
-from meshwright.spec.memory import BUCKETS, MEMORY_PARTS, RECEIVED, SENT
+from meshwright.spec.memory import BUCKETS, BUFFERS, MEMORY_PARTS, RECEIVED, SENT
 
 # Whether an opcode occupies the device, by opcode.
 _IS_COMPUTE = np.isin(list(Opcode), (*COMPUTATIONS, *UPDATES, *STASHING))
@@ -71,12 +76,14 @@ def price_program(
         )
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
-    durations, host, exchanged, takes, frees = zip(*pricer.classes, strict=True)
+    durations, host, exchanged, takes, frees, issue = zip(*pricer.classes, strict=True)
+    host_ps, earliest_ps, is_awaited = (np.array(column) for column in zip(*issue, strict=True))
     route_offsets, route_links, num_links = pricer.routes.table()
     return Prices(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.array(host, np.int64),
         exchanged_ps=np.array(exchanged, np.int64) if any(exchanged) else None,
+        issue=IssuePrices(host_ps, earliest_ps, is_awaited) if pricer.has_hosts else None,
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
         memory_parts=MEMORY_PARTS,
@@ -118,9 +125,13 @@ class _Pricer:
         self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
         self._collected: dict[int, tuple[int, ...]] = {}
         devices = [cost.cluster.device_kind(rank) for rank in self._device_of]
-        kinds = list({kind.name: kind for kind in devices}.values())
-        self._kinds, names = kinds, [kind.name for kind in kinds]
-        self._kind_of_rank = np.array([names.index(kind.name) for kind in devices], np.int64)
+        factors = [host_factor(cost.cluster.nodes[cost.cluster.node_index(rank)], cost.end) for rank in self._device_of]
+        machines = {(kind.name, factor): kind for kind, factor in zip(devices, factors, strict=True)}
+        self._kinds = kinds = list(machines.values())
+        numbers = {machine: number for number, machine in enumerate(machines)}
+        self._kind_of_rank = np.array(
+            [numbers[kind.name, factor] for kind, factor in zip(devices, factors, strict=True)], np.int64
+        )
         whole = fold.whole if fold else plan
         shards = [find_shards(whole, stage.index) for stage in stages]
         pieces = host_pieces(graph, plan, all_buckets) if isinstance(plan, Plan) and steps_on_host(plan) else ()
@@ -134,6 +145,11 @@ class _Pricer:
                 strict=True,
             )
         ]
+        # How slow the host beside each kind of device is; 0 where there is none.
+        self._factors = [
+            factor if costs.ops.issue else 0.0 for (_, factor), costs in zip(machines, self._costs[0], strict=True)
+        ]
+        self.has_hosts = any(self._factors)
         self._bytes: list[list[StageBytes]] = [
             [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
             for stage, buckets, shared in zip(stages, held, shards, strict=True)
@@ -143,13 +159,16 @@ class _Pricer:
         self._hosts = HostPrices(cost, whole.num_ranks)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
-        # Per class: duration, host time and what is exchanged within in ps, bytes taken and freed.
-        self.classes: list[tuple[int, int, int, Bytes, Bytes]] = []
+        # Per class: duration, host time and what is exchanged within in ps, bytes taken and freed, its `IssuePrices`.
+        self.classes: list[tuple[int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
+        self._parts: dict[tuple[int, ...], tuple[SpanParts, IssuedParts]] = {}
 
     def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
         """What a rank holds all the time; ``order`` as of `compute_orders`."""
         kind = int(self._kind_of_rank[rank])
-        total = by_part({BUCKETS: self._served_bytes[rank]})
+        trains = self._plan.workload.kind == "training"
+        libraries = library_workspaces(backend_of(self._kinds[kind]), trains=trains)
+        total = by_part({BUCKETS: self._served_bytes[rank], BUFFERS: sum(libraries)})
         for index in self._plan.stages_of(rank):
             stage, own = self._stages[index], self._bytes[index][kind]
             total += own.resident + by_part(
@@ -164,6 +183,8 @@ class _Pricer:
         """Classes, routes and mark offsets of one section."""
         kind = np.repeat(self._kind_of_rank[rank_of_streams(self._program)], np.diff(section.stream_offsets))
         place = place_of_backward(section)
+        if self.has_hosts and isinstance(self._plan, Plan) and self._plan.scales_loss:
+            place[_first_updates(section)] = FIRST
         is_compute = _IS_COMPUTE[section.opcode]
         compute, transfers = np.flatnonzero(is_compute), np.flatnonzero(~is_compute)
         _check_groups(self._program, section, transfers)
@@ -178,38 +199,62 @@ class _Pricer:
             [column[transfers] for column in moving], self._transfer
         )
         raising = section.mark_instruction
-        offsets = _per_distinct([*(column[raising] for column in computing), section.mark_index], self._mark)
-        return SectionPrices(cost_class=cost_class, route=route, mark_offset_ps=offsets[0])
+        offsets, earliest = _per_distinct([*(column[raising] for column in computing), section.mark_index], self._mark)
+        return SectionPrices(
+            cost_class=cost_class,
+            route=route,
+            mark_offset_ps=offsets,
+            mark_earliest_ps=earliest if self.has_hosts else None,
+        )
 
     def _computation(self, stage: int, kind: int, place: int, opcode: int) -> tuple[int, int]:
         costs, in_use = self._costs[stage][kind], self._bytes[stage][kind]
-        placed = self._placed
+        placed, step = self._placed, costs.issue or StepIssue(0.0, 0.0)
         match Opcode(opcode):
             case Opcode.FORWARD:
                 in_forward = placed.keep_handed_on(stage, in_use.forward) if placed else in_use.forward
-                return self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0]), -1
+                added = self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0])
             case Opcode.BACKWARD_INPUT:
                 exchanged_s = costs.exchanged_s[1] - costs.exchanged_s[2]
-                return self._add(costs.inputs_s, 0.0, in_use.inputs, exchanged_s), -1
+                added = self._add(costs.inputs_s, 0.0, in_use.inputs, exchanged_s)
             case Opcode.BACKWARD | Opcode.BACKWARD_WEIGHT:
                 is_whole = opcode == Opcode.BACKWARD
                 part = costs.backward if is_whole else costs.weights
                 seconds = part.seconds if place & FIRST else part.later_s
                 bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place]
                 seconds += costs.fill_s * bool(place & LAST)
-                return self._add(seconds, 0.0, bytes_in_use, costs.exchanged_s[1 if is_whole else 2]), -1
+                added = self._add(seconds, 0.0, bytes_in_use, costs.exchanged_s[1 if is_whole else 2])
             case Opcode.STASH:
-                return self._add(costs.stash_s, 0.0, (in_use.stash, by_part({}))), -1
+                return self._add_pass(costs.stash_s, (in_use.stash, by_part({})), step.copy_s, kind), -1
             case Opcode.DROP:
                 return self._add(0.0, 0.0, (by_part({}), in_use.stash)), -1
             case Opcode.MERGE:
-                return self._add(costs.merge_s, 0.0, (by_part({}), by_part({}))), -1
+                return self._add_pass(costs.merge_s, (by_part({}), by_part({})), 2 * step.copy_s, kind), -1
             case _:
-                if placed is None:
-                    return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
-                seconds, stages = placed.optimizer_step(stage, self._cost)
-                takes, frees = zip(*(self._bytes[index][kind].optimizer for index in stages), strict=True)
-                return self._add(seconds, 0.0, (np.sum(takes, axis=0), np.sum(frees, axis=0))), -1
+                seconds, host_s, takes = costs.optimizer_s, step.optimizer_s, in_use.optimizer
+                if placed is not None:
+                    seconds, host_s, stages = placed.optimizer_step(stage, self._cost)
+                    taken, freed = zip(*(self._bytes[index][kind].optimizer for index in stages), strict=True)
+                    takes = np.sum(taken, axis=0), np.sum(freed, axis=0)
+                return self._add_pass(seconds, takes, host_s, kind, is_awaited=bool(place & FIRST)), -1
+        if self._factors[kind]:
+            parts = list_parts(costs.ops, Opcode(opcode), place)
+            issued = issue_parts(parts, self.classes[added][0], self._factors[kind])
+            self._parts[stage, kind, place, opcode] = parts, issued
+            row = int(issued.issued_ps[-1]), int(issued.earliest_ps[-1]), False
+            self.classes[added] = (*self.classes[added][:-1], row)
+        return added, -1
+
+    def _add_pass(
+        self, seconds: float, in_use: tuple[Bytes, Bytes], host_s: float, kind: int, *, is_awaited: bool = False
+    ) -> int:
+        """A pass over all weights, which begins on the device when its host has issued it."""
+        added = self._add(seconds, 0.0, in_use)
+        if self._factors[kind]:
+            host_ps = to_picoseconds(host_s * self._factors[kind])
+            row = host_ps, host_ps + self.classes[added][0], is_awaited
+            self.classes[added] = (*self.classes[added][:-1], row)
+        return added
 
     def _axes_of(self, section: Section) -> NDArray[np.int64]:
         """The number of the axes over which teams sum what each instruction sums; the last for all others."""
@@ -267,13 +312,27 @@ class _Pricer:
 
     def _mark(self, stage: int, kind: int, place: int, opcode: int, bucket: int) -> tuple[int, int]:
         costs = self._costs[stage][kind]
+        if self._factors[kind]:
+            parts, issued = self._parts[stage, kind, place, opcode]
+            at = parts.filled[bucket]
+            return int(issued.done_ps[at]), int(issued.earliest_ps[at])
         part = costs.backward if opcode == Opcode.BACKWARD else costs.weights
         ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
 
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], exchanged_s: float = 0.0) -> int:
-        self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s), *in_use))
+        row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s)
+        self.classes.append((*row, *in_use, (0, 0, False)))
         return len(self.classes) - 1
+
+
+def _first_updates(section: Section) -> NDArray[np.int64]:
+    """Updates that do not follow another one of their stream."""
+    updates = np.isin(section.opcode, UPDATES)
+    follows = np.append(False, updates[:-1])
+    begins = section.stream_offsets[:-1]
+    follows[begins[begins < len(follows)]] = False
+    return np.flatnonzero(updates & ~follows)
 
 
 def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:

@@ -52,7 +52,7 @@ def simulate_with_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """What was run, with processor time charged, and start and end of each instruction of ``unrolled`` in ps."""
+    """What was run as it ran (`run_unrolled`), and start and end of each instruction of ``unrolled`` in ps."""
 
     unrolled: Unrolled
     network: Network
@@ -127,19 +127,22 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
 def run_unrolled(
     program: Program, unrolled: Unrolled, host_ps: Ids, contention: Contention = "queued"
 ) -> tuple[Network, Ids, Ids]:
-    """Run until nothing changes: the network with processor time charged, and start and end of each span in ps."""
+    """Run until nothing changes: the network as it ran, and start and end of each span in ps.
+
+    Processor time of transfers and waiting for hosts are parts of what its instructions take.
+    """
     network = unrolled.network
-    start_ps, end_ps = _run(program, unrolled, network, contention)
+    ran, start_ps, end_ps = _run(program, unrolled, network, contention)
     for _ in range(HOST_ROUNDS if host_ps.any() else 0):
         charged = charge_host_time(program, unrolled, host_ps, start_ps, end_ps)
         if np.array_equal(durations(charged), durations(network)):
             break
         network = charged
-        start_ps, end_ps = _run(program, unrolled, network, contention)
-    return network, start_ps, end_ps
+        ran, start_ps, end_ps = _run(program, unrolled, network, contention)
+    return ran, start_ps, end_ps
 
 
-def _run(program: Program, unrolled: Unrolled, network: Network, contention: Contention) -> tuple[Ids, Ids]:
+def _run(program: Program, unrolled: Unrolled, network: Network, contention: Contention) -> tuple[Network, Ids, Ids]:
     outcome = run_network(network, unrolled.num_links, contention)
     try:
         raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
@@ -154,9 +157,9 @@ def _run(program: Program, unrolled: Unrolled, network: Network, contention: Con
             "The program takes longer than 2^63 ps, 106 days, which the clock cannot count. Simulate fewer steps, or "
             "give shorter durations."
         )
-    start_ps = outcome.start_ps(network)
+    start_ps = outcome.start_ps()
     begin_receives(unrolled, start_ps, outcome.end_ps)
-    return start_ps, outcome.end_ps
+    return outcome.network, start_ps, outcome.end_ps
 
 
 def begin_receives(unrolled: Unrolled, start_ps: Ids, end_ps: Ids) -> None:

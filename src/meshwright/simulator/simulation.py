@@ -4,7 +4,8 @@ All seconds are those of one steady step: the window from the end of the last st
 step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. Of each rank
 counts what it does for that step, also where it does so before the window or after it. Per rank,
 
-    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
+    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too);
+                    waiting for the host inside of a span counts to it (`host_issue`)
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
     exchange        the same two for collectives, and for what ranks and servers send each other
@@ -27,7 +28,8 @@ from meshwright.compiled import compiled
 from meshwright.program import Fold
 from meshwright.simulator.host_memory import NodeMemory
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
-from meshwright.spec import Opcode, OpSpans, Timeline
+from meshwright.spec import Opcode, OpSpans, Timeline, format_bytes, format_percent, format_seconds
+from meshwright.spec.html import html_table
 from meshwright.spec.instructions import COLLECTIVES, OFFLOADING, SERVING, STASHING, UPDATES
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -39,6 +41,7 @@ class RankSeconds:
     """Seconds of one rank within a steady step.
 
     ``exchanged_inside_s``: of forwards and backwards, what is waiting for exchanges of split ops and shared states.
+    ``host_s``: in which its host issues what the device computes, beside it.
     """
 
     forward_s: float
@@ -52,6 +55,7 @@ class RankSeconds:
     exposed_offload_s: float
     idle_s: float
     exchanged_inside_s: float = 0.0
+    host_s: float = 0.0
 
     def per_step(self, num_steps: int) -> RankSeconds:
         """Those of one of so many steps, of which these are the seconds."""
@@ -126,8 +130,25 @@ class Simulation:
         """Peak of each rank."""
         return tuple(item.total_bytes for item in self.memory)
 
+    def _repr_html_(self) -> str:
+        rows = (
+            (
+                rank,
+                format_seconds(seconds.busy_s),
+                format_seconds(seconds.communication_s),
+                format_seconds(seconds.idle_s),
+                format_bytes(memory.total_bytes),
+            )
+            for rank, (seconds, memory) in enumerate(zip(self.ranks, self.memory, strict=True))
+        )
+        caption = (
+            f"{format_seconds(self.step_time_s)} per step, {self.samples_per_s:.4g} samples/s, bubble "
+            f"{format_percent(self.bubble_fraction)}"
+        )
+        return html_table(caption, ("rank", "busy", "communication", "idle", "peak memory"), rows, len(self.ranks))
 
-_COLUMNS = tuple(field.name for field in fields(RankSeconds) if field.name != "exchanged_inside_s")
+
+_COLUMNS = tuple(item.name for item in fields(RankSeconds) if item.name not in ("exchanged_inside_s", "host_s"))
 # The column of what computes, by opcode; then what moves, and of that the collectives.
 _MOVES, _EXCHANGES, _OFFLOADS = 3, 4, 5
 _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)

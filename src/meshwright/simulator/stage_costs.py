@@ -8,7 +8,8 @@
 - ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and what
   filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
-  optimizer step pays for the all-reduces.
+  optimizer step pays for the all-reduces. On a CUDA device it is a part of what the host takes to issue (`host_issue`),
+  else of the instruction.
 - states that replicas share out: the optimizer's step, its states and what it needs meanwhile are those of one of n
   equal parts; `state_shards` says what passes wait for, and of gathered parameters two layers are there.
 - clipping and a scale of the loss: passes over all gradients before the step.
@@ -18,6 +19,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.host_issue import load_host_calls, optimizer_issue_seconds
+from meshwright.cost.optimizers import default_loop, trainable_elements
 from meshwright.program import Bucket, HostPiece
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
@@ -64,6 +68,30 @@ class StageCosts:
     merge_s: float
     fill_s: float
     exchanged_s: tuple[float, float, float]
+    ops: OpSeconds
+    issue: StepIssue | None
+
+
+class StepIssue(NamedTuple):
+    """Seconds of the measured host for an optimizer's step, and for a pass of copies over the stage's weights."""
+
+    optimizer_s: float
+    copy_s: float
+
+
+class OpIssue(NamedTuple):
+    """Seconds of the measured host for a stage's ops, (ops,) each, as those of `OpSeconds`.
+
+    ``instruction_s``: before the ops of a forward, of a backward or its part for inputs, and of that for weights;
+    ``fill_s`` by bucket.
+    """
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    accumulate: Floats
+    instruction_s: tuple[float, float, float]
+    fill_s: dict[int, float]
 
 
 class OpSeconds(NamedTuple):
@@ -72,7 +100,7 @@ class OpSeconds(NamedTuple):
     ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch on.
     ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for weights; it
     comes before the ops. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`. ``exchanged``, of shape (ops, 2), is
-    what of forward and backward is waiting for other ranks.
+    what of forward and backward is waiting for other ranks. ``issue``: what a host beside the device takes, else None.
     """
 
     forward: Floats
@@ -83,6 +111,7 @@ class OpSeconds(NamedTuple):
     fill_s: dict[int, float]
     first_uses: dict[int, int]
     exchanged: Floats
+    issue: OpIssue | None
 
 
 def op_seconds(
@@ -104,17 +133,64 @@ def op_seconds(
     forward_s, backward_s = prices.forward_s[ops], prices.backward_s[ops]
     kept = {i for bucket in buckets for i in bucket.parameters}
     waits_forward_s, waits_backward_s = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
+    serial_s = cost.serial_overhead_s(kind)
     return OpSeconds(
         forward=forward_s + waits_forward_s,
         backward=backward_s + waits_backward_s,
         weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
-        host_s=(cost.overhead_s * issued[0], cost.overhead_s * issued[1], cost.overhead_s * issued[2]),
+        host_s=(serial_s * issued[0], serial_s * issued[1], serial_s * issued[2]),
         # What goes to the host is copied from where it was made.
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
         | {piece.index: 0.0 for piece in pieces},
         first_uses=_first_uses(graph, stage, (*buckets, *pieces)),
         exchanged=prices.exchanged_s[ops] + np.stack([waits_forward_s, waits_backward_s], axis=1),
+        issue=_op_issue(graph, ops, buckets, pieces, prices.issue_s, issued, cost.overhead_s),
+    )
+
+
+def _op_issue(
+    graph: Graph,
+    ops: NDArray[np.int64],
+    buckets: tuple[Bucket, ...],
+    pieces: tuple[HostPiece, ...],
+    issue_s: Floats | None,
+    issued: tuple[int, int, int],
+    overhead_s: float,
+) -> OpIssue | None:
+    """What a host of its own takes for the ops, each gradient that is copied into a bucket, and the runtime's loop."""
+    if issue_s is None:
+        return None
+    calls = load_host_calls()
+    backward = issue_s[ops, 1]
+    return OpIssue(
+        forward=issue_s[ops, 0],
+        backward=backward,
+        weights=backward * weights_shares(graph)[ops],
+        accumulate=issue_s[ops, 2],
+        instruction_s=(
+            overhead_s * issued[0],
+            overhead_s * issued[1] + calls.engine_s,
+            overhead_s * issued[2] + calls.engine_s,
+        ),
+        fill_s={bucket.index: calls.call_s * len(bucket.parameters) for bucket in buckets}
+        | {piece.index: 0.0 for piece in pieces},
+    )
+
+
+def step_issue(
+    graph: Graph, plan: Plan | Placement, parameters: Sequence[int], cost: CostModel, num_instructions: int
+) -> StepIssue:
+    """What a host of its own takes for the step over some parameters, with so many instructions of the runtime."""
+    calls, optimizer = load_host_calls(), plan.workload.optimizer
+    count, step_s = len(trainable_elements(graph, parameters)), 0.0
+    if not steps_on_host(plan):
+        step_s = optimizer_issue_seconds(count, optimizer, default_loop(optimizer, on_gpu=True))
+    if isinstance(plan, Plan):
+        # The norm and clipping by it, and unscaling: a loop over all tensors each.
+        step_s += count * (2 * plan.exchange.clip_norm + plan.scales_loss) * calls.foreach_operation_s
+    return StepIssue(
+        optimizer_s=step_s + cost.overhead_s * num_instructions, copy_s=count * calls.call_s + cost.overhead_s
     )
 
 
@@ -142,6 +218,7 @@ def stage_costs(
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
     checked_s = _passes_over_gradients(plan) * copy_s / shards.states
     forward_host_s, host_s, weights_host_s = seconds.host_s
+    serial_s = cost.serial_overhead_s(kind)
 
     def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
         later = first + seconds.accumulate
@@ -157,12 +234,14 @@ def stage_costs(
         backward=backward(seconds.backward, host_s),
         inputs_s=float((seconds.backward - seconds.weights).sum()) + host_s,
         weights=backward(seconds.weights, weights_host_s),
-        optimizer_s=step_s + inside_s + checked_s + cost.overhead_s * (1 + len(buckets)),
-        stash_s=copy_s + cost.overhead_s,
+        optimizer_s=step_s + inside_s + checked_s + serial_s * (1 + len(buckets)),
+        stash_s=copy_s + serial_s,
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
-        merge_s=2 * copy_s + cost.overhead_s,
+        merge_s=2 * copy_s + serial_s,
         fill_s=sum(seconds.fill_s.values()),
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
+        ops=seconds,
+        issue=step_issue(graph, plan, stage.parameters, cost, 1 + len(buckets)) if seconds.issue else None,
     )
 
 

@@ -18,13 +18,14 @@ from meshwright.simulator.layout import Layout, Part
 from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions, streams_of
 from meshwright.simulator.network import Network
-from meshwright.simulator.prices import Prices, SectionPrices
+from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
 from meshwright.spec import Program, ProgramError, Section
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 
 _MOST = np.iinfo(np.int32).max
+_NOTHING_ISSUED = IssuePrices(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,6 +113,10 @@ def _assemble(prices: Prices, layout: Layout) -> Network:
     _renumber(number, collective_route)
     mark_instruction, mark_shift_ps = _place_marks(layout, prices.duration_ps)
     join_instruction, join_need = _place_joins(layout)
+    issue, mark_earliest_ps = prices.issue or _NOTHING_ISSUED, _NOTHING_ISSUED.earliest_ps
+    if prices.issue is not None:
+        moments = [part.costs.mark_earliest_ps for part in parts]
+        mark_earliest_ps = np.concatenate([each for each in moments if each is not None])
     return Network(
         stream_offsets=layout.stream_offsets,
         cost_class=cost_class,
@@ -129,6 +134,10 @@ def _assemble(prices: Prices, layout: Layout) -> Network:
         collective_owner=np.concatenate([part.matches.owners for part in parts]),
         join_instruction=join_instruction,
         join_need=join_need,
+        issue_ps=issue.host_ps,
+        earliest_ps=issue.earliest_ps,
+        is_awaited=issue.is_awaited,
+        mark_earliest_ps=mark_earliest_ps,
     )
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -12,6 +16,8 @@ import numpy as np
 from meshwright.spec import MeshwrightError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     Floats: TypeAlias = NDArray[np.float64]
@@ -76,8 +82,8 @@ def minimise(
     Raises MeshwrightError without highspy; ``purpose`` says what needs it.
     """
     highspy = _import_highspy(purpose)
-    solver = highspy.Highs()
-    for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", gap), ("random_seed", 0)):
+    solver = _make_solver(highspy)
+    for option, value in (("threads", 1), ("mip_rel_gap", gap), ("random_seed", 0)):
         solver.setOptionValue(option, value)
     solver.setOptionValue("time_limit", float(deadline_s))
     solver.passModel(_model(highspy, costs * scale, upper, rows, whole))
@@ -122,3 +128,30 @@ def _import_highspy(purpose: str) -> Any:
         raise MeshwrightError(
             f"{purpose} by HiGHS, and highspy is not installed. Run: pip install 'meshwright[search]'."
         ) from error
+
+
+def _make_solver(highspy: Any) -> Any:
+    """A solver that prints nothing."""
+    with _no_output():
+        solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    return solver
+
+
+@contextmanager
+def _no_output() -> Iterator[None]:
+    """Discard what is written to standard output: HiGHS 1.16 prints its version before any option can be set."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -26,6 +26,8 @@ from meshwright.spec.parsing import read_data
 
 _SHORT_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
 MAX_RANKS = 1_000_000
+# A host that takes longer to issue one op does something else meanwhile.
+MAX_HOST_CALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,8 @@ class Node:
     """A host: its devices, memory and cores, and its links.
 
     ``device_link`` joins two devices, ``pcie`` a device and the host, ``nic`` (one of ``num_nics``) two nodes. The
-    bandwidth of the host's memory is that of all its channels, read or written; 0 means: not stated.
+    bandwidth of the host's memory is that of all its channels, read or written; ``host_call_s`` are the seconds in
+    which the host issues the addition of two small tensors to a device. Of both, 0 means: not stated.
     """
 
     name: str
@@ -125,6 +128,7 @@ class Node:
     nic: Link
     num_nics: int = 1
     host_memory_bandwidth_bytes_per_s: float = 0.0
+    host_call_s: float = 0.0
     nvme: Nvme | None = None
     source: str = ""
 
@@ -135,6 +139,11 @@ class Node:
             raise ClusterError(
                 f"Node {self.name!r}: a host memory bandwidth of {self.host_memory_bandwidth_bytes_per_s} B/s; "
                 "expected a positive number, or none where it is not known."
+            )
+        if not 0 <= self.host_call_s <= MAX_HOST_CALL_S:
+            raise ClusterError(
+                f"Node {self.name!r}: its host takes {self.host_call_s} s to issue an op; expected more than 0 and at "
+                f"most {MAX_HOST_CALL_S} s, such as 6.5e-6, or none where it is not known."
             )
 
     @property

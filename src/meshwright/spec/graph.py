@@ -205,6 +205,14 @@ class Graph:
             (tensor.name, *tensor.aliases) for tensor in self.tensors if tensor.role == "parameter" and tensor.aliases
         )
 
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample, of a model whose first input is whole numbers in sequences; None for others."""
+        tensor = self.tensors[self.inputs[0]] if self.inputs else None
+        if tensor is None or tensor.dtype != "int64" or len(tensor.shape) != 2 or tensor.shape[1].per_sample:
+            return None
+        return tensor.shape[1].fixed
+
     def num_parameters(self, *, trainable_only: bool = False) -> int:
         """Number of parameter elements, tied ones counted once."""
         return sum(

@@ -14,14 +14,17 @@ from meshwright.spec.own_code import source_hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeWith:
-    """``measurements`` is the path of the table from the plan's folder, or empty; ``measurements_hash`` of its content.
+    """Of a plan when it was written.
 
-    ``software`` are versions: ``meshwright 0.1.0, torch 2.13.0``.
+    ``measurements`` is the path of the table, relative to the plan's folder, or empty; ``measurements_hash`` is that
+    file's hash. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``. ``priced_for`` is the training
+    software that was priced (``megatron@2022``), empty for this package's runtime.
     """
 
     measurements: str = ""
     measurements_hash: str = ""
     software: str = ""
+    priced_for: str = ""
 
 
 UNKNOWN = MadeWith()
@@ -34,18 +37,26 @@ class Recalled(NamedTuple):
     remark: str = ""
 
 
-def note_making(measurements: Path | None, plan_file: Path) -> MadeWith:
+def note_making(measurements: Path | None, plan_file: Path, priced_for: str | None = None) -> MadeWith:
     """What a plan that is about to be written was made with."""
     software = own_software()
     if measurements is None:
-        return MadeWith(software=software)
+        return MadeWith(software=software, priced_for=priced_for or "")
     place = os.path.relpath(measurements.resolve(), plan_file.resolve().parent)
-    return MadeWith(measurements=Path(place).as_posix(), measurements_hash=_hash_of(measurements), software=software)
+    return MadeWith(
+        measurements=Path(place).as_posix(),
+        measurements_hash=_hash_of(measurements),
+        software=software,
+        priced_for=priced_for or "",
+    )
 
 
-def recall(made_with: MadeWith, plan_file: Path) -> Recalled:
-    """The measurements of a plan that was read from a file. Raises DocumentError if they cannot be read."""
-    found = _recall_table(made_with, plan_file)
+def recall(made_with: MadeWith, plan_file: Path, given: Path | None = None) -> Recalled:
+    """The measurements of a plan that was read from a file, or those ``given`` in their place.
+
+    Raises DocumentError if they cannot be read.
+    """
+    found = _recall_table(made_with, plan_file) if given is None else _compare_given(made_with, given)
     here = own_software()
     if made_with.software in ("", here):
         return found
@@ -67,6 +78,12 @@ def _recall_table(made_with: MadeWith, plan_file: Path) -> Recalled:
     if _hash_of(found) != made_with.measurements_hash:
         return Recalled(found, f"{shown}, which the plan was made with, has changed since; prices are those of today.")
     return Recalled(found, f"Priced with {shown}, as the plan was made.")
+
+
+def _compare_given(made_with: MadeWith, given: Path) -> Recalled:
+    if not made_with.measurements or _hash_of(given) == made_with.measurements_hash:
+        return Recalled(given)
+    return Recalled(given, f"The plan was made with another table than {given}.")
 
 
 def own_software() -> str:

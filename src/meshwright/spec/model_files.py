@@ -1,7 +1,8 @@
 """Model references that are data files: a graph that was stored, or the configuration of a Hugging Face model.
 
 Both are called ``something.json``, so the content decides: a stored graph says ``schema``, a configuration says
-``model_type``. A folder stands for the ``config.json`` in it. Nothing in a file is executed.
+``model_type``. A folder stands for the ``config.json`` in it, an id of the Hugging Face Hub for the one there (`hub`).
+Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from meshwright.spec.codec import decode_document, document_kind
 from meshwright.spec.errors import DocumentError, ModelReferenceError
 from meshwright.spec.files import read_regular
 from meshwright.spec.graph import Graph
+from meshwright.spec.hub import CONFIG_NAME, MAX_CONFIG_BYTES, find_config, is_hub_id
 from meshwright.spec.parsing import read_data
 
-CONFIG_NAME = "config.json"
-# Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.
-MAX_CONFIG_BYTES = 4 * 2**20
 # A stored graph says so in its first key (spec.codec), which stands within so many bytes.
 _GRAPH_MARK, _HEAD_BYTES = b'"meshwright/graph/', 256
 
 
 def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
-    """The graph or the configuration that a reference leads to; None if the reference is no such file or folder.
+    """The graph or the configuration that a reference leads to; None if it is no such file, folder or id of the Hub.
 
     Raises DocumentError for a file that is neither or that is damaged, ModelReferenceError for a folder that holds no
     configuration.
     """
     path = Path(reference).expanduser()
-    if path.suffix != ".json":
+    if is_hub_id(reference):
+        path = find_config(reference)
+    elif path.suffix != ".json":
         if not path.is_dir():
             return None
         path = path / CONFIG_NAME

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright.spec.errors import GraphMismatchError, PlanError
 from meshwright.spec.html import Printer, html_table
+from meshwright.spec.made_with import UNKNOWN, MadeWith
 from meshwright.spec.plan import MAX_MICROBATCH_STAGES, Plan, check_plan
 from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.program import MAX_IDLE_RANKS
@@ -56,8 +57,8 @@ class PlacedStage:
 class Placement:
     """The ops of one graph on the devices of one cluster, for one workload; rank r is device r.
 
-    ``stages`` in an order in which each reads only what earlier ones made. ``model``, ``cluster``, ``graph_hash`` and
-    ``model_sizes`` are as in a `Plan`. Raises PlanError for what no graph could fit.
+    ``stages`` in an order in which each reads only what earlier ones made. ``model``, ``cluster``, ``graph_hash``,
+    ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for what no graph could fit.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Placement:
     stages: tuple[PlacedStage, ...]
     num_microbatches: int = 1
     model_sizes: tuple[tuple[str, int], ...] = ()
+    made_with: MadeWith = UNKNOWN
 
     SCHEMA_VERSION: ClassVar[int] = 2
     upgraded = staticmethod(upgraded_precision)

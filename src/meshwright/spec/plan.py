@@ -38,6 +38,8 @@ AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
+# Those that deal out a number of stages to every rank in turn.
+DEALT_IN_TURN: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs")
 # One stage on every rank and whole backwards: what slicings are searched for.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")

@@ -3,20 +3,28 @@
     word                    parameters   activations  gradients   beside them, for the optimizer
     float64                 float64      float64      float64     states in float64
     float32                 float32      float32      float32     states in float32
+    tf32                    float32      float32      float32     states in float32
     amp                     float32      autocast     float32     states in float32
     amp-float16             float32      autocast     float32     states in float32, the scale of the loss
     mixed                   bfloat16     bfloat16     float32     master weights and states in float32
     mixed-bf16-gradients    bfloat16     bfloat16     bfloat16    master weights and states in float32
     bfloat16                bfloat16     bfloat16     bfloat16    states in bfloat16
     mixed-float16           float16      float16      float32     master weights and states in float32
+    float8                  bfloat16     bfloat16     float32     master weights and states in float32
 
-Bytes per parameter under AdamW are 32, 16, 16, 16, 18, 16, 8 and 18. "amp" runs forwards under torch's autocast to
-bfloat16. "mixed" is Megatron-LM's ``--bf16``: gradients of microbatches are added up, and summed over replicas, in
-float32. Losses of float16 are scaled; all ranks agree before an update on whether some gradient is not finite.
+Bytes per parameter under AdamW are 32, 16, 16, 16, 16, 18, 16, 8, 18 and 18. "amp" runs forwards under torch's
+autocast to bfloat16. "mixed" is Megatron-LM's ``--bf16``: gradients of microbatches are added up, and summed over
+replicas, in float32. Losses of float16 are scaled; all ranks agree before an update on whether some gradient is not
+finite.
 
-Where replicas share out gradients (ZeRO 2 and 3), the master weights are the weights: each rank keeps its part of them
-in float32, and what is gathered is of the type of the parameters (FSDP2: ``MixedPrecisionPolicy(param_dtype)``). The
-gradients are summed in their own type (``reduce_dtype``) and kept in float32.
+"tf32" is float32 whose matrix products tensor cores compute in TF32; convolutions and recurrent layers of cuDNN do so
+in float32, too, which is torch's default. "float8" is mixed whose linear layers, where both sizes of the weight are
+multiples of 16, multiply in float8_e4m3fn: factors are scaled by the largest of each tensor and cast right before each
+product, and kept in bfloat16 (torchao: float8 training, recipe tensorwise).
+
+Under ZeRO 2 and 3 the master weights are the weights: each rank keeps its shard of them in float32, and gathers them in
+the type of the parameters (FSDP2: ``MixedPrecisionPolicy(param_dtype)``). Gradients are reduced in their own type
+(``reduce_dtype``) and kept in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +36,16 @@ from meshwright.spec.errors import PlanError, suggest
 from meshwright.spec.units import DTYPE_BYTES
 
 Precision = Literal[
-    "float64", "float32", "amp", "amp-float16", "mixed", "mixed-bf16-gradients", "bfloat16", "mixed-float16"
+    "float64",
+    "float32",
+    "tf32",
+    "amp",
+    "amp-float16",
+    "mixed",
+    "mixed-bf16-gradients",
+    "bfloat16",
+    "mixed-float16",
+    "float8",
 ]
 
 
@@ -36,7 +53,8 @@ Precision = Literal[
 class Numbers:
     """The types of a precision by torch's names; "" for no ``master`` weights, and for no ``autocast``.
 
-    ``values`` are parameters and, but for what autocast computes, activations.
+    ``values`` are parameters and, but for what autocast computes, activations. ``products``: the type in which tensor
+    cores multiply; "" where it is that of the factors.
     """
 
     values: str
@@ -44,11 +62,17 @@ class Numbers:
     states: str
     master: str = ""
     autocast: str = ""
+    products: str = ""
 
     @property
     def compute(self) -> str:
-        """The type in which products are computed."""
+        """The type in which factors of products are kept."""
         return self.autocast or self.values
+
+    @property
+    def arithmetic(self) -> str:
+        """The type in which products are computed."""
+        return self.products or self.compute
 
     @property
     def value_bytes(self) -> int:
@@ -79,15 +103,17 @@ class Numbers:
 _NUMBERS: dict[str, Numbers] = {
     "float64": Numbers("float64", "float64", "float64"),
     "float32": Numbers("float32", "float32", "float32"),
+    "tf32": Numbers("float32", "float32", "float32", products="tf32"),
     "amp": Numbers("float32", "float32", "float32", autocast="bfloat16"),
     "amp-float16": Numbers("float32", "float32", "float32", autocast="float16"),
     "mixed": Numbers("bfloat16", "float32", "float32", "float32"),
     "mixed-bf16-gradients": Numbers("bfloat16", "bfloat16", "float32", "float32"),
     "bfloat16": Numbers("bfloat16", "bfloat16", "bfloat16"),
     "mixed-float16": Numbers("float16", "float32", "float32", "float32"),
+    "float8": Numbers("bfloat16", "float32", "float32", "float32", products="float8_e4m3fn"),
 }
 # What the runtime does not compute in.
-SIMULATED_ONLY: tuple[Precision, ...] = ("mixed-float16",)
+SIMULATED_ONLY: tuple[Precision, ...] = ("mixed-float16", "float8")
 
 
 def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:

@@ -117,6 +117,8 @@ def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], 
         devices=tuple(DeviceGroup(kind=name, count=len(list(group))) for name, group in groupby(k.name for k in kinds)),
         host_memory_bytes=min(node.host_memory_bytes for node in nodes) // messages,
         host_memory_bandwidth_bytes_per_s=min(node.host_memory_bandwidth_bytes_per_s for node in nodes) / messages,
+        # A team goes on when the last of its hosts has issued an op.
+        host_call_s=max(node.host_call_s for node in nodes),
         nvme=_slowest_drives(nodes, messages),
         num_cores=sum(node.num_cores for node in nodes),
         device_link=_slower(node.device_link for node in nodes),

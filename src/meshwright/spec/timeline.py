@@ -166,4 +166,4 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of device time in which the compute streams are idle."""
         total = self.duration_s * self.num_ranks
-        return 1.0 - float(self.busy_seconds().sum()) / total if total else 0.0
+        return max(1.0 - float(self.busy_seconds().sum()) / total, 0.0) if total else 0.0

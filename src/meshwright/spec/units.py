@@ -31,6 +31,8 @@ DTYPE_BYTES: dict[str, int] = {
 }
 
 FLOAT_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
+# Bytes of a factor, by the type in which products are computed. TF32 is float32 to everything else.
+ARITHMETIC_BYTES = {**{name: DTYPE_BYTES[name] for name in FLOAT_DTYPES}, "tf32": DTYPE_BYTES["float32"]}
 
 
 def to_picoseconds(seconds: float) -> int:

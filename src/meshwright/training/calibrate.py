@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.calibration import Correction, apply_calibration, fit_calibration
-from meshwright.planner import search_plans
+from meshwright.planner import Choices, Limits, Problem, search_plans
 from meshwright.simulator import Simulation, simulate_plan
 from meshwright.spec import (
     Cluster,
@@ -122,16 +122,16 @@ def calibrate_here(
     if graph.batch_size not in (None, microbatch_size):
         graph = captured_model(reference, sizes, microbatch_size)[1].graph
     workload = Workload(global_batch=microbatch_size * _MICROBATCHES * num_ranks, precision="float32")
-    plan = search_plans(
-        lambda _: graph,
-        cluster,
-        workload,
+    problem = Problem(
+        graph_for=lambda _: graph,
+        cluster=cluster,
+        workload=workload,
         cost=CostModel(cluster=cluster, measurements=table),
+        choices=Choices(microbatch_sizes=(microbatch_size,)),
         model=reference,
         model_sizes=sizes,
-        microbatch_sizes=(microbatch_size,),
-        max_plans=1,
-    ).best.plan
+    )
+    plan = search_plans(problem, limits=Limits(max_plans=1)).best.plan
     measured = _run(plan, num_steps, events)
     return correct_table(table, plan, graph, cluster, measured, reference)
 

@@ -160,8 +160,8 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
 def _hash_of(plan: Plan | Placement) -> str:
     """Of a plan without its clipping, which is a setting, and without what it was priced with."""
     if isinstance(plan, Plan):
-        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False), made_with=UNKNOWN)
-    return content_hash(plan)
+        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False))
+    return content_hash(replace(plan, made_with=UNKNOWN))
 
 
 def _sum_of(path: Path) -> str:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from meshwright.spec.placement import check_fit
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import Job, capture_fake, tile
-from meshwright.training.precision import bind_plan, cast_batch, cast_model, cast_type
+from meshwright.training.precision import bind_plan, capture_in_precision, recaptures
 
 # What a number takes; that many bytes are no tensor.
 _NUMBER_BYTES = 8
@@ -99,7 +100,7 @@ class DryRun:
 class FakeModel(NamedTuple):
     """A model without memory: its graph, a batch (inputs, targets), and the mode of its fake tensors.
 
-    ``planned`` is the graph that plans are of, where the model was cast.
+    ``planned`` is the graph that plans are of, where the model has another one in their precision.
     """
 
     captured: Captured
@@ -192,14 +193,12 @@ def fake_model(plan: Plan, seed: int = 0) -> FakeModel:
     mode = next(
         item.fake_mode for item in (*source.model.parameters(), *source.model.buffers()) if isinstance(item, FakeTensor)
     )
-    batch, dtype = (source.inputs, source.targets), cast_type(plan)
-    if dtype is None:
+    batch = source.inputs, source.targets
+    if not recaptures(plan, source.model, captured.graph):
         return FakeModel(captured, batch, mode)
-    with mode:
-        cast_model(source.model, dtype)
-        inputs, targets = cast_batch(batch, dtype)
-    cast = capture_model(source.model, inputs, targets=targets, loss=source.loss, mode=plan.workload.kind, verify=False)
-    return FakeModel(cast, (inputs, targets), mode, captured.graph)
+    capture = partial(capture_model, source.model, loss=source.loss, mode=plan.workload.kind, verify=False)
+    made, batch = capture_in_precision(plan, source.model, batch, captured, capture)
+    return FakeModel(made, batch, mode, captured.graph)
 
 
 def _global_batch(captured: Captured, batch: tuple[Any, Any], plan: Plan) -> Sequence[torch.Tensor]:

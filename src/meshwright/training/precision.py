@@ -1,25 +1,39 @@
 """A model in the precision of its plan: cast where the plan keeps weights in two bytes, and captured once more.
 
-A plan is bound to the graph of the model as it is given. The cast model is another graph, of the same layers and mostly
-of the same ops: its parts are what runs.
+    mixed, bfloat16     parameters and persistent buffers are cast. Other buffers are tables that the model computed, as
+                        the frequencies of rotary embeddings, and stay as they are, unless its ops cannot take them so
+    amp, amp-float16    a model that asks a tensor for its type is answered as under autocast
+
+A plan is bound to the graph of the model as it is given. The model in its precision has another one, of mostly the same
+ops. It is cut into the same layers: where bytes decide on a cut, types must not move it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from meshwright.capture import Captured
+from meshwright.cost.traits import family_of
 from meshwright.runtime.held import replace_held
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import CaptureError, PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import FLOAT_DTYPES
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan | Placement)
+# An inputs and a targets part, as `capture_model` takes them.
+Batch = tuple[Any, Any]
+Capture = Callable[..., Captured]
+# Families of ops whose floating inputs torch wants in one type.
+_OF_ONE_TYPE = ("product", "convolution", "attention", "recurrent", "norm")
 
 
 def cast_type(plan: Plan | Placement) -> torch.dtype | None:
@@ -28,17 +42,73 @@ def cast_type(plan: Plan | Placement) -> torch.dtype | None:
     return getattr(torch, values) if values in ("bfloat16", "float16") else None
 
 
-def is_cast(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether all that a model holds is of the type already."""
-    return all(item.dtype is dtype for item in (*model.parameters(), *model.buffers()) if item.is_floating_point())
+def recaptures(plan: Plan | Placement, model: torch.nn.Module, graph: Graph) -> bool:
+    """Whether a model whose graph is ``graph`` computes by another one in the precision of its plan."""
+    if (dtype := cast_type(plan)) is not None:
+        return any(item.dtype is not dtype for item in _castable(model) if item.is_floating_point())
+    # Without such an argument no op has a type of its own.
+    return bool(plan.workload.numbers.autocast) and any("dtype" in dict(op.attributes) for op in graph.ops)
 
 
-def cast_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers in place, as ``model.to(dtype)`` does; in place of fake ones come others."""
-    if any(isinstance(item, FakeTensor) for item in model.parameters()):
-        replace_held([model], lambda item: item.detach().to(dtype) if item.is_floating_point() else item)
+def capture_in_precision(
+    plan: Plan | Placement, model: torch.nn.Module, batch: Batch, given: Captured, capture: Capture
+) -> tuple[Captured, Batch]:
+    """Cast the model if its plan says so, and capture it once more; for one that `recaptures`.
+
+    ``capture(inputs, targets=, autocast=)`` captures the model. Returns what it captured last, and a batch of the types
+    that the model takes. Raises CaptureError as ``capture`` does.
+    """
+    dtype = cast_type(plan)
+    if dtype is None:
+        autocast = getattr(torch, plan.workload.numbers.autocast)
+        made = capture(batch[0], targets=batch[1], autocast=autocast)
     else:
-        model.to(dtype)
+        _cast(model, dtype, _castable(model))
+        inputs, targets = batch = cast_batch(batch, dtype)
+        try:
+            made = capture(inputs, targets=targets)
+            is_whole = not _mixes_types(made.graph)
+        except CaptureError:
+            is_whole = False
+        if not is_whole:
+            _cast(model, dtype, [*model.parameters(), *model.buffers()])
+            made = capture(inputs, targets=targets)
+    if _first_difference(given.graph, made.graph) is None:
+        made = replace(made, graph=replace(made.graph, layers=given.graph.layers))
+    return made, batch
+
+
+def _mixes_types(graph: Graph) -> bool:
+    """Whether some op has inputs of several floating types that torch wants in one; tracing does not check it."""
+    for op in graph.ops:
+        if family_of(op) in _OF_ONE_TYPE:
+            types = {graph.tensors[i].dtype for i in op.inputs} & FLOAT_DTYPES
+            if len(types) > 1:
+                return True
+    return False
+
+
+def _castable(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and persistent buffers."""
+    kept = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+    return [*model.parameters(), *(item for item in model.buffers() if id(item) in kept)]
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype, items: list[torch.Tensor]) -> None:
+    """Cast some tensors of a model in place."""
+    floating = {id(item) for item in items if item.is_floating_point()}
+    if any(isinstance(item, FakeTensor) for item in model.parameters()):
+        # The data of fake tensors has a type for good.
+        replace_held([model], lambda item: item.detach().to(dtype) if id(item) in floating else item)
+        return
+    for item in items:
+        if id(item) in floating:
+            item.data = item.data.to(dtype)
 
 
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
@@ -46,16 +116,26 @@ def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item, batch)
 
 
-def bind_plan(plan: AnyPlan, given: Graph, cast: Graph) -> AnyPlan:
-    """The plan, which fits the ``given`` graph, as one of the graph of the ``cast`` model.
+def bind_plan(plan: AnyPlan, given: Graph, made: Graph) -> AnyPlan:
+    """The plan, which fits the ``given`` graph, as one of the graph that the model has in the plan's precision.
 
-    Raises PlanError if it says something of ops that the cast model does not have.
+    Raises PlanError if that has other layers, or other ops where the plan names ops.
     """
-    names_ops = isinstance(plan, Placement) or bool(plan.recompute)
-    is_same = [layer.name for layer in given.layers] == [layer.name for layer in cast.layers]
-    if not is_same or (names_ops and [op.kind for op in given.ops] != [op.kind for op in cast.ops]):
+    different = _first_difference(given, made)
+    has_layers = [layer.name for layer in given.layers] == [layer.name for layer in made.layers]
+    if different is not None and (isinstance(plan, Placement) or plan.recompute or not has_layers):
+        what = "layers" if not has_layers else "ops of the model"
         raise PlanError(
-            f"Cast to {plan.workload.numbers.values} the model computes other ops than as it was planned, and the plan "
-            "names some of them. Plan the cast model (model.to(torch.bfloat16)), or with --precision amp."
+            f"The plan is of a model whose {what} are others in {plan.workload.precision}: {different}. Plan with "
+            f"--precision float32, or {'another' if plan.workload.numbers.autocast else 'amp'}."
         )
-    return replace(plan, graph_hash=cast.content_hash)
+    return replace(plan, graph_hash=made.content_hash)
+
+
+def _first_difference(given: Graph, made: Graph) -> str | None:
+    """The first op of another kind; None if there is none."""
+    for one, other in zip_longest(given.ops, made.ops):
+        if one is None or other is None or one.kind != other.kind:
+            kinds = [f"{op.kind} ({op.name})" if op is not None else "nothing" for op in (one, other)]
+            return f"it computes {kinds[1]} in place of {kinds[0]}"
+    return None

@@ -25,13 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from meshwright.capture import Captured, capture_model, flatten_batch
+from meshwright.capture import Captured, capture_model, check_capture, flatten_batch
 from meshwright.cost.memory import Backend
 from meshwright.runtime import (
     OptimizerArgument,
     Outputs,
     Repair,
     Session,
+    autocast_type,
+    check_precision,
     choose_device,
     gather_timeline,
     join_group,
@@ -49,7 +51,7 @@ from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
-from meshwright.training.precision import bind_plan, cast_batch, cast_model, cast_type, is_cast
+from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
 from meshwright.training.state import gather_state, save_state
 
 
@@ -99,21 +101,21 @@ def prepare(
         loss, targets, optimizer = None, (), _no_optimizer
     if optimizer is None:
         raise PlanError("The plan is for training, and no optimizer was given. Give one over model.parameters().")
-    dtype = cast_type(plan)
-    casts, verifies = dtype is not None and not is_cast(model, dtype), verify and rank == 0
-    capture = partial(capture_model, model, loss=loss, mode=plan.workload.kind)
-    captured = capture(inputs, targets=targets, verify=verifies and not casts)
+    check_precision(plan, own_device)
+    capture = partial(capture_model, model, loss=loss, mode=plan.workload.kind, verify=False)
+    captured = capture(inputs, targets=targets)
     if captured.graph.batch_size not in (None, plan.microbatch_size):
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
-        captured = capture(inputs, targets=targets, verify=False)
-    if dtype is not None and casts:
+        captured = capture(inputs, targets=targets)
+    if recaptures(plan, model, captured.graph):
         # A model whose plan is refused stays as it is.
         check_fit(plan, captured.graph)
-        cast_model(model, dtype)
-        inputs, targets = cast_batch((inputs, targets), dtype)
-        given, captured = captured, capture(inputs, targets=targets, verify=verifies)
+        given = captured
+        captured, (inputs, targets) = capture_in_precision(plan, model, (inputs, targets), given, capture)
         plan = bind_plan(plan, given.graph, captured.graph)
+    if verify and rank == 0:
+        captured = check_capture(captured, model, inputs, targets=targets, loss=loss, autocast=autocast_type(plan))
     if captured.remark and rank == 0:
         warnings.warn(captured.remark, stacklevel=2)
     session = open_session(

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.records.text_files import number_rows, parse_csv, read_unpacked
-from meshwright.spec import DocumentError, suggest
+from meshwright.spec import DocumentError, Graph, load_shipped_graph, suggest
+from meshwright.spec.codec import decode_document
+from meshwright.spec.parsing import parse_data
+from meshwright.spec.shipped import SUFFIX, shipped_graphs, unpack
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -34,6 +37,14 @@ def load_table(name: str) -> list[StepRow]:
     """A shipped table (CSV) as rows. Raises DocumentError for another name."""
     with resources.as_file(_find(f"{name}.csv", f"{name}.csv.gz")) as path:
         return read_table(path)
+
+
+def load_graph(name: str) -> Graph:
+    """The graph of a measured model: one of the shipped ones, or of those beside the tables. DocumentError if none."""
+    if name in shipped_graphs():
+        return load_shipped_graph(name)
+    source = _find(f"{name}{SUFFIX}")
+    return decode_document(Graph, parse_data(unpack(source.read_bytes(), source.name), Path(source.name)), source.name)
 
 
 def load_steps(*, single_node: bool = False) -> list[StepRow]:

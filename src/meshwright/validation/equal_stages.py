@@ -18,12 +18,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.steps import StageSeconds
 from meshwright.program import StageTimes, find_orders
 from meshwright.simulator import simulate_program
 from meshwright.spec import Opcode, Program, Section, to_picoseconds, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS
-from meshwright.validation.pipeline_programs import build_pipeline, lay_out, longest_rank_ps, price_pipeline
+from meshwright.validation.pipeline_programs import (
+    StageSeconds,
+    build_pipeline,
+    lay_out,
+    longest_rank_ps,
+    price_pipeline,
+)
 
 if TYPE_CHECKING:
     from meshwright.simulator import Prices
@@ -87,7 +92,7 @@ def _build(pipeline: EqualStages, schedule: str) -> Program:
 
 def _price(program: Program, pipeline: EqualStages, *, blocking: bool) -> Prices:
     stages = [pipeline.stage] * pipeline.num_positions
-    return price_pipeline(program, stages, pipeline.stage.transfer_s, blocking=blocking)
+    return price_pipeline(program, stages, blocking=blocking)
 
 
 def _wait_by_rounds(section: Section, size: int) -> Section:

@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.steps import StageSeconds, pipeline_seconds
 from meshwright.validation.datasets import load_steps, load_table
 from meshwright.validation.equal_stages import EqualStages, busy_share, found_share
+from meshwright.validation.pipeline_programs import StageSeconds
 from meshwright.validation.scores import Score, score_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from meshwright.cost.prediction import Floats
-    from meshwright.cost.transformer import Schedule
 
 DATASET = "schedules"
 FOUND = "found, p microbatches in memory"
@@ -40,15 +39,10 @@ OURS, COUNTED, BLOCKING = (
     "simulated, waits as the authors count them",
     "simulated, messages take time of both ends",
 )
-CLOSED, PRINTED = "closed form", "rates of Table 5"
+PRINTED = "rates of Table 5"
 
-# Columns of the tables, the schedules that they are, and their closed forms in `cost.steps`.
-SCHEDULES: dict[str, tuple[str, Schedule | None]] = {
-    "1F1B": ("1f1b", "1f1b"),
-    "1F1B-I": ("interleaved", "interleaved"),
-    "ZB-H1": ("zb-h1", "zb-1p"),
-    "ZB-H2": ("zb-h2", None),
-}
+# Columns of the tables, and the schedules that they are.
+SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
 # Measured, and what of Table 5 it is.
 MEASURED = {"1F1B-I": "1F1B-I", "ZB-1p": "ZB-H1"}
 # In per cent: 0.002 of a rate, and less where less is busy; 3 % of a ratio.
@@ -62,7 +56,7 @@ def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:
     pipelines = [find_pipeline(row) for row in rows]
     found = {name: _shares(pipelines, name) for name in SCHEDULES}
     scores: list[Score] = []
-    for name, (_, closed) in SCHEDULES.items():
+    for name in SCHEDULES:
         part, printed = f"Table 5: busy share of {name}", _printed(rows, name)
         arms = {OURS: found[name]}
         if name == "1F1B-I":
@@ -71,9 +65,6 @@ def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:
             score_rows(DATASET, part, arm, printed, shares, judged="worst", target=_RATES)
             for arm, shares in arms.items()
         ]
-        if closed is not None:
-            forms = np.array([_closed_share(pipeline, closed) for pipeline in pipelines])
-            scores.append(score_rows(DATASET, part, CLOSED, printed, forms))
     asked = [row for row in rows if not quick or int(row["microbatches"]) == 3 * int(row["stages"])]
     shares = np.array([found_share(pipeline, pipeline.num_positions) for pipeline in map(find_pipeline, asked)])
     part, printed = "Table 5: busy share of ZB-1p", _printed(asked, "ZB-1p")
@@ -110,17 +101,12 @@ def _setup(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _shares(pipelines: Iterable[EqualStages], name: str, **counted: bool) -> Floats:
-    schedule = SCHEDULES[name][0]
+    schedule = SCHEDULES[name]
     return np.array([busy_share(pipeline, schedule, **counted) for pipeline in pipelines])
 
 
 def _printed(rows: Iterable[Mapping[str, str]], name: str) -> Floats:
     return np.array([1.0 - float(row[name]) for row in rows])
-
-
-def _closed_share(pipeline: EqualStages, schedule: Schedule) -> float:
-    stage, count = pipeline.stage, pipeline.num_microbatches
-    return pipeline.work_s / pipeline_seconds([stage] * pipeline.num_positions, count, schedule, pipeline.num_chunks)
 
 
 def _speedups(rows: Iterable[Mapping[str, str]], name: str) -> Floats:

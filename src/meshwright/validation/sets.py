@@ -47,6 +47,12 @@ class Later:
 
 DATASETS = (
     DataSet(
+        name="gpu_steps",
+        about="training steps of plain PyTorch on an H100, by the path of `plan` and `simulate`",
+        score=Later(function="gpu_steps.score_gpu_steps"),
+        quick=Later(function="gpu_steps.score_gpu_steps"),
+    ),
+    DataSet(
         name="collectives",
         about="collectives and products of V100: between sizes, on a larger cluster; NCCL in groups of other sizes",
         score=Later(function="collectives.score_collectives"),
@@ -74,7 +80,7 @@ DATASETS = (
         name="steps",
         about="published training steps on V100, A100, H100, H200, B200",
         score=Later(function="steps.score_steps"),
-        quick=Later(function="steps.score_steps"),
+        quick=Later(function="steps.score_steps", quick=True),
     ),
     DataSet(
         name="schedules",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, TypeVar
 
+from meshwright.cost.software import DATE, known_software
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.cost.transformer import Precision, Recompute, Schedule, ZeroStage
+    from meshwright.templates.shapes import Precision, Recompute, Schedule, ZeroStage
 
     Row = Mapping[str, str]
 
@@ -77,6 +78,8 @@ SCHEDULES: dict[str, Schedule | None] = {
     "zb-1p": "zb-1p",
     "zb-2p": "zb-2p",
 }
+# Words of the column ``features``: what software did, where framework and date do not decide it.
+FEATURES = ("async tensor parallel", "fused loss", "untied", "no dropout", "Adafactor", "momentum", "16-bit gradients")
 SWITCHES = {"": False, "0": False, "1": True}
 MEASURED = {"": True, "measured": True}
 UNSTATED = ("", "not stated")
@@ -107,6 +110,37 @@ def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning
     if word not in meanings:
         raise CellError(column, text, f"one of {', '.join(name or 'nothing' for name in meanings)}")
     return meanings[word]
+
+
+def read_features(row: Row) -> frozenset[str]:
+    """What the words of ``features`` state, separated by semicolons. Raises CellError for an unknown one."""
+    known = {feature.lower(): feature for feature in FEATURES}
+    words = [word.strip().lower() for word in row.get("features", "").split(";")]
+    unknown = next((word for word in words if word and word not in known), "")
+    if unknown:
+        raise CellError("features", unknown, f"words among {'; '.join(FEATURES)}")
+    # Composer's precision PURE keeps and reduces gradients in 16 bits.
+    pure = ["16-bit gradients"] if "pure" in row.get("precision", "").lower() else []
+    return frozenset([*(known[word] for word in words if word), *pure])
+
+
+def read_date(row: Row) -> str:
+    """Year, or year and month, of the run's software; empty where it is not stated. Raises CellError."""
+    text = row.get("date", "").strip()
+    if text and not re.fullmatch(DATE, text):
+        raise CellError("date", text, "a year or a year and a month, such as 2024 or 2024-12")
+    return text
+
+
+def read_framework(row: Row) -> str:
+    """The framework of a row; empty where it is not stated. Raises CellError for an unknown one."""
+    text, known = (
+        row.get("framework", "").strip(),
+        sorted({entry.framework for entry in known_software()} | {"pytorch"}),
+    )
+    if text and not text.lower().startswith(tuple(known)):
+        raise CellError("framework", text, f"a name that begins with one of {', '.join(known)}")
+    return text
 
 
 def read_number(row: Row, column: str, otherwise: int | None = None) -> int:

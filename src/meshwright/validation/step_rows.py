@@ -10,22 +10,20 @@ cell, and what is expected.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from meshwright.cost.residual import ResidualShape
-from meshwright.cost.steps import Software, find_software
-from meshwright.cost.transformer import (
+from meshwright.cost.software import Software, find_software
+from meshwright.spec import MAX_SECONDS, load_cluster
+from meshwright.spec.cluster import shipped_kinds
+from meshwright.templates.shapes import (
+    ResidualShape,
     TrainingSetup,
-    TransformerError,
     TransformerShape,
     check_layout,
 )
-from meshwright.spec import MAX_SECONDS, load_cluster
-from meshwright.spec.cluster import shipped_kinds
 from meshwright.validation.step_cells import (
     MEASURED,
     PRECISIONS,
@@ -34,6 +32,9 @@ from meshwright.validation.step_cells import (
     SHARDINGS,
     SWITCHES,
     CellError,
+    read_date,
+    read_features,
+    read_framework,
     read_number,
     read_seconds,
     read_word,
@@ -41,26 +42,18 @@ from meshwright.validation.step_cells import (
 from meshwright.validation.step_shapes import read_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from meshwright.spec import DeviceKind, Node
-    from meshwright.validation.step_cells import Meaning, Row
+    from meshwright.validation.step_cells import Row
 
 # What every table has to have, though a cell of it may be empty.
 NEEDED = (
     *("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices"),
     *("tp", "pp", "dp", "gbs_seq", "iter_time_s"),
 )
-# Columns whose numbers tell one run from another (`row_hash`).
-_RUN = ("layers", "hidden", "heads", "seq", "n_devices", "tp", "pp", "dp", "gbs_seq")
 # A Program of more computations takes long to simulate, and a step of so many microbatches is a slip of the pen, too.
 _MAX_COMPUTATIONS = 400_000
 # The start of a single kernel takes microseconds; a shorter step is in another unit.
 _LEAST_STEP_S = 1e-6
-# Chunks per device of SC'21's interleaved runs, which its table leaves out: layers and stages of the model, and
-# layers per stage over --num-layers-per-virtual-pipeline-stage of NVIDIA/Megatron-LM, examples/sc21 (run_table_1.sh; 96
-# layers: run_figure_12.sh). The table says "interleaved" of two models that the script runs without: fewest chunks.
-_SC21, _SC21_CHUNKS = "2104.04473", {(60, 4): 3, (80, 8): 2, (96, 16): 2, (105, 35): 3, (96, 12): 4}
 # Memory bandwidth of variants of a shipped kind, bytes/s: NVIDIA A100 datasheet (40 GB SXM); the cluster column of
 # torchtitan's rows (96 GB of HBM2e).
 _VARIANTS = {("A100", 40): 1555e9, ("H100", 96): 2.4e12}
@@ -83,16 +76,10 @@ class StepCase:
     shape: TransformerShape | ResidualShape
     setup: TrainingSetup
     software: Software
+    features: frozenset[str]
     kind: DeviceKind
     node: Node
     measured_s: float | None
-
-    @property
-    def transformer(self) -> TransformerShape:
-        """The shape of a transformer. Raises TransformerError for another model."""
-        if isinstance(self.shape, TransformerShape):
-            return self.shape
-        raise TransformerError("Memory is predicted of transformers alone. Leave the row out.")
 
     @property
     def origin(self) -> str:
@@ -112,11 +99,10 @@ class StepCase:
 def read_step(row: Row) -> StepCase:
     """One row. Raises CellError or TransformerError if it does not say enough, or what cannot be."""
     kind, node = _hardware(row)
-    software = _software(row)
-    shape = read_shape(row, software)
-    setup = replace(
-        _setup(_completed(row)), fused_attention=software.fused_attention, fused_softmax=software.fused_softmax
-    )
+    features = read_features(row)
+    software = find_software(read_framework(row), read_date(row))
+    shape = read_shape(row, features, software.vocabulary_multiple)
+    setup = _setup(_completed(row))
     if setup.num_devices != read_number(row, "n_devices"):
         raise CellError("n_devices", row["n_devices"], "tp · cp · pp · dp")
     if isinstance(shape, TransformerShape):
@@ -127,44 +113,11 @@ def read_step(row: Row) -> StepCase:
         shape=shape,
         setup=setup,
         software=software,
+        features=features,
         kind=kind,
         node=node,
         measured_s=_seconds(row),
     )
-
-
-def row_hash(row: Row) -> int:
-    """64 bits of the run that a row is of: model, layout, device and seconds to four digits; the same on every machine.
-
-    What can be said of a run in other words (id, source, notes, framework, what defaults fill) is no part of it.
-    """
-    device = row.get("device", "")
-    said = (
-        next((kind for kind in shipped_kinds() if re.match(rf"{kind}\b", device)), device),
-        *(_plain(row.get(name, "")) for name in _RUN),
-        _plain(row.get("iter_time_s", ""), digits=4),
-        _known(row, "zero_or_sharding", SHARDINGS),
-        _known(row, "recompute", RECOMPUTES),
-        _known(row, "precision", PRECISIONS),
-        _known(row, "seq_parallel", SWITCHES),
-    )
-    return int.from_bytes(hashlib.sha256("\n".join(map(str, said)).encode()).digest()[:8], "big")
-
-
-def _plain(text: str, digits: int = 12) -> str:
-    """A number as it would be written anywhere, "1.50" as "1.5"; another text as it stands."""
-    try:
-        return f"{float(text):.{digits}g}"
-    except ValueError:
-        return text.strip()
-
-
-def _known(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning | str:
-    """What a word means; a word that is not known as it stands."""
-    try:
-        return read_word(row, column, meanings)
-    except CellError as error:
-        return error.found
 
 
 def _completed(row: Row) -> Row:
@@ -172,7 +125,7 @@ def _completed(row: Row) -> Row:
 
     Of a mixture of experts without a mesh they split the experts, too.
     """
-    if "alpa" not in row.get("framework", "").lower() or row.get("id", "").startswith("alpa-e2e"):
+    if not row.get("framework", "").lower().startswith("alpa"):
         return row
     taken = {"tp": "1", "dp": row["n_devices"], "mbs": ""}
     if row["family"] == "moe" and not row["tp"]:
@@ -180,23 +133,10 @@ def _completed(row: Row) -> Row:
     return {**row, **taken} if row["family"] == "wresnet" else row
 
 
-def _software(row: Row) -> Software:
-    software = find_software(row.get("framework", ""), row["source"], row.get("notes", ""))
-    # Scales of rows cannot be gathered with the values (torchtitan, asynctp_llama3_h100_2025-06: rowwise has no float8
-    # gather).
-    per_tensor = "rowwise" not in row.get("precision", "").lower()
-    return replace(
-        software,
-        gathers_in_8_bits=software.gathers_in_8_bits and per_tensor,
-        compiled=software.compiled or read_word(row, "compile", SWITCHES),
-        reduces_single=software.reduces_single and "pure" not in row.get("precision", "").lower(),
-    )
-
-
 def _setup(row: Row) -> TrainingSetup:
     pp, dp, batch = read_number(row, "pp"), read_number(row, "dp"), read_number(row, "gbs_seq")
     microbatch, microbatches = read_number(row, "mbs", 0), read_number(row, "n_microbatches", 0)
-    if not microbatches and pp > 1:
+    if not microbatches and not microbatch and pp > 1:
         microbatch, microbatches = max(batch // (dp * pp), 1), pp
     if not microbatch:
         microbatch = 1 if not microbatches else batch // (dp * microbatches)
@@ -208,8 +148,6 @@ def _setup(row: Row) -> TrainingSetup:
         raise CellError("gbs_seq", row["gbs_seq"], f"at most {_MAX_COMPUTATIONS} microbatches times stages")
     schedule = read_word(row, "schedule", SCHEDULES)
     unstated = 2 if schedule == "interleaved" else 1
-    if _SC21 in row["source"]:
-        unstated = _SC21_CHUNKS.get((read_number(row, "layers"), pp), min(pp, 2))
     chunks = read_number(row, "vpp", unstated)
     rounds = max(microbatches // pp, 1)
     if chunks > 1 and microbatches % rounds:

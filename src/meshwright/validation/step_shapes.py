@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.cost.residual import ResidualShape
-from meshwright.cost.transformer import Experts, LatentAttention, TransformerShape
+from meshwright.templates.shapes import Experts, LatentAttention, ResidualShape, TransformerShape
 from meshwright.validation.step_cells import UNSTATED, CellError, read_number, read_word
 
 if TYPE_CHECKING:
-    from meshwright.cost.steps import Software
     from meshwright.validation.step_cells import Row
 
 # A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
 _GPT2_VOCAB = 50257
-# What the parameters of Zero Bubble's models leave for words (27 to 35 thousand: 6.2, 14.6 and 28.3 B of Table 3 less
-# their layers); its example takes a SentencePiece tokenizer (sail-sg/zero-bubble-pipeline-parallelism).
-_ZERO_BUBBLE, _SENTENCE_PIECES = "2401.10241", 32_000
 # Models whose columns cannot hold their blocks (DeepSeek-AI, config.json of DeepSeek-V2 and DeepSeek-V3).
 _LATENT = LatentAttention(query_rank=1536, kv_rank=512, content_dim=128, rotary_dim=64, value_dim=128)
 _DEEPSEEK = {
@@ -30,13 +25,10 @@ _GSHARD, _GSHARD_WIDTH = Experts(num_experts=1, top_k=2, ffn=1, period=2, gated=
 # Blocks of the stages of a residual network by its layers (He et al., CVPR 2016, table 1); Alpa's take images of 224
 # pixels, have 1024 classes and inner convolutions twice as wide (exp_intra_ablation.py, parax/model/wide_resnet.py).
 _BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}
-# A model whose layers were recalled wrongly (64) by those who wrote the rows down; its stated parameters say 80, and so
-# does mosaicml/llm-foundry, scripts/train/yamls/pretrain/mpt-70b.yaml.
-_LAYERS = {"MPT-70b": 80}
 
 
-def read_shape(row: Row, software: Software) -> TransformerShape | ResidualShape:
-    """The model of a row, as the row's software builds it. Raises CellError or TransformerError as `read_step`."""
+def read_shape(row: Row, features: frozenset[str], vocabulary_multiple: int = 1) -> TransformerShape | ResidualShape:
+    """The model of a row, with the features that it states. Raises CellError or TransformerError as `read_step`."""
     family = read_word(row, "family", {name: name for name in ("gpt", "mpt", "llama", "moe", "wresnet")})
     if family == "wresnet":
         return _residual_shape(row)
@@ -46,31 +38,29 @@ def read_shape(row: Row, software: Software) -> TransformerShape | ResidualShape
     if family == "moe" and known is None and not is_gshard:
         expected = f"a mixture of experts that is known: {', '.join([*_DEEPSEEK, 'GShard'])}"
         raise CellError("model", row.get("model", ""), expected)
+    words = _GPT2_VOCAB if row.get("vocab", "") in UNSTATED else read_number(row, "vocab")
+    multiple = vocabulary_multiple * read_number(row, "tp") if vocabulary_multiple > 1 else 1
     is_llama = family == "llama" or known is not None
     experts = _DEEPSEEK[known] if known else None
     if is_gshard:
         experts = replace(_GSHARD, num_experts=read_number(row, "n_experts"), ffn=_GSHARD_WIDTH * hidden)
     return TransformerShape(
-        layers=_LAYERS.get(row.get("model", ""), read_number(row, "layers")),
+        layers=read_number(row, "layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=read_number(row, "kv_heads", heads),
         head_dim=hidden // heads,
         ffn=read_number(row, "ffn", (_GSHARD_WIDTH if is_gshard else 4) * hidden),
-        vocab=_unstated_words(row) if row.get("vocab", "") in UNSTATED else read_number(row, "vocab"),
+        vocab=-(-words // multiple) * multiple,
         gated=is_llama,
         biased=family == "gpt" or is_gshard,
         root_norm=is_llama,
-        tied=not (is_llama or software.unties),
-        dropout=family == "gpt" and software.drops_out,
+        tied=not (is_llama or "untied" in features),
+        dropout=family == "gpt" and "no dropout" not in features,
         max_positions=0 if is_llama else read_number(row, "seq"),
         experts=experts,
         latent=_LATENT if known else None,
     )
-
-
-def _unstated_words(row: Row) -> int:
-    return _SENTENCE_PIECES if _ZERO_BUBBLE in row["source"] else _GPT2_VOCAB
 
 
 def _residual_shape(row: Row) -> ResidualShape:

@@ -57,6 +57,15 @@ def calibration_rows(rows: Sequence[StepRow]) -> list[StepRow]:
     return fitted
 
 
+def scored_rows(rows: Sequence[StepRow]) -> list[StepRow]:
+    """The timed rows of all published ones that are not fitted. Raises as `calibration_rows`.
+
+    ``splits/steps_scored.txt`` lists the ids of those that say enough to be predicted.
+    """
+    fitted = {row["id"] for row in calibration_rows(rows)}
+    return [row for row in rows if row["id"] not in fitted and row["iter_time_s"]]
+
+
 def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Split]:
     """The splits as they were drawn, by kind of device."""
     return {
@@ -70,6 +79,18 @@ def group_key(row: StepRow) -> str:
     # A run of Alpa whose mesh is not stated is told from others by its method.
     apart = "" if row["tp"] else row["zero_or_sharding"]
     return "|".join([*(row[name] for name in _GROUP), apart])
+
+
+def run_of(row: StepRow) -> tuple[str, ...]:
+    """What tells one run from another: model, layout, batch and seconds to four digits; whatever its id and notes."""
+    try:
+        seconds = f"{float(row.get('iter_time_s', '')):.4g}"
+    except ValueError:
+        seconds = ""
+    return (
+        *(row.get(name, "").strip() for name in ("layers", "hidden", "n_devices", "tp", "pp", "dp", "gbs_seq")),
+        seconds,
+    )
 
 
 def _on_one_node(row: StepRow) -> bool:

@@ -12,12 +12,12 @@ from meshwright.validation.step_cells import CellError, show
 from meshwright.validation.step_rows import NEEDED, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from meshwright.validation.step_cells import Row
     from meshwright.validation.step_rows import StepCase
 
-# A row takes about a millisecond to predict, a pipeline of a thousand stages a hundred times that.
+# A row takes about a tenth of a second to predict, a pipeline of a thousand stages ten times that.
 MAX_ROWS = 100_000
 # Lines and reasons that a message names; JSON has them all.
 _MAX_PLACES, _MAX_REASONS = 4, 12
@@ -74,24 +74,18 @@ def _name_unknown(row: Row) -> list[str]:
     return [f"has columns that are not known: {', '.join(named + more)}"] if unknown else []
 
 
-def read_steps(
-    rows: Sequence[Row], lines: Sequence[int] = (), predict: Callable[[StepCase], object] | None = None
-) -> tuple[list[StepCase], list[LeftOut]]:
+def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[StepCase], list[LeftOut]]:
     """The rows that can be predicted, in their order, and those that were left out, by reason.
 
-    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on.
-    ``predict``: called once for each of the former, and what it cannot predict is left out, too. The table is one that
-    `check_steps` accepts.
+    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on. The
+    table is one that `check_steps` accepts.
     """
     cases: list[StepCase] = []
     cells: dict[str, list[tuple[int, str]]] = defaultdict(list)
     wholes: dict[str, list[int]] = defaultdict(list)
     for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
         try:
-            case = read_step(row)
-            if predict is not None:
-                predict(case)
-            cases.append(case)
+            cases.append(read_step(row))
         except CellError as error:
             cells[f"{error.column}: expected {error.expected}"].append((line, error.found))
         except MeshwrightError as error:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.cost.steps import load_step_model
-from meshwright.spec import MeasurementError
-from meshwright.validation.datasets import read_lines
+from meshwright.spec import MeasurementError, MeshwrightError
+from meshwright.validation.datasets import load_all_steps, read_lines
 from meshwright.validation.scores import Score, score_rows
-from meshwright.validation.step_model import predict_case, predict_cases
-from meshwright.validation.step_rows import row_hash
+from meshwright.validation.step_plans import evaluate_steps, predictions_of
+from meshwright.validation.step_split import calibration_rows, run_of
 from meshwright.validation.step_table import LeftOut, check_steps, list_reasons, read_steps
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _TWICE = "an id that a row above has; expected every id once, or none"
-_FITTED, _UNTIMED = "rows that the model was fitted on", "no measured seconds (iter_time_s)"
+_FITTED, _UNTIMED = "rows that a host's speed was fitted on", "no measured seconds (iter_time_s)"
 
 
 def score_datasets(
@@ -56,34 +55,37 @@ def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tupl
 
     ``lines``: where the rows stand in their file, shape (rows,). Raises MeasurementError if no row can be scored.
     """
-    model = load_step_model()
-    seen = {int(text, 16) for text in model.fitted_rows}
     check_steps(rows)
+    fitted = {run_of(row) for row in calibration_rows(load_all_steps())}
     apart: dict[str, list[int]] = {_TWICE: [], _FITTED: [], _UNTIMED: []}
     asked: dict[int, StepRow] = {}
     known: set[str] = set()
     for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
         if row["id"] in known:
             apart[_TWICE].append(line)
-        elif row_hash(row) in seen:
+        elif run_of(row) in fitted:
             apart[_FITTED].append(line)
         elif not row.get("iter_time_s"):
             apart[_UNTIMED].append(line)
         else:
             asked[line] = row
         known |= {row["id"]} - {""}
-    seconds: list[float] = []
-    cases, odd = read_steps([*asked.values()], [*asked], lambda case: seconds.append(predict_case(case, model)))
+    read, odd = read_steps([*asked.values()], [*asked])
+    unread = {line for reason in odd for line in reason.lines}
+    pairs = []
+    for line, case, item in zip([i for i in asked if i not in unread], read, evaluate_steps(read), strict=True):
+        if isinstance(item, MeshwrightError):
+            apart.setdefault(f"no plan expresses it: {item}", []).append(line)
+        else:
+            pairs.append((case, item))
     left_out = [*(LeftOut(reason=reason, lines=tuple(where)) for reason, where in apart.items() if where), *odd]
-    if not cases:
+    if not pairs:
         raise MeasurementError(f"No row of the table can be scored: {'; '.join(list_reasons(left_out))}.")
     scores = []
-    ordered = sorted(zip(cases, seconds, strict=True), key=lambda pair: pair[0].source)
-    for source, group in groupby(ordered, key=lambda pair: pair[0].source):
-        mine, mine_s = zip(*group, strict=True)
+    for source, group in groupby(sorted(pairs, key=lambda pair: pair[0].source), key=lambda pair: pair[0].source):
+        mine, ours = zip(*group, strict=True)
         measured, jobs = np.array([case.measured_s for case in mine], np.float64), [case.job for case in mine]
-        predicted = predict_cases(mine, model, known_s=mine_s)
-        scores.append(score_rows("steps", source, "op list and pipeline", measured, predicted, jobs=jobs))
+        scores.append(score_rows("steps", source, "plan", measured, predictions_of(ours), jobs=jobs))
     return tuple(scores), left_out
 
 

@@ -21,8 +21,6 @@ from meshwright.zoo.batches import cross_entropy, random_tokens, token_cross_ent
 IGNORED = -100
 # Share of the tokens that a masked language model predicts (Devlin et al., "BERT", 2018, section 3.1).
 MASKED_SHARE = 0.15
-# Longer contexts are trained on sequences of this length unless another is asked for: the zoo's choice for Llama.
-DEFAULT_LENGTH = 2048
 # Where neither the configuration nor the user says it: Raffel et al., "T5" (2019), section 3.1.2.
 LENGTH_WITHOUT_POSITIONS = 512
 DEFAULT_IMAGE_SIZE = 224
@@ -77,15 +75,13 @@ class _Sequences(Task):
 
     @classmethod
     def of(cls, config: Any, model_class: type) -> _Sequences:
-        """The task with sequences as long as there are positions, up to `DEFAULT_LENGTH`."""
+        """The task with sequences as long as there are positions."""
         limit = _positions(config)
         if limit is None:
             return cls(config=config, model_class=model_class)
-        length = min(limit, DEFAULT_LENGTH)
         # Tables of positions may hold fewer than they say: RoBERTa's 514 serve 512 tokens.
-        return cls(
-            config=config, model_class=model_class, sequence_length=length - length % 8 if length > 8 else length
-        )
+        length = limit - limit % 8 if limit > 8 else limit
+        return cls(config=config, model_class=model_class, sequence_length=length)
 
     def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         return random_tokens(self.batch_size, self.sequence_length, self.config.vocab_size)

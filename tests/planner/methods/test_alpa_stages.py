@@ -15,10 +15,10 @@ from meshwright.planner.methods.alpa import stages
 from meshwright.planner.methods.alpa.clusters import cluster_layers
 from meshwright.planner.methods.alpa.stages import slice_stages, submeshes
 from meshwright.planner.problem import Choices, Problem
-from meshwright.planner.search import search_plans
 from meshwright.spec import MeshwrightError, PlanError, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import Sharding
 from tests.marks import examples
+from tests.planner.searching import search_plans
 
 pytest.importorskip("highspy")
 

@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, search_plans
+from meshwright.planner import Choices, Problem
 from meshwright.planner.method import SearchState
 from meshwright.planner.methods.flexflow import flexflow
-from meshwright.planner.search import solve
 from meshwright.spec import Sharding, Workload, check_plan, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
+from tests.planner.searching import search_plans, solve
+from tests.simulator.plans import fast_cluster
 
 
 def search(graph, cluster, batch, method=flexflow, **options):
-    cluster = load_cluster(cluster)
+    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
     return search_plans(lambda _: graph, cluster, Workload(global_batch=batch), method=method, **options)
 
 
@@ -60,11 +61,12 @@ def test_it_only_yields_legal_plans_and_none_twice():
 
 @pytest.mark.long
 def test_the_same_seed_walks_the_same_way():
-    graph = load_shipped_graph("resnet-tiny")
-    results = [search(graph, "4xA100", 8, seed=seed) for seed in (0, 0, 1)]
+    # The search knows devices and links; how hosts keep up with so small a model it does not.
+    graph, cluster = load_shipped_graph("resnet-tiny"), fast_cluster("4xA100")
+    results = [search(graph, cluster, 8, seed=seed) for seed in (0, 0, 1)]
     assert [item.plan for item in results[0].ranked] == [item.plan for item in results[1].ranked]
     assert results[0].coverage.num_simulated == results[1].coverage.num_simulated
-    assert results[0].best.step_time_s <= 1.05 * search(graph, "4xA100", 8, "slicing").best.step_time_s
+    assert results[0].best.step_time_s <= 1.05 * search(graph, cluster, 8, "slicing").best.step_time_s
 
 
 def test_choices_that_are_fixed_stay_fixed():

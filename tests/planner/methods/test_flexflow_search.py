@@ -1,6 +1,7 @@
 """The SOAP space of graphs, and its search: against closed forms, enumerations and itself."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -82,12 +83,20 @@ def test_parts_are_priced_at_their_own_size():
     space = make_space("resnet50", "2xA100", 32)
     cost, soap, graph = CostModel(cluster=space.cluster), space.soap, space.graph
     prices = cost.price_ops(graph, 32, space.cluster.device_kind(0))
+    readers = Counter(i for op in graph.ops for i in op.inputs)
+    exact = 0
     for at, layer in enumerate(space.layers):
         rows = slice(soap.candidates[at], soap.candidates[at + 1])
         alone = soap.pass_ps[rows][soap.parts[rows] == 1][0, 0]
         whole = [sum(prices.forward_s[layer.ops]), sum(prices.backward_s[layer.ops])]
-        assert alone == pytest.approx(np.array(whole) * 1e12, rel=1e-9, abs=2)
+        assert alone[0] == pytest.approx(whole[0] * 1e12, rel=1e-9, abs=2)
+        # Gradients of a value that several layers read are summed, which is a part of none.
+        summed = any(readers[i] > 1 for op in layer.ops for i in (*graph.ops[op].inputs, *graph.ops[op].outputs))
+        exact += not summed
+        assert alone[1] == pytest.approx(whole[1] * 1e12, rel=0.4 if summed else 1e-9, abs=2)
+        assert alone[1] <= whole[1] * 1e12 + 2
         assert (soap.pass_ps[rows, 0] <= alone * 1.0001 + 1).all()
+    assert exact >= 20
 
 
 def test_a_convolution_reads_the_edges_of_its_neighbours_parts():

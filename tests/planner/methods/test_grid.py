@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings, solve
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings
 from meshwright.planner.methods.grid import bound_grid
 from meshwright.planner.methods.grid.figures import Figures
 from meshwright.planner.methods.grid.method import plans_of
@@ -14,6 +15,7 @@ from meshwright.planner.short import shorten
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from meshwright.spec.graph import Graph
 from meshwright.spec.sharding import UNSHARDED, Sharding
+from tests.planner.searching import solve
 from tests.planner.test_search import cluster_of, weighted_graph
 
 
@@ -96,7 +98,9 @@ def test_the_answer_is_the_best_of_all_configurations(mode):
         for plan in plans_of(problem, configuration)
     ]
     found = solve(problem, "grid")
-    assert found.best.step_time_s == pytest.approx(min(item.step_time_s for item in items), rel=2e-4)
+    assert min(item.step_time_s for item in found.ranked) == pytest.approx(
+        min(item.step_time_s for item in items), rel=2e-4
+    )
     assert found.coverage.num_simulated <= len(items)
     assert "No other uniform configuration is faster" in found.explain()
 
@@ -105,7 +109,7 @@ def test_memory_prunes_what_cannot_fit(gpt):
     """GPT-2 XL needs 25 GB of states: on devices of 8 GiB nothing fits whole, and no row that may fit is whole."""
     cluster = load_cluster("8xA100")
     problem = problem_of(gpt, cluster, 32, microbatch_sizes=(1,), recompute=("full",), zero=(0, 3))
-    small = replace(problem, memory_limit_bytes=8 * 2**30)
+    small = replace(problem, memory=MemoryLimit(num_bytes=8 * 2**30))
     fitting = [row for _, num_bytes, row in every_configuration(small) if num_bytes <= 8 * 2**30]
     assert fitting
     assert all(row.positions > 1 or row.zero == 3 for row in fitting)

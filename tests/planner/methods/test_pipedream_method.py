@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import Plans, search_plans
+from meshwright.planner import Plans
 from meshwright.planner.method import Proposal, SearchState
 from meshwright.planner.methods.pipedream import Level, Options, load_profile, pipedream, plan_profile
 from meshwright.planner.methods.pipedream.method import place_stages
 from meshwright.planner.problem import Choices, Problem
 from meshwright.spec import Cluster, Graph, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
+from tests.planner.searching import search_plans
 from tests.simulator.plans import FixedCost, small_cluster
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -125,7 +126,8 @@ def test_proposals_come_best_estimate_first_and_stop_when_enough_fit() -> None:
     estimates = [item.estimate_s for item in every]
     assert estimates == sorted(estimates)
     assert len({item.plan for item in every}) == len(every)
-    assert len(search(graph, "4xV100", 16, max_plans=2).ranked) == 2
+    found = search(graph, "4xV100", 16, max_plans=2)
+    assert 1 <= len(found.ranked) <= 2 <= found.coverage.num_simulated < len(every)
 
 
 def test_the_same_plans_twice() -> None:

@@ -5,18 +5,23 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import METHODS, Choices, Problem, SearchState, solve
+from meshwright.planner import METHODS, Choices, Problem, SearchState
 from meshwright.planner.methods.unequal.assemble import are_equal, find_devices, share_stage
 from meshwright.planner.methods.unequal.moves import neighbours
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, DeviceGroup, StagePlan, Workload, load_cluster
 from tests.graphs import chain_graph
+from tests.planner.searching import solve
 
 
 def mixed_cluster(*, fast=2, slow=2, slowdown=3.0, memory=None):
     """One node of devices at their usual speed and one of devices that take ``slowdown`` times as long."""
     shipped = load_cluster("A100")
     usual = shipped.device_kinds[0]
+    if memory is not None:
+        # Without tensor cores: all of the memory may be used, to the byte.
+        rates = {"float32": usual.peak_flops_per_s["float32"]}
+        usual = replace(usual, peak_flops_per_s=rates)
     kinds = (
         usual,
         replace(usual, name="slow", slowdown=slowdown, usual=usual.name, memory_bytes=memory or usual.memory_bytes),

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, solve
+from meshwright.planner import Choices, Problem
 from meshwright.planner.methods.unequal import POLICIES, allocate, form_workers, plan_workers
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, DeviceGroup, PlanError, Workload, load_cluster
 from tests.graphs import chain_graph
+from tests.planner.searching import solve
 
 SLOWDOWNS = (1.0, 1.5, 2.0, 4.0)
 

@@ -295,7 +295,7 @@ def test_clients_of_triton_and_the_command_line_load_and_unload(tmp_path):
 
         assert "later" not in command()
         assert "later" in command("--load", "later")
-        assert versions(json.loads(command("--update", "--json"))) == {"m": "1", "later": "2"}
+        assert versions(json.loads(command("--update", "--json"))["models"]) == {"m": "1", "later": "2"}
         assert "later" not in command("--unload", "later")
         assert "latr" in command("--load", "latr", code=1)
 

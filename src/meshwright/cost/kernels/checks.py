@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.spec import MeasurementError
-from meshwright.spec.units import FLOAT_DTYPES
+from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ def split_dtype(dtype: str) -> tuple[str, str]:
 def has_rate(device: DeviceKind, dtype: str) -> bool:
     """Whether the device calculates in a record's dtype, as far as its datasheet says, and its values have a width."""
     arithmetic, values = split_dtype(dtype)
-    return arithmetic in FLOAT_DTYPES.intersection(device.peak_flops_per_s) and values in FLOAT_DTYPES
+    return arithmetic in ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys() and values in ARITHMETIC_BYTES
 
 
 def check_device(device: DeviceKind, dtype: str) -> None:
@@ -59,7 +59,7 @@ def check_device(device: DeviceKind, dtype: str) -> None:
             "predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
         )
     if not has_rate(device, dtype):
-        known = ", ".join(sorted(FLOAT_DTYPES.intersection(device.peak_flops_per_s))) or "none"
+        known = ", ".join(sorted(ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys())) or "none"
         raise MeasurementError(
             f"Kernels in {dtype!r} on {device.name!r}: expected a floating-point dtype that its datasheet states a "
             f"rate of ({known}). Ask for one of these, or state the rate in peak_flops_per_s of the device kind."

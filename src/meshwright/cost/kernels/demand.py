@@ -28,7 +28,7 @@ from meshwright.compiled import compiled
 from meshwright.cost.kernels.checks import split_dtype
 from meshwright.cost.kernels.tiles import dispatch_of, packs_heads, tiles_of
 from meshwright.cost.roofline import peak_flops
-from meshwright.spec.units import DTYPE_BYTES
+from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,7 +97,7 @@ def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: Devic
     m, n, k = (np.array(sizes[name]) for name in ("m", "n", "k"))
     count = np.array(sizes.get("count", np.ones_like(m)))
     name = split_dtype(dtype)[0]
-    width, peak = DTYPE_BYTES[name], peak_flops(device, name)
+    width, peak = ARITHMETIC_BYTES[name], peak_flops(device, name)
     bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)
     tiles = list(tiles_of(dispatch_of(kernel, device.compute_capability), m, n, k))
     ways = np.empty((len(tiles), len(WAYS), len(m)))
@@ -149,7 +149,7 @@ def _attention(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: Dev
     batch, heads, kv_heads, dim = (sizes[name] for name in ("batch", "heads", "kv_heads", "head_dim"))
     queries, keys, window = (sizes[name] for name in ("queries", "keys", "window"))
     name, kv_name = split_dtype(dtype)
-    width, kv_width, peak = DTYPE_BYTES[name], DTYPE_BYTES[kv_name], peak_flops(device, name)
+    width, kv_width, peak = ARITHMETIC_BYTES[name], ARITHMETIC_BYTES[kv_name], peak_flops(device, name)
     bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)
     seen = seen_keys(keys, window)
     mean = mean_keys(queries, keys, window)

@@ -1,40 +1,44 @@
-"""Prices of the products and attentions of a graph on a GPU, by the predictor of kernels.
+"""Prices of the products of a graph on a GPU, by the predictor of kernels.
 
-    forward   one product (m, k) by (k, n), or one fused attention
-    backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n); attention runs 2.5
-              times the FLOPs of its forward and is taken to reach the same share of the peak
+    forward   one product (m, k) by (k, n)
+    backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n)
 
-What was measured are products of activations and weights, one at a time, and causal attention, forward. A price is
-`regressed` if it rests on nothing else. The same library at work on other layouts, on many products at once or without
-a mask is as unsure as the same code on another device; convolutions, priced as the products that they are as implicit
-GEMMs, and attention's backward as other code there (`OpModel.transfers`). Attention without a causal mask
-takes the forward's time by its FLOPs. All else keeps the price that it has: also what no device can hold, and all in a
-dtype of which the datasheet states no rate (`checks`).
+Recurrent layers multiply the inputs of all time steps at once and the states step by step; back, gradients of weights
+come from all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs, 2016).
+
+What was measured are products of activations and weights, one at a time. A price is `regressed` if it rests on nothing
+else. The same library at work on other layouts or on many products at once is as unsure as the same code on another
+device; convolutions, priced as the products that they are as implicit GEMMs, as other code there
+(`OpModel.transfers`). What the predictor does not know of products corrects `cost.gpu.products`. All else keeps the
+price that it has: also what no device can hold, and all in a dtype of which the datasheet states no rate (`checks`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from meshwright.cost.kernels.checks import has_rate, wrong_sizes
-from meshwright.cost.kernels.demand import mean_keys
 from meshwright.cost.kernels.model import Kernel
-from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
-from meshwright.cost.work import ATTENTION_BACKWARD, read_work
+from meshwright.cost.work import read_work
+from meshwright.cost.work.calls import read_call
+from meshwright.cost.work.products import time_steps
+from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from meshwright.cost.gpu.products import ProductRates
     from meshwright.cost.kernels.model import KernelModel
-    from meshwright.cost.prediction import Basis, Floats, Interval, Predictions
+    from meshwright.cost.prediction import Basis, Floats, Predictions
+    from meshwright.cost.prices import OpPrice
+    from meshwright.cost.work.calls import Call
     from meshwright.spec import DeviceKind, Graph, Op
-
-_ATTENTION_DIMS = 4
 
 # How a kernel is to those that were measured.
 _Kinship = Literal["same", "near", "far"]
@@ -42,60 +46,62 @@ _Kinship = Literal["same", "near", "far"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One kernel to be asked for: of which op, in which pass, how often its seconds count, how like measured ones."""
+    """One product to be asked for: of which op, in which pass, how often, how like measured ones.
+
+    ``layer``: (m, n, k, count) of the forward. ``places``: those of an image of a convolution's output, 0 for others.
+    """
 
     place: tuple[int, int]
     backward: bool
-    times: float
     kinship: _Kinship
-    op: str
     sizes: Mapping[str, float]
+    dtype: str
+    layer: tuple[float, float, float, float]
+    times: float = 1.0
+    places: float = 0.0
+    is_point: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Ops of a graph at a batch size with their prices so far; ``keys`` are those in the measurement table."""
+    """Ops of a graph at a batch size with their prices so far.
+
+    ``keys`` are those in the measurement table, ``types`` those that products are computed in.
+    """
 
     prices: Sequence[OpPrice]
     graph: Graph
     ops: Sequence[Op]
     keys: Sequence[str]
+    types: Sequence[str]
     batch_size: int
 
 
 def price_kernels(
-    model: KernelModel, asked: Sequence[Asked], kind: DeviceKind, dtype: str, unsure: Interval
+    model: KernelModel, rates: ProductRates, asked: Sequence[Asked], kind: DeviceKind
 ) -> list[list[OpPrice]]:
-    """The prices of some ops, those that rest on a roofline replaced where the predictor knows the kernel.
+    """The prices of some ops, those of products that rest on a roofline replaced where the predictor knows the kernel.
 
-    One list for each of ``asked``, whose kernels are predicted together. ``unsure``: the interval of what stays a
-    roofline.
+    One list for each of ``asked``, whose kernels are predicted together. ``rates`` correct what it says.
     """
     found = [list(some.prices) for some in asked]
-    if not has_rate(kind, dtype):
-        return found
-    calls = [
-        call
-        for group, some in enumerate(asked)
-        for place, (price, op, key) in enumerate(zip(some.prices, some.ops, some.keys, strict=True))
-        if price.basis == "roofline"
-        for call in _calls((group, place), price, some.graph, op, key, some.batch_size)
-    ]
-    by_op: dict[str, list[_Call]] = defaultdict(list)
-    for call in calls:
-        by_op[call.op].append(call)
-    # An op of which one kernel cannot be is left alone.
-    odd = {calls[row].place for calls in by_op.values() for row in _odd_rows(calls)}
+    by_dtype: dict[str, list[_Call]] = defaultdict(list)
+    for group, some in enumerate(asked):
+        for place, (price, op, key, dtype) in enumerate(zip(some.prices, some.ops, some.keys, some.types, strict=True)):
+            if price.basis == "roofline" and has_rate(kind, dtype):
+                by_dtype[dtype] += _calls((group, place), price, some.graph, op, key, dtype)
     parts: dict[tuple[int, int], list[tuple[_Call, Predictions, int]]] = defaultdict(list)
-    for name, calls in by_op.items():
+    for dtype, calls in by_dtype.items():
+        # An op of which one kernel cannot be is left alone.
+        odd = {calls[row].place for row in _odd_rows(calls)} if calls else set()
         known = [call for call in calls if call.place not in odd]
-        if name not in model.ops or not known:
+        if not known:
             continue
-        predicted = model.predict(Kernel(op=name, dtype=dtype, device=kind), _columns(known))
+        predicted = model.predict(Kernel(op="matmul", dtype=dtype, device=kind), _columns(known))
         for row, call in enumerate(known):
             parts[call.place].append((call, predicted, row))
     for (group, place), rows in parts.items():
-        found[group][place] = _gather(asked[group].prices[place], rows, model, unsure)
+        found[group][place] = _gather(asked[group].prices[place], rows, model, rates, kind)
     return found
 
 
@@ -108,15 +114,22 @@ def _columns(asked: Sequence[_Call]) -> dict[str, Floats]:
     return {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
 
 
-def _calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, key: str, batch_size: int) -> list[_Call]:
-    work = read_work(key)
-    if work is None or work.family not in ("product", "convolution", "attention"):
+def _calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, key: str, dtype: str) -> list[_Call]:
+    work, call = read_work(key), read_call(key)
+    if work is None or call is None or work.family not in ("product", "convolution", "recurrent"):
         return []
-    if work.family == "attention":
-        return _attention_calls(place, price, graph, op, batch_size)
+    trained = price.seconds.backward_s > 0
+    if work.family == "recurrent":
+        return _recurrent_calls(place, call, dtype, trained=trained)
     m, n, k, count = (float(round(2.0**size)) for size in work.sizes)
+    places, is_point = 0.0, False
+    if work.family == "convolution":
+        # Tensor cores take channels 16 bytes at a time: cuDNN fills up what is no multiple (its developer guide).
+        channels, whole = k / math.prod(call.shapes[1][2:]), 16 // ARITHMETIC_BYTES[dtype]
+        k *= math.ceil(channels / whole) * whole / channels
+        places, is_point = max(m / call.shapes[0][0], 1.0), math.prod(call.shapes[1][2:]) == 1
     sizes = [(m, n, k)]
-    if price.seconds.backward_s > 0:
+    if trained:
         # As many products as gradients are wanted; where one is, it is that of the first input that has one.
         left, right = _wanted(graph, op)
         sizes += [(m, k, n)] * left + [(k, n, m)] * right
@@ -125,12 +138,39 @@ def _calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, key: st
         _Call(
             place=place,
             backward=index > 0,
-            times=1.0,
             kinship="near" if index and kinship == "same" else kinship,
-            op="matmul",
             sizes={"m": rows, "n": columns, "k": depth, "count": count},
+            dtype=dtype,
+            layer=(m, n, k, count),
+            places=places,
+            is_point=is_point,
         )
         for index, (rows, columns, depth) in enumerate(sizes)
+    ]
+
+
+def _recurrent_calls(place: tuple[int, int], call: Call, dtype: str, *, trained: bool) -> list[_Call]:
+    """The products of a recurrent layer: inputs of all time steps at once, states step by step."""
+    steps, batch = time_steps(call)
+    matrices = [shape for shape in call.shapes if len(shape) == 2]
+    found = []
+    for given, held in zip(matrices[::2], matrices[1::2], strict=False):
+        (gates, width), states, rows = given, held[1], steps * batch
+        forward = [(rows, gates, width, 1), (batch, gates, states, steps)]
+        backward = [(rows, width, gates, 1), (width, gates, rows, 1), (states, gates, rows, 1)]
+        backward.append((batch, states, gates, steps))
+        found += [(False, *sizes) for sizes in forward] + [(True, *sizes) for sizes in backward if trained]
+    return [
+        _Call(
+            place=place,
+            backward=is_backward,
+            kinship="far",
+            sizes={"m": float(m), "n": float(n), "k": float(k), "count": 1.0},
+            dtype=dtype,
+            layer=(m, n, k, 1.0),
+            times=times,
+        )
+        for is_backward, m, n, k, times in found
     ]
 
 
@@ -141,46 +181,35 @@ def _wanted(graph: Graph, op: Op) -> tuple[bool, bool]:
     return flags[first], flags[first + 1]
 
 
-def _attention_calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, batch_size: int) -> list[_Call]:
-    shapes = [[extent.at(batch_size) for extent in graph.tensors[index].shape] for index in op.inputs[:2]]
-    if any(len(shape) != _ATTENTION_DIMS for shape in shapes):
-        return []
-    (batch, heads, queries, dim), (_, kv_heads, keys, _) = shapes
-    causal = dict(op.attributes).get("is_causal") in (True, "True")
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "queries": queries, "keys": keys}
-    name = "attention_decode" if queries == 1 else "attention_prefill"
-    # Pairs of a query and a key over those that a causal mask leaves.
-    left = float(mean_keys(*(np.array([float(number)]) for number in (queries, keys, 0)))[0])
-    share = 1.0 if causal else keys / left
-    passes: list[tuple[bool, float, _Kinship]] = [(False, share, "same" if share == 1 else "near")]
-    if price.seconds.backward_s > 0:
-        passes.append((True, share * ATTENTION_BACKWARD, "far"))
-    columns = {**{size: float(number) for size, number in sizes.items()}, "window": 0.0}
-    return [
-        _Call(place=place, backward=backward, times=times, kinship=kinship, op=name, sizes=columns)
-        for backward, times, kinship in passes
-    ]
-
-
 def _gather(
-    price: OpPrice, rows: list[tuple[_Call, Predictions, int]], model: KernelModel, unsure: Interval
+    price: OpPrice,
+    rows: list[tuple[_Call, Predictions, int]],
+    model: KernelModel,
+    rates: ProductRates,
+    kind: DeviceKind,
 ) -> OpPrice:
-    """One price from the kernels of its passes; what adds gradients stays what it was."""
+    """One price from the kernels of its passes; what adds gradients is none of them."""
     basis: Basis = "regressed"
     sums = np.zeros((3, 2))
     for call, predicted, row in rows:
         seconds, low, high = (float(ends[row]) for ends in (predicted.seconds, predicted.low_s, predicted.high_s))
         if call.kinship != "same":
-            shared = model.ops[call.op]
-            wide = shared.transfers[call.kinship]
+            wide = model.ops["matmul"].transfers[call.kinship]
             low, high = min(low, seconds * wide.low), max(high, seconds * wide.high)
         if call.kinship != "same" or predicted.basis[row] != "regressed":
             basis = "transferred"
-        sums[:, int(call.backward)] += call.times * np.array([seconds, low, high])
+        times = call.times * _factor(call, seconds, predicted.basis[row], rates, kind)
+        sums[:, int(call.backward)] += times * np.array([seconds, low, high])
     found, lowest, highest = (
-        OpSeconds(
-            forward_s=float(forward), backward_s=float(backward), accumulate_s=price.seconds.accumulate_s * factor
-        )
-        for (forward, backward), factor in zip(sums, (1.0, unsure.low, unsure.high), strict=True)
+        OpSeconds(forward_s=float(forward), backward_s=float(backward), accumulate_s=0.0) for forward, backward in sums
     )
-    return OpPrice(seconds=found, low=lowest, high=highest, basis=basis)
+    return replace(price, seconds=found, low=lowest, high=highest, basis=basis)
+
+
+def _factor(call: _Call, seconds: float, basis: Basis, rates: ProductRates, kind: DeviceKind) -> float:
+    """How many times longer a product takes than predicted."""
+    if call.places:
+        return rates.convolution_factor(call.places, call.dtype, is_point=call.is_point)
+    if call.dtype == "float32" and basis == "transferred":
+        return rates.float32_factor(call.layer[3])
+    return max(rates.least_seconds(call.layer, call.dtype, kind, backward=call.backward) / seconds, 1.0)

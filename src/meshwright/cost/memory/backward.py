@@ -4,8 +4,11 @@
     made          one storage per input that requires a gradient, of the input's size
     workspace     beside them, until the op's forward or backward is done
 
-Source: torch 2.13, tools/autograd/derivatives.yaml and torch/csrc/autograd/FunctionsManual.cpp; for convolutions on
-CPUs, aten/src/ATen/native/mkldnn/Conv.cpp: oneDNN works on copies in its own layout of channels.
+Source: torch 2.13, tools/autograd/derivatives.yaml and torch/csrc/autograd/FunctionsManual.cpp. Convolutions work on
+copies in the layout of their library: oneDNN's own on CPUs (aten/src/ATen/native/mkldnn/Conv.cpp); on CUDA devices,
+where tensor cores multiply, channels last: cuDNN copies what lies in channels first before and behind
+(microsoft/onnxruntime#17200), in the workspace that torch gives it for as long as the call takes
+(aten/src/ATen/native/cudnn/Conv_v8.cpp: run_conv_plan). Each gradient is a call.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 # Whose libraries compute.
 Backend = Literal["cpu", "cuda"]
 
+# Workspace of cuBLAS on Hopper and later (torch, CUDABlas.cpp: parseChosenWorkspaceSize).
+CUBLAS_BYTES = 32 * 2**20
 _MAX_IMAGE_CHANNELS = 3
 # Batch, length and features of a sequence.
 _SEQUENCE_DIMS = 3
@@ -40,6 +45,15 @@ class Sizes(Protocol):
     def __getitem__(self, tensor: int, /) -> int: ...
 
 
+def library_workspaces(device: Backend, *, trains: bool) -> tuple[int, ...]:
+    """Bytes of what libraries keep on a device while the process lives: a workspace of cuBLAS for each of its threads.
+
+    Backwards run in a thread of their own, which has another handle (torch, aten/src/ATen/cuda/CublasHandlePool.cpp:
+    getNewWorkspace takes it from the caching allocator, the pool of handles is thread-local).
+    """
+    return (CUBLAS_BYTES,) * (2 if trains else 1) if device == "cuda" else ()
+
+
 def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend) -> int:
     """Bytes that the op's backward needs beside the gradients that it makes; ``sizes`` are those of all tensors."""
     if not op.inputs or not op.outputs:
@@ -50,16 +64,23 @@ def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend
     if operator is not None and operator.family == "pointwise" and "others" in operator.keeps:
         # Where an input is broadcast, its gradient is first as large as the output, then summed.
         return output if any(sizes[i] < output for i in op.inputs) else 0
-    if device == "cpu" and _is_convolution(graph, op):
-        return output + _copied_input(graph, op, sizes)
-    return 0
+    if not _is_convolution(graph, op):
+        return 0
+    return output + _copied_input(graph, op, sizes) if device == "cpu" else _relaid_bytes(op, sizes)
 
 
 def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend) -> int:
     """Bytes that the op's forward needs beside its outputs and what it saves."""
-    if device == "cpu" and _is_convolution(graph, op):
-        return sizes[op.outputs[0]] + sizes[op.inputs[1]] + _copied_input(graph, op, sizes)
-    return 0
+    if not _is_convolution(graph, op):
+        return 0
+    if device == "cuda":
+        return _relaid_bytes(op, sizes)
+    return sizes[op.outputs[0]] + sizes[op.inputs[1]] + _copied_input(graph, op, sizes)
+
+
+def _relaid_bytes(op: Op, sizes: Sizes) -> int:
+    """Copies of input, weight and output, or of their gradients, in another layout."""
+    return sizes[op.inputs[0]] + sizes[op.inputs[1]] + sizes[op.outputs[0]]
 
 
 def unrecorded_bytes(graph: Graph, op: Op, batch_size: int, device: Backend) -> dict[int, int]:

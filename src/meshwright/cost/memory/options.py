@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.host_copies import price_host_copy
+from meshwright.cost.memory.backward import library_workspaces
+from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.stage import weigh_stage
 from meshwright.cost.optimizers import state_bytes
 from meshwright.spec import PlanError
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.cost.memory.backward import Backend
-    from meshwright.cost.transformer import ZeroStage
     from meshwright.spec import Graph, Link, StageSlice, Workload
 
 # Layers whose parameters or activations are on the device at once: the one that computes and the next.
@@ -45,7 +46,7 @@ class MemoryOptions:
 
     num_ranks: int = 1
     num_expert_ranks: int = 1
-    zero: ZeroStage = 0
+    zero: Literal[0, 1, 2, 3] = 0
     states_on: Literal["device", "host", "nvme"] = "device"
     activations_on: Literal["device", "host"] = "device"
 
@@ -139,8 +140,9 @@ def weigh_rank(
     activations_moved, activations_away = 0, 0
     if options.activations_on == "host":
         kept = plain.microbatch_bytes - plain.received_bytes - plain.sent_bytes
+        seen = as_kept(graph, numbers, device)
         at_hand = min(
-            num_in_flight * kept, LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, workload.float_bytes)
+            num_in_flight * kept, LAYERS_AT_HAND * _largest_saved(seen, stage, batch_size, workload.float_bytes)
         )
         activations_away = num_in_flight * kept - at_hand
         activations_moved = 2 * num_microbatches * kept
@@ -151,7 +153,7 @@ def weigh_rank(
         gradient_bytes=gradients,
         optimizer_bytes=kept_states - away,
         activation_bytes=activations - activations_away,
-        buffer_bytes=plain.buffer_bytes,
+        buffer_bytes=plain.buffer_bytes + sum(library_workspaces(device, trains=True)),
         absent_bytes=min(absent, gradients),
         host_bytes=activations_away + (away if options.states_on == "host" else 0),
         nvme_bytes=away if options.states_on == "nvme" else 0,

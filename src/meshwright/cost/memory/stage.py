@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
     BACKWARD_LAST,
@@ -29,6 +28,7 @@ from meshwright.cost.memory.fullest import (
     STEP,
     fullest,
 )
+from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases, trace_phases
 from meshwright.cost.memory.walk import default_loop, has_own_backward
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
@@ -116,7 +116,7 @@ def weigh_stage(
     Raises GraphError for a batch size that the graph does not describe.
     """
     graph.check_batch_size(batch_size)
-    graph = as_computed(graph, workload.numbers)
+    graph = as_kept(graph, workload.numbers, device)
     training = workload.kind == "training"
     width = workload.float_bytes
 

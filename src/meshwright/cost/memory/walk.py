@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.autocast import as_computed, cast_inputs, compute_type, kept_copies
+from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
 from meshwright.cost.memory.backward import (
     Backend,
     backward_workspace_bytes,
     forward_workspace_bytes,
+    library_workspaces,
     passes_on,
     unrecorded_bytes,
 )
+from meshwright.cost.memory.kept import as_kept, casts_within
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
@@ -72,7 +74,7 @@ class StageWalk:
         bucketed: Set[int] = frozenset(),
     ) -> None:
         self.ledger = Ledger()
-        graph = as_computed(graph, workload.numbers)
+        graph = as_kept(graph, workload.numbers, device)
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
         self._sizes, self._elements = _measures(graph, batch_size, workload.float_bytes, device)
@@ -94,11 +96,13 @@ class StageWalk:
         self._parameter_gradients: dict[int, int] = {}
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
-        """What is there all the time: the stage's state, and the inputs of all microbatches of a step."""
+        """What is there all the time: the stage's state, workspaces of libraries, a step's inputs."""
         for part, tensors in ((PARAMETERS, self._stage.parameters), (BUFFERS, self._stage.buffers)):
             for i in tensors:
                 if self._graph.tensors[i].storage == i:
                     self.ledger.take(self._sizes[i], part)
+        for num_bytes in library_workspaces(self._device, trains=self._workload.kind == "training"):
+            self.ledger.take(num_bytes, BUFFERS)
         if bucket_bytes:
             self.ledger.take(bucket_bytes, BUCKETS)
         for _ in range(num_microbatches):
@@ -134,11 +138,13 @@ class StageWalk:
                 self._recompute(self._lives.starts[index + 1], index + 1)
             op = self._graph.ops[index]
             self.ledger.begin(f"backward of {op.name}")
-            self._differentiate(op)
-            if is_last and self._bucketed:
-                self._fill_buckets(index)
+            made = self._differentiate(op, values)
+            # A node of autograd lets go of what it saved before the next one, which may cast, begins.
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
+            self._hand_on(op, made)
+            if is_last and self._bucketed:
+                self._fill_buckets(index)
         for gradient in self._gradients.values():
             self._drop(gradient)
         self._gradients.clear()
@@ -217,32 +223,59 @@ class StageWalk:
         for storage in [storage for storage in self._again if storage not in needed]:
             self.ledger.free(self._again.pop(storage))
 
-    def _differentiate(self, op: Op) -> None:
-        """The backward of one op: gradients of its inputs are made or passed on, those of its outputs go."""
+    def _differentiate(self, op: Op, values: dict[int, int]) -> list[tuple[int, _Gradient]]:
+        """The backward of one op: gradients of its inputs are made or passed on, those of its outputs go.
+
+        They are of the type that the op computes in.
+        """
         tensors, sizes = self._graph.tensors, self._sizes
         arrived = {i: self._gradients.pop(i) for i in op.outputs if i in self._gradients}
         if not arrived:
-            return
-        inputs = [i for i in dict.fromkeys(op.inputs) if tensors[i].requires_grad]
-        first = next(iter(arrived))
-        cast = self._cast_sizes(op)
-        workspace = backward_workspace_bytes(self._graph, op, _Sizes(sizes, cast), self._device)
-        # Of an input that was cast, the gradient is made in the type of the op first, and cast then.
-        narrowed = sum(cast[i] for i in inputs if i in cast)
-        if narrowed:
-            self._borrow(workspace + narrowed)
+            return []
+        first, cast = next(iter(arrived)), self._cast_sizes(op)
+        between = self._narrow_loss(op, values) if self._narrows(op) else None
         made: list[tuple[int, _Gradient]] = []
-        for i in inputs:
+        for i in dict.fromkeys(op.inputs):
+            if not tensors[i].requires_grad:
+                continue
             if len(arrived) == 1 and passes_on(self._graph, op, i, self._elements[i], self._elements[first]):
                 arrived[first].holders += 1
                 made.append((i, arrived[first]))
+            elif i in cast and between is None:
+                made.append((i, _Gradient(self.ledger.take(cast[i], WORKSPACE))))
             else:
                 made.append((i, _Gradient(self.ledger.take(sizes[i], self._part_of_gradient(i)))))
-        self._borrow(narrowed or workspace)
+        if between is None:
+            self._borrow(backward_workspace_bytes(self._graph, op, _Sizes(sizes, cast), self._device))
+        else:
+            self.ledger.free(between)
         for gradient in arrived.values():
             self._drop(gradient)
+        return made
+
+    def _hand_on(self, op: Op, made: Sequence[tuple[int, _Gradient]]) -> None:
+        """Deliver the gradients of an op's inputs, each in the type of its input."""
+        cast = {} if self._narrows(op) else self._cast_sizes(op)
         for i, gradient in made:
-            self._deliver(i, gradient)
+            if i in cast and gradient.holders == 1:
+                whole = _Gradient(self.ledger.take(self._sizes[i], self._part_of_gradient(i)))
+                self._drop(gradient)
+                self._deliver(i, whole)
+            else:
+                self._deliver(i, gradient)
+
+    def _narrows(self, op: Op) -> bool:
+        """Whether the op casts on its way on this device."""
+        return self._device == "cuda" and casts_within(op) and bool(kept_copies(self._graph, op))
+
+    def _narrow_loss(self, op: Op, values: dict[int, int]) -> int:
+        """The gradient of what a loss cast within, in the type that it was cast from; what was cast goes meanwhile."""
+        (copy,), logits = kept_copies(self._graph, op), op.inputs[0]
+        wide = self.ledger.take(self._sizes[copy], WORKSPACE)
+        self._release(self._again if copy in self._again else values, [copy])
+        narrow = self.ledger.take(self._sizes[logits], WORKSPACE)
+        self.ledger.free(wide)
+        return narrow
 
     def _cast_sizes(self, op: Op) -> dict[int, int]:
         """Bytes of an op's inputs in the type that autocast casts them to."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.layouts import memory_limit
 from meshwright.planner.placing.constraints import Constraints
 from meshwright.planner.placing.search import PlaceProblem, search_placement
@@ -36,7 +37,7 @@ def place(
     constraints: Constraints | None = None,
     num_microbatches: int = 1,
     cost: CostModel | None = None,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
     model: str = "",
     model_sizes: tuple[tuple[str, int], ...] = (),
     max_simulated: int = MAX_SIMULATED,
@@ -51,7 +52,7 @@ def place(
         constraints: what else must hold.
         num_microbatches: parts into which the batch is divided, so that devices work side by side on several.
         cost: the cost model to price with (default: the cluster's datasheet figures).
-        memory_limit_bytes: of each device; by default its memory.
+        memory: how much of each device may be used.
         model: the model's reference, for the document.
         model_sizes: sizes asked for beside the model's own, for the document.
         max_simulated: how many placements may be simulated, at least 1.
@@ -70,7 +71,7 @@ def place(
         constraints=constraints or Constraints(),
         num_microbatches=num_microbatches,
         cost=cost or CostModel(cluster=cluster, precision=workload.precision),
-        limits_bytes=tuple(memory_limit(cluster, rank, memory_limit_bytes) for rank in ranks),
+        limits_bytes=tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in ranks),
         model=model or graph.name,
         model_sizes=model_sizes,
     )
@@ -84,7 +85,7 @@ def seconds_on_one_device(
     *,
     devices: Sequence[int],
     cost: CostModel,
-    memory_limit_bytes: int | None = None,
+    memory: MemoryLimit | None = None,
 ) -> float | None:
     """Seconds of the same step on the fastest single device, to compare with; None if it fits on none of them."""
     kinds = {cluster.device_kind(device).name: device for device in reversed(devices)}
@@ -98,7 +99,7 @@ def seconds_on_one_device(
                 devices=(device,),
                 num_microbatches=placement.num_microbatches,
                 cost=cost,
-                memory_limit_bytes=memory_limit_bytes,
+                memory=memory,
             )
             seconds.append(simulate_plan(one, graph, cluster, cost=cost).timeline.duration_s)
     return min(seconds, default=None)

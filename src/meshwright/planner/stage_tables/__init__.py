@@ -4,9 +4,18 @@
 `make_tables`      their seconds on every kind of device, and their bytes, at one microbatch size
 """
 
-from meshwright.planner.stage_tables.bytes import StageBytes
+from meshwright.planner.stage_tables.bytes import StageBytes, as_kept_least
 from meshwright.planner.stage_tables.seconds import StageSeconds
 from meshwright.planner.stage_tables.structure import Structure, find_structure
 from meshwright.planner.stage_tables.tables import Tables, make_tables, settle_stage
 
-__all__ = ["StageBytes", "StageSeconds", "Structure", "Tables", "find_structure", "make_tables", "settle_stage"]
+__all__ = [
+    "StageBytes",
+    "StageSeconds",
+    "Structure",
+    "Tables",
+    "as_kept_least",
+    "find_structure",
+    "make_tables",
+    "settle_stage",
+]

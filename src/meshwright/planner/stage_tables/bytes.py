@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel, StageMemory
-from meshwright.cost.memory import Backend, backend_of
+from meshwright.cost.memory import Backend, as_kept, backend_of
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
     BACKWARD_LAST,
@@ -36,7 +36,7 @@ from meshwright.cost.memory.fullest import (
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.planner.stage_tables.rectangles import Integers
 from meshwright.planner.stage_tables.structure import Structure
-from meshwright.spec import RNG_STATE_BYTES, Graph, StageSlice, Workload, slice_graph
+from meshwright.spec import RNG_STATE_BYTES, Cluster, Graph, StageSlice, Workload, slice_graph
 
 Floats = NDArray[np.float64]
 
@@ -69,8 +69,9 @@ class StageBytes:
 
 
 def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: Workload, cost: CostModel) -> StageBytes:
-    """Bytes of all stages, none above what a walk finds."""
+    """Bytes of all stages, none above what a walk finds; ``structure`` is that of the graph `as_kept_least`."""
     graph.check_batch_size(batch_size)
+    graph = as_kept_least(graph, workload, cost.cluster)
     training = workload.kind == "training"
     width = workload.float_bytes
     sizes = _column(len(graph.tensors), {i: t.num_bytes(batch_size, width) for i, t in enumerate(graph.tensors)})
@@ -108,11 +109,21 @@ def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: W
     )
 
 
+def as_kept_least(graph: Graph, workload: Workload, cluster: Cluster) -> Graph:
+    """The graph with what the devices of the cluster that take least keep for backwards."""
+    return as_kept(graph, workload.numbers, _least(cluster))
+
+
+def _least(cluster: Cluster) -> Backend:
+    """GPUs keep less than CPUs."""
+    return "cuda" if any(backend_of(kind) == "cuda" for kind in cluster.device_kinds) else "cpu"
+
+
 def weigh_alone(
     graph: Graph, stage: StageSlice, batch_size: int, workload: Workload, cost: CostModel, *, exchanges: bool
 ) -> StageMemory:
-    """What a walk finds of a stage, on the devices of the cluster that take least: GPUs never take more than CPUs."""
-    device: Backend = "cuda" if any(backend_of(kind) == "cuda" for kind in cost.cluster.device_kinds) else "cpu"
+    """What a walk finds of a stage, on the devices of the cluster that take least."""
+    device = _least(cost.cluster)
     trained = frozenset(i for i in stage.parameters if graph.tensors[i].requires_grad)
     bucketed = trained if exchanges else frozenset()
     return cost.stage_memory(graph, stage, batch_size, workload, device=device, bucketed=bucketed)

@@ -58,7 +58,7 @@ def stage_seconds(
         backward, accumulate = np.zeros_like(backward), np.zeros_like(accumulate)
         num_instructions //= 2
     forward = structure.ops.table(_picoseconds(prices.forward_s))
-    total = forward + backward + _picoseconds(num_instructions * cost.overhead_s)
+    total = forward + backward + _picoseconds(num_instructions * cost.serial_overhead_s(kind))
     return StageSeconds(
         total=total / PICOSECONDS_PER_SECOND,
         backward=backward / PICOSECONDS_PER_SECOND,

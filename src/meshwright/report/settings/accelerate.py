@@ -18,7 +18,7 @@ from meshwright.report.settings.facts import Facts, StageParts, describe_stages,
 from meshwright.report.settings.launch import DEFAULT_PORT
 from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
-from meshwright.report.settings.split import require_even_tokens, unsaid_states_of_context
+from meshwright.report.settings.split import require_even_tokens, unsaid_products, unsaid_states_of_context
 from meshwright.spec import DTYPE_BYTES, PlanError
 
 SYSTEM, VERSION = "accelerate", "1.15"
@@ -225,6 +225,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     items += _unsaid_precision(facts)
     if plan.workload.precision == "float64":
         items.append(Unsaid(what="float64", reason="it is the dtype of the model in the script"))
+    items += unsaid_products(facts)
     return tuple(items)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, describe_stages
 from meshwright.report.settings.settings import Settings, Unsaid
-from meshwright.report.settings.split import describe_axes, unsaid_early_stop
+from meshwright.report.settings.split import describe_axes, unsaid_early_stop, unsaid_products
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "DeepSpeed", "0.19.8"
@@ -53,7 +53,7 @@ def export_deepspeed(facts: Facts) -> Settings:
         values["fp16"] = {"enabled": True}
     if numbers.values == "bfloat16":
         # Without ZeRO it takes bf16 alone (engine.py, _do_optimizer_sanity_check).
-        values["data_types"] = {"grad_accum_dtype": "fp32" if facts.zero and precision == "mixed" else "bf16"}
+        values["data_types"] = {"grad_accum_dtype": "fp32" if facts.zero and numbers.gradients == "float32" else "bf16"}
     return Settings(
         system=SYSTEM,
         version=VERSION,
@@ -181,7 +181,8 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     is_copied = facts.num_stages > 1 and facts.num_replicas > 1 and facts.zero == 0
     if autocast := plan.workload.numbers.autocast:
         items.append(Unsaid(what=f"autocast to {autocast}", reason="the script enters torch.autocast"))
-    if plan.workload.precision == "mixed" and not facts.zero:
+    numbers = plan.workload.numbers
+    if numbers.values == "bfloat16" and numbers.gradients == "float32" and not facts.zero:
         items.append(Unsaid(what="gradients in float32", reason="without ZeRO DeepSpeed keeps them in bfloat16"))
     if plan.workload.precision == "bfloat16":
         items.append(
@@ -194,6 +195,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="in a pipeline of bfloat16 DeepSpeed shares them among the replicas, which takes less memory",
             )
         )
+    items += unsaid_products(facts)
     return tuple(items)
 
 

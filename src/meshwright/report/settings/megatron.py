@@ -22,6 +22,7 @@ from meshwright.report.settings.split import (
     leading_blocks,
     require_even_tokens,
     unsaid_early_stop,
+    unsaid_products,
     unsaid_states_of_context,
 )
 from meshwright.spec import PlanError
@@ -161,6 +162,10 @@ def _precision_and_optimizer(facts: Facts) -> dict[str, Any]:
     workload = facts.plan.workload
     flags = {"bfloat16": "--bf16", "float16": "--fp16"}
     values: dict[str, Any] = {flags[workload.numbers.values]: True} if workload.numbers.values in flags else {}
+    if workload.numbers.gradients == "bfloat16":
+        values["--grad-reduce-in-bf16"] = True
+    if workload.precision == "float8":
+        values |= {"--fp8-format": "e4m3", "--fp8-recipe": "tensorwise"}
     if workload.optimizer.kind == "adamw":
         return values | {"--optimizer": "adam"}
     return values | {"--optimizer": "sgd", "--sgd-momentum": 0.9 if workload.optimizer.momentum else 0.0}
@@ -234,17 +239,14 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="without --overlap-grad-reduce all gradients are reduced at once",
             )
         )
-    if plan.workload.numbers.gradients == "bfloat16":
-        items.append(
-            Unsaid(
-                what="gradients of two bytes",
-                reason="with --bf16 gradients are summed and reduced in float32, twice the memory and traffic",
-            )
-        )
     if plan.workload.precision == "bfloat16":
         items.append(
             Unsaid(what="states in bfloat16, no master weights", reason="Megatron-LM keeps both in float32 beside them")
         )
+    if plan.workload.precision == "float8":
+        items.append(Unsaid(what="factors kept in bfloat16", reason="Transformer Engine keeps them in float8"))
+    else:
+        items += unsaid_products(facts)
     if facts.is_cpu:
         items.append(Unsaid(what=f"devices of {plan.cluster}", reason="Megatron-LM trains on GPUs"))
     return tuple(items)

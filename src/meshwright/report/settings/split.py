@@ -159,6 +159,19 @@ def unsaid_states_of_context(facts: Facts, system: str, zero_from: int = 1) -> l
     ]
 
 
+def unsaid_products(facts: Facts) -> list[Unsaid]:
+    """Types of products that are those of no factor; systems leave them to the script."""
+    numbers = facts.plan.workload.numbers
+    if not numbers.products:
+        return []
+    how = (
+        "the script calls torch.set_float32_matmul_precision('high')"
+        if numbers.products == "tf32"
+        else "the script converts the model, as torchao's convert_to_float8_training does"
+    )
+    return [Unsaid(what=f"products in {numbers.products}", reason=how)]
+
+
 def unsaid_early_stop(system: str) -> Unsaid:
     """Systems that run all of a block again, of which plans leave out the end that no backward reads."""
     return Unsaid(

@@ -17,7 +17,12 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, StageParts, require_blocks
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
-from meshwright.report.settings.split import require_even_tokens, unsaid_early_stop, unsaid_states_of_context
+from meshwright.report.settings.split import (
+    require_even_tokens,
+    unsaid_early_stop,
+    unsaid_products,
+    unsaid_states_of_context,
+)
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "torchtitan", "0.3.0"
@@ -160,10 +165,16 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             )
         )
     numbers = plan.workload.numbers
-    if numbers.master and facts.zero < 2:
-        items.append(Unsaid(what="parameters of two bytes", reason="torchtitan keeps them in float32"))
+    if numbers.master and facts.zero < 2 and facts.plan.sharding.context == 1:
+        how = (
+            "without FSDP it trains in float32 where pipelines or products are split"
+            if facts.num_stages > 1 or facts.plan.sharding.tensor > 1
+            else "without FSDP it keeps weights in float32 and computes under torch.autocast"
+        )
+        items.append(Unsaid(what="parameters of two bytes", reason=how))
     if numbers.gradient_bytes == 2:
         items.append(Unsaid(what="gradients of two bytes", reason="torchtitan sums them in float32"))
+    items += unsaid_products(facts)
     return tuple(items)
 
 

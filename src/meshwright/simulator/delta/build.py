@@ -35,10 +35,10 @@ from meshwright.simulator.waiters import Column, Ids, Times
 def is_served_in_order(network: Network) -> bool:
     """Whether ends follow from durations and the order of requests for shared links alone.
 
-    Not those of joins, which may take the moments that they wait for in another order, nor those of collectives whose
-    members take different times.
+    Not those of joins, which may take the moments that they wait for in another order, of what hosts issue beside their
+    devices, nor of collectives whose members take different times.
     """
-    if len(network.join_instruction):
+    if len(network.join_instruction) or network.has_hosts:
         return False
     collective, duration_ps = collectives(network), durations(network)
     joint = np.flatnonzero(collective >= 0)

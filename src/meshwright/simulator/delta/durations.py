@@ -11,8 +11,8 @@ back at once. Source of the idea: FlexFlow (Jia et al. 2019, section 5.3).
 
 Where links are shared, ends depend on the order of requests too. A change is carried as if that stayed, and everything
 is simulated in full when it does not, or when a share of `GIVE_UP` has been looked at; taking that back puts the ends
-of before in place. If it stays, the next change finds the order anew (`times`). Where instructions are joins, or
-links shared fairly, every change is simulated in full.
+of before in place. If it stays, the next change finds the order anew (`times`). Where instructions are joins,
+hosts issue beside their devices, or links are shared fairly, every change is simulated in full.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class DeltaSimulation:
         self._first_ps, self._first_shift_ps = durations(network), network.mark_shift_ps
         # Both are changed in place.
         self._duration_ps, self._shift_ps = self._first_ps.copy(), self._first_shift_ps.copy()
+        self._given = network
         self.network = with_durations(network, self._duration_ps, self._shift_ps)
         outcome = run_network(self.network, num_links, contention)
         if (outcome.position < network.stream_offsets[1:]).any():
@@ -122,6 +123,7 @@ class DeltaSimulation:
         self._last = _Change(ids, *before, noted, self._end_ps if self.was_full else None, self._risen_ps)
         self._risen_ps = risen_ps
         if self.was_full:
+            self._renew_hosts()
             self._end_ps = run_network(self.network, self._num_links, self._contention).end_ps
             self._is_in_order = False
 
@@ -133,10 +135,16 @@ class DeltaSimulation:
         self._duration_ps[ids] = duration_ps
         self._shift_ps[self._marks_of(ids)] = shift_ps
         if end_ps is not None:
+            self._renew_hosts()
             self._end_ps, self._is_in_order = end_ps, self._graph is not None
         elif self._graph is not None:
             take_back(self._graph, self._log, noted)
         self._last = None
+
+    def _renew_hosts(self) -> None:
+        """How early an instruction ends that a host issues follows its duration."""
+        if self._given.has_hosts:
+            self.network = with_durations(self._given, self._duration_ps, self._shift_ps)
 
     def _take_over_ends(self, graph: DeltaGraph) -> None:
         """Let a graph have the ends of a full run."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import backend_of
 from meshwright.program import build_placed_program
 from meshwright.program.placed_moves import MovableStages, Pair
 from meshwright.simulator.delta.graph import NOWHERE
@@ -47,9 +48,9 @@ class _Saved(NamedTuple):
 class DeltaPlacement:
     """Follows moves of the stages of a placement on the ranks of the cost model's cluster.
 
-    Where ranks are on several nodes, whose transfers share links, or transfers take processor time from computations,
-    each move is simulated in full; ``is_followed`` says whether that is so. Raises PlanError if the placement does not
-    fit the graph and the cluster.
+    Where ranks are on several nodes, whose transfers share links, where transfers take processor time from
+    computations, or hosts issue what devices compute, each move is simulated in full; ``is_followed`` says whether that
+    is so. Raises PlanError if the placement does not fit the graph and the cluster.
     """
 
     def __init__(self, placement: Placement, graph: Graph, cost: CostModel) -> None:
@@ -57,7 +58,8 @@ class DeltaPlacement:
         self._given, self._graph, self._cost = placement, graph, cost
         self._stages = MovableStages(graph, placement)
         self._sizes = Sizes(len(placement.stages), placement.num_microbatches, cost.cluster.num_ranks)
-        self.is_followed = len(cost.cluster.nodes) == 1
+        kinds = cost.cluster.device_kinds
+        self.is_followed = len(cost.cluster.nodes) == 1 and all(backend_of(kind) == "cpu" for kind in kinds)
         self._slots: dict[Pair, int] = {}
         self._free_slots: list[int] = []
         self._pairs: dict[int, set[Pair]] = {}
@@ -239,7 +241,8 @@ class DeltaPlacement:
         self._stepped_ps[rank] = NOWHERE
         if self._graph.mode == "training" and any(tensors[i].requires_grad for i in parameters):
             kind, optimizer = self._cost.cluster.device_kind(rank), self._given.workload.optimizer
-            seconds = self._cost.optimizer_seconds(self._graph, parameters, optimizer, kind) + self._cost.overhead_s
+            seconds = self._cost.optimizer_seconds(self._graph, parameters, optimizer, kind)
+            seconds += self._cost.serial_overhead_s(kind)
             self._stepped_ps[rank] = to_picoseconds(seconds)
 
 

@@ -45,13 +45,6 @@ def price_per_hour(num_devices: int, cluster: Cluster, scenario: Scenario) -> tu
     return sum(devices.values()) + sum(nodes.values()), prices[0].currency
 
 
-def tokens_per_sample(graph: Graph) -> int | None:
-    """Tokens of a sample, of a model whose first input is whole numbers in sequences; None for others."""
-    tensor = graph.tensors[graph.inputs[0]]
-    is_tokens = tensor.dtype == "int64" and len(tensor.shape) == 2 and not tensor.shape[1].at(2) - tensor.shape[1].at(1)
-    return tensor.shape[1].at(1) if is_tokens else None
-
-
 def bill(
     plan: Plan | Placement,
     graph: Graph,
@@ -79,7 +72,7 @@ def bill(
         "price_per_step": step,
         "price_per_million_samples": 1e6 * step / samples,
     }
-    if (tokens := tokens_per_sample(graph)) is not None:
+    if (tokens := graph.sequence_length) is not None:
         figures["price_per_million_tokens"] = 1e6 * step / (samples * tokens)
     if num_steps:
         figures["price_of_run"] = step * num_steps

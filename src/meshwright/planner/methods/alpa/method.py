@@ -25,6 +25,9 @@ from meshwright.spec.sharding import Sharding
 
 OBJECTIVES: tuple[Objective, ...] = ("priced", "alpa")
 
+# Behind other methods, so many microbatch sizes have their ops placed.
+NEAR_SIZES = 2
+
 
 class _Found(NamedTuple):
     """A plan of the whole graph, its seconds, and the objective that they are of."""
@@ -66,6 +69,7 @@ def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, t
     """The settings with the microbatch sizes to look at (none: all), those with placements of our own last."""
     yield from ((setting, ()) for setting in problem.settings())
     placed: dict[tuple[int, Sharding], Sharding | None] = {}
+    near = _near_sizes(state)
     for setting in problem.settings():
         given = setting.sharding
         if given.tensor == 1 or given.tensor != given.width or given.placements:
@@ -73,12 +77,20 @@ def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, t
         by_sharding: dict[Sharding, list[int]] = {}
         for size in microbatch_sizes(problem.workload, problem.choices.microbatch_sizes):
             key = size, Sharding(tensor=given.tensor)
+            if near and size not in near:
+                continue
             if key not in placed and state.seconds_left() > 0:
                 placed[key] = _place(problem, size, given.tensor, setting.num_devices)
             own = placed.get(key)
             if own is not None and own != given:
                 by_sharding.setdefault(own, []).append(size)
         yield from ((setting._replace(sharding=own), tuple(sizes)) for own, sizes in by_sharding.items())
+
+
+def _near_sizes(state: SearchState) -> set[int]:
+    """Microbatch sizes of the best plans that other methods found; an integer program takes as long as a search."""
+    best = sorted(state.fitting, key=lambda item: item.aimed_s)
+    return set(list(dict.fromkeys(item.plan.microbatch_size for item in best))[:NEAR_SIZES])
 
 
 def _place(problem: Problem, microbatch_size: int, width: int, num_devices: int) -> Sharding | None:

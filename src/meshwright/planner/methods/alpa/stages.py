@@ -109,7 +109,7 @@ def _problem(
         space.cost,
         replicas=replicas,
         bucket_bytes=space.exchange.bucket_bytes,
-        memory_limit_bytes=space.memory_limit_bytes,
+        memory=space.memory,
     )
     return make_problem(
         tables,

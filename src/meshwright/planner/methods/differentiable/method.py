@@ -90,7 +90,7 @@ class _Option:
         self.ratio = result.step_time_s / layout.seconds
         if not result.fits and result.excess_bytes > 0:
             rank = result.fullest_rank
-            share = result.memory_limit_bytes[rank] / result.peak_memory_bytes[rank]
+            share = result.memory_limit_bytes[rank] / result.reserved_bytes[rank]
             self.stages = self.stages._replace(memory_limit=self.stages.memory_limit * share)
             self.smooth, self.best = Smooth(self.stages, self.num_stages), None
 

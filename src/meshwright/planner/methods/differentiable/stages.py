@@ -26,7 +26,7 @@ def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace
         space.cost,
         replicas=(1,),
         bucket_bytes=space.exchange.bucket_bytes,
-        memory_limit_bytes=space.memory_limit_bytes,
+        memory=space.memory,
     )
     links, link_of, pair_s = _find_links(space)
     problem = make_problem(

@@ -274,7 +274,7 @@ class _Walker:
 
 def _energy(result: RankedPlan) -> float:
     """Seconds of a step, and the penalty for memory."""
-    pairs = zip(result.peak_memory_bytes, result.memory_limit_bytes, strict=True)
+    pairs = zip(result.reserved_bytes, result.memory_limit_bytes, strict=True)
     beyond = sum(max(0, peak - limit) for peak, limit in pairs)
     return result.step_time_s + _PENALTY_S_PER_BYTE * beyond + (0.0 if result.fits else result.step_time_s)
 

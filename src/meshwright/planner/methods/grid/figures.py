@@ -19,7 +19,7 @@ from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
-from meshwright.planner.stage_tables import Structure, find_structure
+from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
 from meshwright.spec.sharding import Sharding
@@ -177,7 +177,7 @@ class Figures:
         return self._bytes[recompute]
 
     def _weigh(self, recompute: str) -> LayerBytes:
-        graph = self._with(recompute)
+        graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
         structure = self._structure if graph is self._local else find_structure(graph)
         width, training = self.workload.float_bytes, self.workload.kind == "training"
         known = graph.batch_size

@@ -198,7 +198,7 @@ def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding) 
                 counts=_numbers_of_positions(problem, count, figures.num_layers),
             )
             cells.append(cell)
-    limits = (memory_limit(figures.cluster, rank, problem.memory_limit_bytes) for rank in figures.first_of_kinds)
+    limits = (memory_limit(figures.cluster, rank, problem.memory) for rank in figures.first_of_kinds)
     return Sheet(
         problem=problem,
         cells=cells,

@@ -237,7 +237,7 @@ class CandidateSearch:
                 self.space.cost,
                 replicas=replicas,
                 bucket_bytes=self.space.exchange.bucket_bytes,
-                memory_limit_bytes=self.space.memory_limit_bytes,
+                memory=self.space.memory,
             )
         return self._places[key]
 

@@ -113,7 +113,7 @@ def _simulate(
             # Where devices have room and hosts have none, another slicing of the layers helps little.
             if item.excess_bytes <= 0:
                 break
-            candidate = candidate.search.next_best(candidate, item.peak_memory_bytes)
+            candidate = candidate.search.next_best(candidate, item.reserved_bytes)
     state.events.progress("simulate plans", wanted, wanted)
     return fitting
 

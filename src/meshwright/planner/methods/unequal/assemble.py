@@ -173,7 +173,7 @@ def make_mapping_problem(
     )
     keeps = KEEPS_ONE if space.workload.kind == "inference" else KEEPS_ALL if schedule == "gpipe" else KEEPS_SOME
     shared: dict[str, Any] = given._asdict()
-    limits = [memory_limit(space.cluster, item.ranks[0], space.memory_limit_bytes) for item in devices.classes]
+    limits = [memory_limit(space.cluster, item.ranks[0], space.memory) for item in devices.classes]
     own: dict[str, Any] = {
         "keeps": keeps,
         # Layers that are only looked at take no time, but shares are by speed.

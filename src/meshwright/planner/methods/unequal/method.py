@@ -154,7 +154,7 @@ def _fit(candidate: _Candidate, state: SearchState) -> Generator[Proposal, Ranke
         for stage, cut in zip(plan.stages, slice_graph(tables.graph, plan.bounds), strict=True):
             bounds = stage.start, stage.stop
             settle_stage(tables, cut, bounds, len(stage.ranks), space.workload, space.cost)
-            over = max(item.peak_memory_bytes[rank] - item.memory_limit_bytes[rank] for rank in stage.ranks)
+            over = max(item.reserved_bytes[rank] - item.memory_limit_bytes[rank] for rank in stage.ranks)
             candidate.beside[bounds] += max(over, 0)
         problem = make_mapping_problem(space, candidate.size, candidate.schedule, candidate.devices, candidate.beside)
         found = solve_mapping(problem)

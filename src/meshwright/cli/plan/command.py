@@ -1,0 +1,185 @@
+"""``meshwright plan``: search the space of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from meshwright.cli.exchanges import load_order
+from meshwright.cli.models import Mode, graphs_of, planned_target
+from meshwright.cli.output import terminal_sink
+from meshwright.cli.pages import page_path
+from meshwright.cli.plan.files import files_to_write
+from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
+from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.plan.rewriting import mark_rewritten, plan_rewritten
+from meshwright.cli.planning import as_written, choose_batch, choose_precision, print_misfit, read_prices
+from meshwright.cli.recalling import recall_measurements, recall_software
+from meshwright.cli.requests import as_command
+from meshwright.cli.schedules import check_orders
+from meshwright.spec.exchange import GradientExchange, ZeroStage
+from meshwright.spec.made_with import note_making
+from meshwright.spec.model_files import is_stored_graph
+from meshwright.spec.offload import read_offload
+from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.sharding import read_placement
+from meshwright.spec.workload import Optimizer, Workload
+
+if TYPE_CHECKING:
+    from meshwright.cost import CostModel
+    from meshwright.planner import Plans, Problem
+    from meshwright.spec import EventSink, Graph, Plan
+
+GraphFor = Callable[[int], "Graph"]
+
+
+def run_plan(request: PlanRequest) -> None:
+    """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
+    # A wrong cluster is said before a model is fetched or captured.
+    _ = request.machine
+    if request.form() == "place":
+        from meshwright.cli.plan.place import place_ops
+
+        place_ops(request)
+        return
+    from meshwright.planner import NothingFitsError
+
+    files = files_to_write(request.model, request.out, request.launch, request.slurm)
+    page = page_path(request.html, request.open_browser, "plan")
+    check_orders(request.find_orders)
+    own_exchange = None if request.exchange is None else load_order(request.exchange)
+    try:
+        with terminal_sink(request.as_json) as events:
+            found = _replan(request, events) if request.form() == "from" else find_plans(request, events)
+    except NothingFitsError as error:
+        print_misfit(error, request.as_json)
+        raise
+    plans, remarks = found.plans, list(found.remarks)
+    if request.find_orders is not None:
+        plans, said = order_best(plans, found.graph_for, found.cost, request)
+        remarks += said
+    if own_exchange is not None:
+        plans, said = exchange_best(plans, found.graph_for, found.cost, request, own_exchange)
+        remarks += said
+    # The reference as it was given, so that `simulate` and `run` find the same cluster.
+    place = files.plan or page or Path("plan.json")
+    made_with = note_making(found.measurements, place, found.priced_for)
+    named = replace(plans, ranked=tuple(as_written(item, request.cluster, made_with) for item in plans.ranked))
+    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks)
+
+
+plan = as_command(PlanRequest, run_plan)
+plan.__name__ = "plan"
+
+
+class Found(NamedTuple):
+    """Plans, with what they were made from and what there is to say about them."""
+
+    plans: Plans
+    graph_for: GraphFor
+    cost: CostModel
+    measurements: Path | None
+    remarks: Sequence[str] = ()
+    priced_for: str | None = None
+
+
+def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
+    """Search the layouts that the request allows."""
+    from meshwright.planner import Limits, search_plans
+
+    graph_for = graphs_of(request.model, request.sizes, mode="inference" if request.inference else "training")
+    problem = make_problem(request, graph_for)
+    limits = Limits(max_plans=request.top, deadline_s=request.deadline, seed=request.seed, events=events)
+    plans = search_plans(problem, request.method, limits)
+    remarks: Sequence[str] = ()
+    if request.rewrite:
+
+        def again(graph_for: GraphFor, sizes: Sequence[int]) -> Plans:
+            choices = replace(problem.choices, microbatch_sizes=tuple(sizes))
+            return search_plans(replace(problem, graph_for=graph_for, choices=choices), request.method, limits)
+
+        graphs = partial(graphs_of, request.model, request.sizes, mode=problem.workload.kind)
+        plans, graph_for, remarks = plan_rewritten(plans, graph_for, again, graphs, request.machine)
+    return Found(plans, graph_for, problem.cost, request.measurements, remarks, request.software)
+
+
+def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
+    """The problem that a request poses. Raises what is wrong with it before anything is searched."""
+    from meshwright.cost import load_cost_model, read_software
+    from meshwright.planner import Choices, Problem, list_shardings, within_budget
+
+    machine = request.machine
+    mode: Mode = "inference" if request.inference else "training"
+    if is_stored_graph(request.model) and not request.inference:
+        mode = graph_for(1).mode
+    precision = choose_precision(
+        request.precision,
+        machine,
+        mode,
+        gradients=request.grad_dtype,
+        tf32=request.tf32,
+        schedules=request.schedule or (),
+    )
+    prices = read_prices(request.prices)
+    counts = tuple(request.ranks or ())
+    if request.max_price is not None:
+        counts = within_budget(counts, machine, prices, request.max_price)
+    return Problem(
+        graph_for=graph_for,
+        cluster=machine,
+        workload=Workload(
+            kind=mode,
+            global_batch=choose_batch(request.batch, request.tokens, request.model, machine, graph_for),
+            precision=precision,
+            optimizer=Optimizer.named(request.optimizer),
+        ),
+        cost=load_cost_model(machine, request.measurements, precision, read_software(request.software)),
+        choices=Choices(
+            num_devices=counts,
+            num_stages=() if request.stages is None else (request.stages,),
+            num_chunks=(request.virtual_stages,),
+            microbatch_sizes=tuple(request.microbatch_size or ()),
+            schedules=tuple(request.schedule or BASIC_SCHEDULES),
+            shardings=list_shardings(
+                tensor=request.tensor or (1,),
+                context=request.context or (1,),
+                expert=request.expert or (1,),
+                sequence_parallel=request.sequence_parallel,
+                placements=tuple(map(read_placement, request.placement or ())),
+            ),
+            zero=tuple(cast("ZeroStage", stage) for stage in request.zero or (0,)),
+            recompute=tuple(request.recompute or ("none",)),
+            offload=(read_offload(request.offload or ()),),
+        ),
+        exchange=GradientExchange(staleness=request.staleness),
+        memory=request.memory,
+        aim=request.aim,
+        max_latency_s=request.max_latency,
+        prices=prices,
+        model=request.model,
+        model_sizes=request.sizes,
+    )
+
+
+def _replan(request: PlanRequest, events: EventSink | None) -> Found:
+    """Find a plan anew for the machines as they are now, from one for the machines as they were."""
+    from meshwright.cost import load_cost_model, read_software
+    from meshwright.planner import Limits, replan
+    from meshwright.planner.replanning import DEADLINE_S
+    from meshwright.spec import Plan, read_document
+
+    start = request.start_from
+    assert start is not None
+    earlier: Plan = read_document(Plan, start)
+    measurements = recall_measurements(earlier, start, request.measurements, request.cluster)
+    moved = replace(earlier, model=request.model, cluster=request.cluster)
+    graph_for = graphs_of(request.model, request.sizes, mode=earlier.workload.kind, target=planned_target(moved))
+    software = recall_software(earlier, request.software)
+    cost = load_cost_model(request.machine, measurements, earlier.workload.precision, read_software(software))
+    deadline_s = DEADLINE_S if request.deadline is None else request.deadline
+    limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
+    plans = replan(moved, graph_for, cost, memory=request.memory, prices=read_prices(request.prices), limits=limits)
+    return Found(mark_rewritten(plans, moved.rewritten), graph_for, cost, measurements, priced_for=software)

@@ -1,0 +1,116 @@
+"""Seconds of `scaled_dot_product_attention` on CUDA devices, by the kernel that torch chooses.
+
+    t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: ½ under a causal mask
+    t = fixed + bytes / bandwidth                                                        whatever is longer
+
+cudnn      16-bit types without a mask, on devices of compute capability 9 and 10 (torch 2.11, sdp_utils.cpp)
+flash      the same on others, and with older software (`cost.software`): FlashAttention-2, or its first version
+efficient  float32, a mask, wide heads or older devices: CUTLASS kernels; in 16 bits 1.8 times as long as flash, in
+           float32 three times as long as that
+math       a mask with a gradient that is a view of something else, step by step and in float32: scores pass through
+           memory
+
+``share`` of the peak by the width of a head, and ``short`` keys that cost as much as all others do beside them, are
+read off the tables of FlashAttention-3 (Shah et al. 2024, figures 5 and 6: cuDNN and FlashAttention-2 on H100 SXM5, 512
+to 16,384 keys). On devices of compute capability 8: 73 % of the peak forward and 63 % backward (Dao, FlashAttention-2,
+2023, A100; width 128), less for narrower heads in the same proportion. A causal mask adds half a block of 128 queries
+and what an uneven end of the grid leaves idle; 245 keys in the same tables. CUTLASS: xFormers in figure 4 of
+FlashAttention-2; float32 over float16 by the benchmarks of xFormers' pull request 587 (A100).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from meshwright.cost.gpu.products import between
+from meshwright.cost.prediction import Interval
+from meshwright.cost.roofline import LAUNCH_S, OpSeconds, peak_flops
+from meshwright.cost.work import ATTENTION_BACKWARD
+from meshwright.spec.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from meshwright.cost.software import Attention
+    from meshwright.cost.work.calls import Call
+    from meshwright.spec import DeviceKind, Graph, Op
+
+# Figures of others, on other versions of the libraries.
+ATTENTION = Interval(low=0.75, high=1.35)
+# Queries, keys and values; a mask is the fourth input.
+_NUM_UNMASKED = 3
+# A kernel that prepares and one that computes.
+_FIXED_S = 5e-6
+_WIDTHS = [math.log(width) for width in (64, 128, 256)]
+# Shares of the peak that long sequences reach by the width of a head, forward and backward.
+_SHARES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cudnn": ((0.417, 0.605, 0.587), (0.438, 0.523, 0.523)),
+    "flash": ((0.327, 0.374, 0.330), (0.294, 0.325, 0.325)),
+    "flash 8": ((0.64, 0.73, 0.64), (0.57, 0.63, 0.63)),
+}
+# Keys that a short sequence pays on top, forward and backward, and more of them under a causal mask.
+_SHORT: dict[str, tuple[float, float]] = {"cudnn": (115.0, 290.0), "flash": (77.0, 240.0), "flash 8": (77.0, 240.0)}
+_CAUSAL_SHORT = 245.0
+_EFFICIENT, _EFFICIENT_FLOAT32 = 1.8, 3.0
+# How often scores and heads pass through memory step by step, and the kernels, forward and backward, counted from
+# _scaled_dot_product_attention_math and _safe_softmax (torch 2.11, attention.cpp): scaled and copied heads, product,
+# mask, softmax, whether a row is empty (two reads), where, dropout, product; back the same, softmax by two kernels, and
+# the sum for the mask. At the share of the bandwidth that softmax reaches (`models/gpu.json`: 0.7 to 0.9).
+_SCORES, _HEADS, _KERNELS, _SCORES_SHARE = (12, 16), (3.5, 4.25), (13, 16), 0.8
+# The share of the peak in float32 that products of scores reach (`h100_ops.csv`: bmm, median).
+_SCORES_RATE = 0.57
+_AMPERE, _HOPPER, _AFTER_BLACKWELL = 8.0, 9.0, 11.0
+# FlashAttention reaches 25 to 40 % of an A100's peak, FlashAttention-2 50 to 73 % (Dao 2023, abstract): the middles.
+_FLASH_1 = 0.615 / 0.325
+# Heads that flash and cuDNN compute are at most so wide.
+_WIDEST = 256
+
+
+def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, attention: Attention = "torch") -> str:
+    """Which kernel the software takes: cudnn, flash, flash 8, efficient or math."""
+    masked = len(op.inputs) > _NUM_UNMASKED
+    if masked:
+        mask = graph.tensors[op.inputs[_NUM_UNMASKED]]
+        if mask.requires_grad and mask.storage != op.inputs[_NUM_UNMASKED]:
+            return "math"
+    without_flash = DTYPE_BYTES.get(dtype) != 2 or call.shapes[0][-1] > _WIDEST or kind.compute_capability < _AMPERE
+    if masked or without_flash:
+        return "efficient"
+    if attention == "torch" and _HOPPER <= kind.compute_capability < _AFTER_BLACKWELL:
+        return "cudnn"
+    return "flash" if kind.compute_capability >= _HOPPER else "flash 8"
+
+
+def attention_seconds(
+    graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, *, trained: bool, attention: Attention = "torch"
+) -> OpSeconds:
+    """Seconds of one attention; ``call``: its sizes."""
+    query, keys = call.shapes[0], call.shapes[1][-2]
+    heads, width = math.prod(query[:-2]), query[-1]
+    causal = call.attributes.get("is_causal") == "True"
+    name = kernel_of(graph, op, call, dtype, kind, attention)
+    element = DTYPE_BYTES.get(dtype, 4)
+    flops = 4.0 * heads * query[-2] * keys * width
+    moved = float(element * sum(math.prod(shape) for shape in call.shapes[:3]) + element * math.prod(query))
+    if name == "math":
+        scores, moved = 4.0 * heads * query[-2] * keys, moved * 4 / element
+        times = [
+            (many * moved + count * scores) / (_SCORES_SHARE * kind.memory_bandwidth_bytes_per_s)
+            + part * flops / (_SCORES_RATE * peak_flops(kind, "float32"))
+            + kernels * LAUNCH_S
+            for many, count, kernels, part in zip(_HEADS, _SCORES, _KERNELS, (1.0, 2.0), strict=True)
+        ]
+        return OpSeconds(forward_s=times[0], backward_s=times[1] if trained else 0.0, accumulate_s=0.0)
+    slower, fused = _FLASH_1 if attention == "flash-1" and name.startswith("flash") else 1.0, name
+    if name == "efficient":
+        slower = _EFFICIENT * (_EFFICIENT_FLOAT32 if element > 2 else 1.0)
+        fused = "flash" if kind.compute_capability >= _HOPPER else "flash 8"
+    peak = kind.peak_flops_per_s.get("bfloat16") or peak_flops(kind, "float16")
+    parts = []
+    for backward in (False, True):
+        share = between(math.log(width), _WIDTHS, _SHARES[fused][backward])
+        short = _SHORT[fused][backward] + _CAUSAL_SHORT * causal
+        times_flops = flops * (0.5 if causal else 1.0) * (ATTENTION_BACKWARD if backward else 1.0)
+        computing = slower * times_flops * (1 + short / keys) / (share * peak)
+        moving = (1 + backward) * moved / kind.memory_bandwidth_bytes_per_s
+        parts.append(_FIXED_S + max(computing, moving))
+    return OpSeconds(forward_s=parts[0], backward_s=parts[1] if trained else 0.0, accumulate_s=0.0)

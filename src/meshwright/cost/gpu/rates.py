@@ -1,0 +1,137 @@
+"""Seconds of kernels that move memory, by their sort: what of its bandwidth a GPU reaches, and what holds it up.
+
+    t = fixed + ((bytes / (share · bandwidth))⁴ + (turns · turn)⁴)^¼
+    bytes = cold + hot · (1 - held) + hot · held / cached        held = 1 / (1 + (moved / (fits · cache))⁴)
+
+share   of the datasheet's bandwidth, by the length of a row: linear in its logarithm between fitted lengths; below the
+        shortest it falls on as it does between the two shortest, at most as the length, since each row has its cost
+hot     bytes that the kernel before has just written: what fits into the L2 cache is read ``cached`` times as fast
+turns   of what one multiprocessor does one after the other: elements of a channel, cells of a window; their seconds are
+        cycles and scale with the clock
+
+The figures of ``models/gpu.json`` are fitted to kernels measured on one H100 (`cost.gpu.fit`); on other devices their
+shares of the datasheet stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, ClassVar
+
+from meshwright.cost.gpu.products import ProductRates
+from meshwright.cost.kernels.checks import is_tiled
+from meshwright.cost.prediction import Interval
+from meshwright.spec import decode_document
+from meshwright.spec.parsing import read_data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meshwright.cost.prediction import Basis
+    from meshwright.spec import DeviceKind
+
+# How steeply reads leave the cache, as of the products (`cost.kernels.law`), and of which share of it data still fits:
+# an output takes its part (own rows: additions of 25 and 38 MB are fast, those of 50 MB as slow as from memory).
+_SLOPE, _FITS = 6, 0.8
+# Fitted widths of an element; others are priced as the nearest.
+_WIDTHS = (2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One kernel: its sort, bytes of an element, elements of a row, bytes that it moves, and turns."""
+
+    sort: str
+    width: int = 4
+    row: int = 1
+    cold: float = 0.0
+    hot: float = 0.0
+    turns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What was fitted of a sort and width: ``shares`` belong to ``rows``, ascending; seconds at the fitted clock."""
+
+    fixed_s: float
+    rows: tuple[int, ...]
+    shares: tuple[float, ...]
+    cached: float
+    turn_s: float
+
+    def share(self, row: int) -> float:
+        """The share of the bandwidth for rows of a length."""
+        if len(self.rows) == 1:
+            return self.shares[0]
+        if row < self.rows[0]:
+            falling = math.log(self.shares[1] / self.shares[0]) / math.log(self.rows[1] / self.rows[0])
+            return self.shares[0] * math.pow(max(row, 1) / self.rows[0], min(max(falling, 0.0), 1.0))
+        for (short, low), (long, high) in zip(
+            zip(self.rows, self.shares, strict=True), zip(self.rows[1:], self.shares[1:], strict=True), strict=False
+        ):
+            if row <= long:
+                return low + (high - low) * math.log(row / short) / math.log(long / short)
+        return self.shares[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuModel:
+    """Fitted rates by sort and width (``pointwise/2``), the device and clock of the fit, and how far they go.
+
+    ``optimizer_shares``: of the bandwidth, in steps of optimizers by bytes of a state ("2", "4"). ``regressed``: the
+    interval of kernels left out there; ``transferred``: what is assumed of other devices.
+    """
+
+    device: str
+    clock_hz: float
+    rates: dict[str, Rate]
+    products: ProductRates
+    optimizer_shares: dict[str, float]
+    regressed: Interval
+    transferred: Interval
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def rate(self, sort: str, width: int) -> Rate:
+        """The rate of a sort for elements of a width in bytes."""
+        return self.rates[f"{sort}/{_WIDTHS[width > _WIDTHS[0]]}"]
+
+    def optimizer_share(self, width: int) -> float:
+        """The share of the bandwidth in steps of optimizers whose states have so many bytes."""
+        return self.optimizer_shares["2" if width == 2 else "4"]
+
+    def basis_on(self, kind: DeviceKind) -> tuple[Basis, Interval]:
+        """What a price on a device rests on, and its interval."""
+        if kind.usual_name == self.device:
+            return "regressed", self.regressed
+        return "transferred", self.transferred
+
+    def seconds(self, launches: Iterable[Launch], kind: DeviceKind) -> float:
+        """Seconds of some kernels, one after the other, on a device that states its cache and clock."""
+        rates = ((self.rate(launch.sort, launch.width), launch) for launch in launches)
+        return sum(launch_seconds(rate, launch, kind, self.clock_hz) for rate, launch in rates)
+
+
+def is_modelled(kind: DeviceKind) -> bool:
+    """Whether kernels on a device are priced by this model: its datasheet is one of a GPU that computes float16."""
+    return is_tiled(kind) and "float16" in kind.peak_flops_per_s
+
+
+def launch_seconds(rate: Rate, launch: Launch, kind: DeviceKind, clock_hz: float) -> float:
+    """Seconds of one kernel at a rate that was fitted at a clock."""
+    moved = launch.cold + launch.hot
+    held = 1 / (1 + (moved / (_FITS * kind.cache_bytes)) ** _SLOPE)
+    read = launch.cold + launch.hot * (1 - held + held / rate.cached)
+    memory = read / (rate.share(launch.row) * kind.memory_bandwidth_bytes_per_s)
+    turns = launch.turns * rate.turn_s * clock_hz / kind.clock_hz
+    return rate.fixed_s + math.hypot(memory**2, turns**2) ** 0.5 if turns else rate.fixed_s + memory
+
+
+@cache
+def shipped_gpu() -> GpuModel:
+    """The shipped model."""
+    with resources.as_file(resources.files("meshwright.cost") / "models" / "gpu.json") as path:
+        return decode_document(GpuModel, read_data(path), path.name)

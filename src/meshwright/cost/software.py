@@ -1,0 +1,97 @@
+"""What training software does that prices depend on, beside the graph and the plan: its attention and its host.
+
+The default is this package's runtime on current PyTorch. Published runs used other software: ``software.toml`` lists
+it by framework and date.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import ClassVar, Literal
+
+from meshwright.spec import MeasurementError, suggest
+from meshwright.spec.codec import decode_document
+from meshwright.spec.parsing import read_data
+
+# A year, or a year and a month.
+DATE = r"20[0-9]{2}(-(0[1-9]|1[0-2]))?"
+# A date before those of all entries.
+_BEFORE = "2000"
+Attention = Literal["torch", "flash-2", "flash-1"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Training software of one framework since a date, and until the next entry's.
+
+    ``attention``: the kernels of fused attention: those that current PyTorch chooses, or a version of FlashAttention.
+    ``host_factor``: how many times as long its host issues an op as plain PyTorch does. ``fused_attention``: whether
+    attention is fused; if not, scores are kept. ``overlap``: whether gradients are exchanged beside the backward.
+    ``memory_share``: what it takes of a device's memory. ``vocabulary_multiple``: vocabularies are padded to a multiple
+    of it on each device of a tensor group. The last four decide about graph and plan of a published run.
+    """
+
+    framework: str
+    citation: str
+    since: str = ""
+    attention: Attention = "torch"
+    host_factor: float = 1.0
+    fused_attention: bool = True
+    overlap: bool = True
+    memory_share: float = 1.0
+    vocabulary_multiple: int = 1
+
+    @property
+    def name(self) -> str:
+        """As `read_software` takes it; an entry that holds from the beginning has a date before all others."""
+        return f"{self.framework}@{self.since or _BEFORE}"
+
+
+PYTORCH = Software(framework="PyTorch", citation="meshwright.runtime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareList:
+    """The document: of the entries that apply to a run, the last one is taken."""
+
+    software: tuple[Software, ...]
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def find_software(framework: str, date: str = "") -> Software:
+    """The software of a run; `PYTORCH` for an unknown framework.
+
+    ``framework``: its name, whatever follows in the cell. ``date``: year or year-month of the run; the newest if empty.
+    """
+    name, date = framework.strip().lower(), date or "9999"
+    fitting = [entry for entry in known_software() if name.startswith(entry.framework) and entry.since <= date]
+    return fitting[-1] if fitting else PYTORCH
+
+
+def read_software(text: str | None) -> Software:
+    """Software by ``framework`` or ``framework@date``; `PYTORCH` for None. Raises MeasurementError for unknown ones."""
+    if text is None:
+        return PYTORCH
+    framework, separator, date = text.partition("@")
+    names = sorted({entry.framework for entry in known_software()})
+    if framework.strip().lower() not in names:
+        raise MeasurementError(
+            f"The software {text!r} was given{suggest(framework, names)}; expected one of {', '.join(names)}, with or "
+            "without a date: megatron@2022."
+        )
+    if separator and not re.fullmatch(DATE, date):
+        raise MeasurementError(
+            f"The software {text!r} was given; expected a year or a year and a month behind @: megatron@2022."
+        )
+    return find_software(framework, date)
+
+
+@cache
+def known_software() -> tuple[Software, ...]:
+    """All entries of the shipped file."""
+    with resources.as_file(resources.files("meshwright.cost") / "software.toml") as path:
+        return decode_document(SoftwareList, read_data(path), path.name).software

@@ -1,0 +1,36 @@
+"""Libraries that are no part of the core: what brings them, and what to say where one is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+# How a module is called, and the extra that brings it.
+EXTRAS = {
+    "torch": ("torch", "torch"),
+    "highspy": ("highspy", "search"),
+    "pyarrow": ("pyarrow", "tables"),
+    "sklearn": ("scikit-learn", "validate"),
+    "transformers": ("transformers", "hf"),
+    "huggingface_hub": ("huggingface-hub", "hf"),
+    "accelerate": ("accelerate", "trainer"),
+    "pytorch_lightning": ("pytorch-lightning", "lightning"),
+    "z3": ("z3-solver", "rewrite"),
+    **{name: (name, "serve") for name in ("httptools", "msgspec", "orjson", "prometheus_client", "uvicorn", "uvloop")},
+}
+
+
+def missing_of(error: ImportError) -> str:
+    """The module of `EXTRAS` whose absence an error reports, or ""."""
+    name = (error.name or "").split(".")[0]
+    return name if name in EXTRAS and isinstance(error, ModuleNotFoundError) else ""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without loading it."""
+    return find_spec(module) is not None
+
+
+def explain_missing(what: str, module: str, extra: str = "") -> str:
+    """Say that ``what`` needs a module of `EXTRAS`, and how to install it: by ``extra``, or the usual one."""
+    name, usual = EXTRAS[module]
+    return f"{what} needs {name}, which is not installed. Run: pip install 'meshwright[{extra or usual}]'."

@@ -1,0 +1,120 @@
+"""In which order plans that fit are shown: as fast as each other, those that need less memory first; one per layout.
+
+A plan is as fast as the fastest one if it is at most 1 % slower, or at most 5 % slower and the 80 % interval of the
+ratio of their steps reaches 1. The interval comes from both plans simulated with all prices at their low, and at their
+high end: what makes both late cancels.
+
+    ratio    from min to max of  step / fastest step  by usual, low and high prices
+
+The plans behind those are taken in the same way, from the fastest of them on. Among plans as fast as each other the
+order is: reserved memory, in hundredths of what the rank may have; then how many mechanisms a plan uses (pipeline, axes
+of sharding, ZeRO, recompute, offload); then the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.interval import StepInterval
+from meshwright.spec import Plan
+from meshwright.spec.offload import ON_DEVICE
+
+# Predictions are not sure of less, however alike two plans are.
+LEAST_DIFFERENCE = 0.01
+# However unsure predictions are: memory that is not needed is worth no more than this.
+MOST_DIFFERENCE = 0.05
+LEAST_RANKED = 10
+# Instructions of plans whose intervals are simulated, the first plan apart; a plan for a large cluster has some
+# 100,000, which take about a second.
+MAX_INSTRUCTIONS = 600_000
+
+
+def rank_plans(
+    items: Sequence[RankedPlan], max_plans: int, predict_interval: Callable[[Plan], StepInterval] | None
+) -> tuple[RankedPlan, ...]:
+    """The first plans of the order; without ``predict_interval`` as fast means at most 1 % slower.
+
+    At least `LEAST_RANKED` plans are put in order, however few are asked for: how many are listed decides nothing.
+    """
+    left = distinct_layouts(sorted(items, key=lambda item: item.aimed_s))[: max(max_plans, LEAST_RANKED)]
+    if predict_interval is not None:
+        left = _with_intervals(left, predict_interval)
+    ordered: list[RankedPlan] = []
+    while left:
+        # Of those that are left, all as fast as the fastest of them.
+        fastest = left[0]
+        ordered += sorted((item for item in left if is_as_fast(item, fastest)), key=_burden)
+        left = [item for item in left if not is_as_fast(item, fastest)]
+    return tuple(ordered[:max_plans])
+
+
+def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
+    """The first plan of each layout, and of those that differ in nothing but the name of a schedule."""
+    known: set[Hashable] = set()
+    found: list[RankedPlan] = []
+    for item in items:
+        schedule, *rest = layout_of(item)
+        # One microbatch on each rank is run alike under all schedules.
+        alike = (*rest, item.step_time_s, item.reserved_bytes)
+        if (schedule, *rest) not in known and alike not in known:
+            found.append(item)
+        known |= {(schedule, *rest), alike}
+    return found
+
+
+def is_as_fast(item: RankedPlan, fastest: RankedPlan) -> bool:
+    """Whether a plan is as fast as the fastest one, as far as predictions go."""
+    ratio = item.aimed_s / fastest.aimed_s
+    if ratio <= 1 + LEAST_DIFFERENCE:
+        return True
+    mine, best = item.interval, fastest.interval
+    if ratio > 1 + MOST_DIFFERENCE or mine is None or best is None or item.makespan_s is not None:
+        return False
+    return min(mine.low_s / best.low_s, mine.high_s / best.high_s) <= 1
+
+
+def layout_of(item: RankedPlan) -> tuple[Hashable, ...]:
+    """What tells a plan from others in a table, its schedule first: not where stages are cut, nor who does how much."""
+    plan = item.plan
+    return (
+        plan.schedule,
+        tuple(len(stage.ranks) for stage in plan.stages),
+        plan.num_devices,
+        plan.num_microbatches,
+        replace(plan.sharding, placements=()),
+        bool(plan.sharding.placements),
+        plan.exchange.zero,
+        item.recompute or plan.recompute,
+        plan.offload,
+    )
+
+
+def _with_intervals(items: Sequence[RankedPlan], predict_interval: Callable[[Plan], StepInterval]) -> list[RankedPlan]:
+    found: list[RankedPlan] = []
+    num_done = 0
+    for item in items:
+        plan = item.plan
+        num_done += plan.num_microbatches * (6 * len(plan.stages) - 4) * max(len(stage.ranks) for stage in plan.stages)
+        if found and num_done > MAX_INSTRUCTIONS:
+            found.append(item)
+        else:
+            found.append(replace(item, interval=predict_interval(plan)))
+    return found
+
+
+def _burden(item: RankedPlan) -> tuple[int, int, int, float]:
+    plan, rank = item.plan, item.fullest_rank
+    sharding = plan.sharding
+    mechanisms = (
+        len(plan.stages) > 1,
+        sharding.tensor > 1,
+        sharding.context > 1,
+        sharding.expert > 1,
+        plan.exchange.zero > 0,
+        bool(plan.recompute),
+        plan.offload != ON_DEVICE,
+    )
+    hundredths = round(100 * item.reserved_bytes[rank] / max(item.memory_limit_bytes[rank], 1))
+    return hundredths, sum(mechanisms), len(plan.stages), item.aimed_s

@@ -1,0 +1,119 @@
+"""From a Plan to the state that shows it: every plan has one, and `layout.make_plan` gives the plan again exactly.
+
+What the controls say stands in them; what they do not is `AS_PLANNED` there, and told in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+from meshwright.planner.layouts import LayoutName
+from meshwright.playground.layout import briefly, deal_of, deal_out, offload_of
+from meshwright.playground.state import AS_PLANNED, OFFLOAD_NAMES, State
+from meshwright.spec import GradientExchange, Graph, Plan
+from meshwright.spec.codec import dump_json, encode_document
+from meshwright.spec.own_code import source_hash
+from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.sharding import UNSHARDED
+from meshwright.spec.units import format_count, format_seconds
+
+_MIB = 2**20
+
+
+def state_of_plan(plan: Plan, state: State, graph: Graph | None = None) -> State:
+    """The state that shows a plan on the cluster and in the scenario of ``state``.
+
+    Where it `State.needs_plan`, the workbench has to know the plan (`Workbench.open_plan`). With the ``graph``, what is
+    computed again has its word.
+    """
+    layout, num_chunks, replicas = _layout_of(plan)
+    ranges = recompute_choices(graph) if graph is not None and plan.recompute else {"none": ()}
+    word = next((name for name, found in ranges.items() if found == plan.recompute), AS_PLANNED)
+    shown = replace(
+        state,
+        model=plan.model,
+        given="",
+        global_batch=plan.workload.global_batch,
+        microbatch_size=plan.microbatch_size,
+        num_stages=len(plan.stages),
+        replicas=briefly(replicas),
+        layout=layout,
+        num_chunks=num_chunks or state.num_chunks,
+        cuts=tuple(stage.start for stage in plan.stages[1:]),
+        schedule=AS_PLANNED if plan.has_own_schedule else plan.schedule,
+        zero=plan.exchange.zero,
+        tensor=plan.sharding.tensor,
+        context=plan.sharding.context,
+        expert=plan.sharding.expert,
+        sequence_parallel=plan.sharding.sequence_parallel,
+        recompute=word,
+        offload=next(name for name in OFFLOAD_NAMES if offload_of(replace(state, offload=name)) == plan.offload),
+        rest=AS_PLANNED if _rest_of(plan) else "none",
+        overlap=plan.exchange.overlap,
+        bucket_mib=plan.exchange.bucket_bytes / _MIB,
+        precision=plan.workload.precision,
+        optimizer=plan.workload.optimizer.option,
+    )
+    return replace(shown, given=plan_key(plan)) if shown.needs_plan else shown
+
+
+def describe_given(state: State, given: Plan | None) -> str:
+    """One sentence on what a state leaves as it is in the opened plan; nothing if that is nothing."""
+    if given is None or not state.needs_plan:
+        return ""
+    parts = {
+        "the ranks of its stages": state.layout == AS_PLANNED,
+        f"the schedule {given.schedule}": state.schedule == AS_PLANNED,
+        f"{format_count(len(given.recompute), 'part')} computed again": state.recompute == AS_PLANNED,
+    }
+    words = [word for word, is_left in parts.items() if is_left]
+    words += _rest_of(given) if state.rest == AS_PLANNED else []
+    return f"As in the plan that was opened: {'; '.join(words)}."
+
+
+def plan_key(plan: Plan) -> str:
+    """A short name for a plan, by its content."""
+    return source_hash(dump_json(encode_document(plan)).encode())
+
+
+def _rest_of(plan: Plan) -> list[str]:
+    """What a plan has that no control says, in words."""
+    exchange, sharding, loader = plan.exchange, plan.sharding, plan.workload.loader
+    plain = GradientExchange(bucket_bytes=exchange.bucket_bytes, overlap=exchange.overlap, zero=exchange.zero)
+    words = []
+    if exchange != plain:
+        default = GradientExchange()
+        own = replace(exchange, bucket_bytes=default.bucket_bytes, overlap=default.overlap, zero=0)
+        words.append(f"gradients exchanged with {_shorten(own.describe_changes())}")
+    if sharding.placements:
+        words.append(format_count(len(sharding.placements), "placement") + " of ops")
+    if sharding.regather:
+        words.append("what is split over tokens gathered again in the backward")
+    if sharding.context_method != UNSHARDED.context_method:
+        words.append(f"context by {sharding.context_method}")
+    if loader is not None:
+        words.append(f"a loader of {format_seconds(loader.seconds_per_sample)} per sample")
+    return words
+
+
+def _shorten(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _layout_of(plan: Plan) -> tuple[str, int, tuple[int, ...]]:
+    """The layout that a plan's stages are in, stages per rank (0 if it does not matter), replicas of its positions."""
+    deal, count = deal_of(plan.schedule), len(plan.stages)
+    positions = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    size = count if deal in ("single", "both ways") else len(positions)
+    replicas = tuple(len(stage.ranks) for stage in plan.stages)
+    of_position = (1,) * count if deal == "both ways" else replicas[:size]
+    fits = {"in turn": count % size == 0, "v": count == 2 * size, "both ways": count % 2 == 0}
+    is_even = len(set(of_position)) == 1
+    if fits.get(deal, True) and (deal == "single" or is_even):
+        for name in get_args(LayoutName):
+            if name == "replica-major" and not is_even:
+                continue
+            if deal_out(name, deal, plan.bounds, of_position) == plan.stages:
+                return name, count // size if deal == "in turn" else 0, of_position
+    return AS_PLANNED, 0, replicas

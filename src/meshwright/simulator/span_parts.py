@@ -1,0 +1,121 @@
+"""The parts of a forward or a backward in their order, and the span that they make where a host issues them.
+
+Parts are what the host does first, the ops, and in the last backward of a step what filling each bucket takes, once all
+of its gradients are there. Ops go from the first to the last, in a backward from the last to the first.
+
+A host issues part after part, h_j each, and the device runs them, d_j each, in the same order: none before it is
+issued, none before the one ahead of it has ended. Let D_j = Σ_{i<=j} d_i and H_j = Σ_{i<=j} h_i. Of a span that the
+device may begin at r and the host begins to issue at s, part j ends at
+
+    max(r + D_j, s + E_j)         E_j = max_{i<=j} (H_i + D_j - D_{i-1})
+
+by induction over j. All are whole picoseconds: D_j and H_j are rounded sums. The span ends with its last part, n: it
+takes the device D_n, the host H_n, and ends E_n after the host began at the earliest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.memory import FIRST, LAST
+from meshwright.simulator.stage_costs import OpSeconds
+from meshwright.spec import Opcode
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class SpanParts(NamedTuple):
+    """Which parts, (k,): ops by their place in the stage, then the host, then buckets by index; and sums in seconds.
+
+    ``done_s`` are the D_j and ``issued_s`` the H_j of the measured host, or None; ``filled``: the part of each bucket.
+    """
+
+    number: Ids
+    done_s: Floats
+    issued_s: Floats | None
+    filled: dict[int, int]
+
+
+class IssuedParts(NamedTuple):
+    """D_j, H_j and E_j in ps, (k,) each."""
+
+    done_ps: Ids
+    issued_ps: Ids
+    earliest_ps: Ids
+
+
+def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
+    """The parts of one computation; ``place`` as of `pricing.place_of_backward`. Those that take no time are parts."""
+    count, issue, row = len(seconds.forward), seconds.issue, _row(opcode)
+    order = slice(None) if opcode is Opcode.FORWARD else slice(None, None, -1)
+    fills = seconds.fill_s if place & LAST else {}
+    filled, latest = {}, 0
+    for earlier, bucket in enumerate(sorted(fills)):
+        # Buckets leave in order: none is filled before the one ahead of it.
+        latest = max(latest, count - seconds.first_uses[bucket] if bucket in seconds.first_uses else 0)
+        filled[bucket] = 1 + latest + earlier
+    is_op = np.ones(1 + count + len(fills), np.bool_)
+    is_op[[0, *filled.values()]] = False
+    number = np.full(len(is_op), count)
+    op_s, fill_s = np.zeros((2, len(is_op)))
+    number[is_op], op_s[is_op] = np.arange(count)[order], _taken(seconds, opcode, place)[order]
+    for bucket, at in filled.items():
+        number[at], fill_s[at] = count + 1 + bucket, fills[bucket]
+    done_s = seconds.host_s[row] + np.cumsum(op_s)
+    if fills:
+        done_s += np.cumsum(fill_s)
+    if issue is None:
+        return SpanParts(number, done_s, None, filled)
+    calls = np.empty(len(is_op))
+    calls[0], calls[is_op] = issue.instruction_s[row], _issued(seconds, opcode, place)[order]
+    for bucket, at in filled.items():
+        calls[at] = issue.fill_s[bucket]
+    return SpanParts(number, done_s, np.cumsum(calls), filled)
+
+
+def issue_parts(parts: SpanParts, duration_ps: int, factor: float) -> IssuedParts:
+    """The parts of a span of so many ps on the device, by a host ``factor`` times as slow as the measured one."""
+    done_ps = span_ps(parts.done_s, duration_ps)
+    assert parts.issued_s is not None, "no host issues what takes no host time"
+    issued_ps = np.rint(parts.issued_s * (factor * PICOSECONDS_PER_SECOND)).astype(np.int64)
+    before_ps = np.concatenate([[0], done_ps[:-1]])
+    return IssuedParts(done_ps, issued_ps, np.maximum.accumulate(issued_ps - before_ps) + done_ps)
+
+
+def span_ps(done_s: Floats, duration_ps: int) -> Ids:
+    """Ends of parts in ps after the start of their span, the last of which is its end."""
+    done_ps = np.minimum(np.rint(done_s * PICOSECONDS_PER_SECOND).astype(np.int64), duration_ps)
+    done_ps[-1:] = duration_ps
+    return done_ps
+
+
+def _row(opcode: Opcode) -> int:
+    return 0 if opcode is Opcode.FORWARD else 2 if opcode is Opcode.BACKWARD_WEIGHT else 1
+
+
+def _taken(seconds: OpSeconds, opcode: Opcode, place: int) -> Floats:
+    """Seconds of the ops on the device."""
+    return _of_pass(seconds.forward, seconds.backward, seconds.weights, seconds.accumulate, opcode, place)
+
+
+def _issued(seconds: OpSeconds, opcode: Opcode, place: int) -> Floats:
+    """Seconds of the ops on the host."""
+    assert seconds.issue is not None
+    forward, backward, weights, accumulate = seconds.issue[:4]
+    return _of_pass(forward, backward, weights, accumulate, opcode, place)
+
+
+def _of_pass(
+    forward: Floats, backward: Floats, weights: Floats, accumulate: Floats, opcode: Opcode, place: int
+) -> Floats:
+    if opcode is Opcode.FORWARD:
+        return forward
+    if opcode is Opcode.BACKWARD_INPUT:
+        return backward - weights
+    taken = weights if opcode is Opcode.BACKWARD_WEIGHT else backward
+    return taken if place & FIRST else taken + accumulate

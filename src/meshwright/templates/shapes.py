@@ -1,0 +1,217 @@
+"""The shapes of models that have no captured graph, and how a training step lays a transformer out.
+
+Public measurements name sizes, not modules. `templates` makes graphs of shapes; `validation.step_plans` makes plans of
+setups.
+
+    shape    L layers, hidden h, a heads (k of keys and values, each d wide), inner width f, vocabulary v
+    setup    tp · cp · dp · pp devices; each microbatch is b sequences of s tokens; m microbatches per step
+
+A device holds s / cp tokens of a sequence; with sequence parallelism norms and dropout hold s / (cp · tp) of them
+(Korthikanti et al., MLSys 2023, section 4.2). Experts are laid out over ep of the dp · cp devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meshwright.spec import MeshwrightError
+
+# What is computed anew in the backward. "selective": attention's core (Korthikanti et al., section 5); "op": all but
+# attention and every second matrix product (torchtitan, activation checkpoint mode "selective", option "op"); "full":
+# all of a layer but its input.
+Recompute = Literal["none", "selective", "op", "full"]
+# In which order a stage takes its microbatches (Narayanan et al., SC 2021, section 2.2; Qi et al., ICLR 2024).
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p"]
+# 0: nothing sharded; 1: optimizer states; 2: gradients too; 3: parameters too (Rajbhandari et al., SC 2020).
+ZeroStage = Literal[0, 1, 2, 3]
+# What products run in; weights and gradients are then kept as software does.
+Precision = Literal["fp16", "bf16", "fp8", "fp32"]
+
+
+class TransformerError(MeshwrightError):
+    """A shape or setup that no transformer can have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Feed-forward layers of which each token takes ``top_k``; every expert is ``ffn`` wide.
+
+    ``num_shared`` experts are taken by all tokens; the first ``num_dense_layers`` layers have the plain feed-forward,
+    and after them all but every ``period``-th. ``gated``: three matrices in an expert and not two. ``group``: tokens
+    among which products with masks deal out an equal number to each expert (Lepikhin et al., GShard, 2020, algorithm 1
+    and section 3.2); 0 where tokens are put in the experts' order.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn: int
+    num_shared: int = 0
+    num_dense_layers: int = 0
+    period: int = 1
+    gated: bool = True
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Queries, keys and values through low ranks (DeepSeek-AI, arXiv 2405.04434, section 2.1).
+
+    A head's query and key are ``content_dim`` + ``rotary_dim`` wide, its value ``value_dim``.
+    """
+
+    query_rank: int
+    kv_rank: int
+    content_dim: int
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """Sizes of the model.
+
+    ``gated``: three matrices in the feed-forward (SwiGLU) and not two (GELU). ``biased``: matrices and norms have
+    biases. ``root_norm``: root mean square norm, without a mean. ``max_positions``: learned positions, 0 for none.
+    ``tied``: the head's matrix is the embedding's. ``dropout``: after attention, projection, feed-forward, embedding.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = False
+    biased: bool = True
+    root_norm: bool = False
+    tied: bool = True
+    dropout: bool = True
+    max_positions: int = 0
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"))
+        if self.heads % self.kv_heads:
+            raise TransformerError(
+                f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values; expected a divisor of "
+                f"{self.heads}. Give kv_heads = heads where each head has its own."
+            )
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer (from 0) has the plain feed-forward."""
+        if self.experts is None or layer < self.experts.num_dense_layers:
+            return True
+        return (layer - self.experts.num_dense_layers) % self.experts.period > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualShape:
+    """Sizes of a bottleneck residual network with wide inner convolutions.
+
+    ``blocks``: of each stage. ``channels``: of the first stage. ``width``: how much wider a block's inner convolution
+    is. ``image``: pixels on a side. Source: He et al., CVPR 2016, section 4.1; Zagoruyko and Komodakis, BMVC 2016.
+    """
+
+    blocks: tuple[int, ...]
+    channels: int
+    width: int
+    image: int
+    classes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """How one step runs.
+
+    ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage, more than one
+    where ``schedule`` is "interleaved". ``precision`` as in the measured rows: "fp16", "bf16", "fp8", "fp32".
+    """
+
+    seq: int
+    microbatch_size: int
+    num_microbatches: int
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    zero: ZeroStage = 0
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    precision: Precision = "bf16"
+
+    def __post_init__(self) -> None:
+        sizes = ("seq", "microbatch_size", "num_microbatches", "tp", "pp", "chunks", "dp", "cp", "ep")
+        _require_positive(self, sizes)
+        if self.seq % (self.cp * (self.tp if self.sequence_parallel else 1)):
+            raise TransformerError(
+                f"{self.seq} tokens cannot be split over cp = {self.cp} and tp = {self.tp}; expected a multiple. "
+                "Choose a longer sequence or fewer devices per sequence."
+            )
+        if self.schedule not in get_args(Schedule):
+            raise TransformerError(
+                f"{self.schedule!r} is no schedule of a pipeline; expected one of {', '.join(get_args(Schedule))}. "
+                "Choose one."
+            )
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise TransformerError(
+                f"{self.chunks} chunks per stage cannot run as {self.schedule!r}; expected schedule = 'interleaved'. "
+                "Choose it, or one chunk."
+            )
+        if self.dp * self.cp % self.ep:
+            raise TransformerError(
+                f"ep = {self.ep} does not divide the {self.dp * self.cp} devices of dp · cp, over which experts are "
+                "laid out. Choose a divisor of them."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole step."""
+        return self.tp * self.pp * self.dp * self.cp
+
+
+def part_starts(shape: TransformerShape, setup: TrainingSetup) -> tuple[int, ...]:
+    """The first layer of each of the pp · chunks parts of the model, in their order, and the number of layers.
+
+    Where they do not divide evenly, the last and the first part have one fewer, then those next to them, for they hold
+    head and embedding (torchtitan, generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1). Raises
+    TransformerError for a setup in which the model cannot be laid out.
+    """
+    check_layout(shape, setup)
+    parts = setup.pp * setup.chunks
+    inwards = [part for pair in zip(reversed(range(parts)), range(parts), strict=True) for part in pair][:parts]
+    fewer = set(inwards[: -shape.layers % parts])
+    most = -(-shape.layers // parts)
+    return tuple(itertools.accumulate((most - (part in fewer) for part in range(parts)), initial=0))
+
+
+def check_layout(shape: TransformerShape, setup: TrainingSetup) -> None:
+    """Raise TransformerError unless every device gets whole heads and experts, and at least one layer."""
+    if shape.layers < setup.pp:
+        raise TransformerError(
+            f"{shape.layers} layers cannot be split over pp = {setup.pp} stages; expected at least one layer each. "
+            "Choose fewer stages."
+        )
+    if shape.heads % setup.tp:
+        raise TransformerError(
+            f"{shape.heads} heads cannot be split over tp = {setup.tp}; expected a divisor of them. Choose one."
+        )
+    num_experts = shape.experts.num_experts if shape.experts else 1
+    if num_experts % setup.ep:
+        raise TransformerError(
+            f"{num_experts if shape.experts else 'No'} experts cannot be laid out over ep = {setup.ep}; expected a "
+            "divisor of their number, 1 for a model without. Choose one."
+        )
+
+
+def _require_positive(value: TransformerShape | TrainingSetup, names: tuple[str, ...]) -> None:
+    for name in names:
+        found = getattr(value, name)
+        if found < 1:
+            raise TransformerError(f"{name} is {found}; expected at least 1. Give the size that the model has.")

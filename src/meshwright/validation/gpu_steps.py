@@ -1,0 +1,108 @@
+"""How far the step times that `plan` and `simulate` print are from plain PyTorch on a GPU.
+
+    device seconds          Σ prices of all ops and of the optimizer step, against the sum of kernels of a profiled step
+    bound by the device     the simulated step, against steps in a row; the device is busy for 90 % of them or more
+    bound by the host       the same for all other rows, against the nearest of a step in a row and one that is waited
+                            for: hosts and waits move these by a fifth either way
+    forward, backward       parts of the simulated first step, against those of steps that are waited for
+
+Rows: ``data/steps_cuda.csv``. No constant of the cost model comes from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from meshwright.cost.prediction import Predictions
+from meshwright.planner import predict_step_interval
+from meshwright.simulator import simulate_plan
+from meshwright.spec import Opcode
+from meshwright.spec.units import to_seconds
+from meshwright.validation.datasets import load_table
+from meshwright.validation.gpu_runs import TABLE, read_run
+from meshwright.validation.scores import Score, score_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.spec import Timeline
+    from meshwright.validation.datasets import StepRow
+
+DATASET, ARM = "gpu_steps", "plan"
+# A step whose kernels take this share of its time is bound by the device.
+_BOUND_BY_DEVICE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOnGpu:
+    """What `plan` says of one step: seconds with their 80 % interval, and those of which the device is busy."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+    device_s: float
+    forward_s: float
+    backward_s: float
+
+
+def score_gpu_steps() -> tuple[Score, ...]:
+    """Every part of the steps on an H100."""
+    rows = load_table(TABLE)
+    found = [predict_on_gpu(row) for row in rows]
+    step_s = np.array([item.seconds for item in found])
+    measured = ("device_s", "seconds_in_a_row", "seconds_waited")
+    device_s, in_a_row_s, waited_s = (_column(rows, name) for name in measured)
+    steps = Predictions(
+        seconds=step_s,
+        low_s=np.array([item.low_s for item in found]),
+        high_s=np.array([item.high_s for item in found]),
+        basis=cast("tuple[Basis, ...]", ("transferred",) * len(rows)),
+    )
+    by_device = device_s >= _BOUND_BY_DEVICE * in_a_row_s
+    ends = np.minimum(in_a_row_s, waited_s), np.maximum(in_a_row_s, waited_s)
+    nearest = np.clip(step_s, *ends)
+
+    def score(part: str, measured: Floats, predicted: Predictions | Floats, target: float | None = None) -> Score:
+        return score_rows(DATASET, part, ARM, measured, predicted, target=target)
+
+    return (
+        score("device seconds", device_s, np.array([item.device_s for item in found]), 8.0),
+        score("steps bound by the device", in_a_row_s[by_device], steps.select(by_device), 8.0),
+        score("steps bound by the host", nearest[~by_device], steps.select(~by_device), 25.0),
+        score("forward", _column(rows, "forward_s"), np.array([item.forward_s for item in found])),
+        score("backward", _column(rows, "backward_s"), np.array([item.backward_s for item in found])),
+    )
+
+
+def predict_on_gpu(row: StepRow) -> StepOnGpu:
+    """What `plan` says of a row of ``steps_cuda.csv``."""
+    run = read_run(row)
+    work, kind = run.plan.workload, run.cluster.device_kind(0)
+    ops = run.cost.price_ops(run.graph, work.global_batch, kind)
+    parameters = [i for i, tensor in enumerate(run.graph.tensors) if tensor.role == "parameter"]
+    update_s = run.cost.optimizer_seconds(run.graph, parameters, work.optimizer, kind)
+    interval = predict_step_interval(run.plan, run.graph, run.cluster, run.cost)
+    step = simulate_plan(run.plan, run.graph, run.cluster, cost=run.cost)
+    # Host and device begin together, as in a step that is waited for.
+    ends_s = [to_seconds(_end_ps(step.timeline, opcode)) for opcode in (Opcode.FORWARD, Opcode.BACKWARD)]
+    forward_s, backward_s = ends_s[0], ends_s[1] - ends_s[0]
+    return StepOnGpu(
+        seconds=step.step_time_s,
+        low_s=interval.low_s,
+        high_s=interval.high_s,
+        device_s=float(ops.forward_s.sum() + ops.backward_s.sum()) + update_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+    )
+
+
+def _end_ps(timeline: Timeline, opcode: Opcode) -> int:
+    return int(timeline.end_ps[timeline.opcode == opcode].max())
+
+
+def _column(rows: Sequence[StepRow], name: str) -> Floats:
+    return np.array([float(row[name]) for row in rows])

@@ -1,0 +1,302 @@
+"""Rows of measured steps as plans, evaluated by `planner.evaluate_plan`, as the commands `plan` and `simulate` do.
+
+A row's sizes become a graph (`templates`), its devices a cluster, its layout a `Plan`. Everything else is as `plan` has
+it by default: the model is that of the zoo, and the exchange of gradients that of our runtime. How the columns of a row
+are mapped:
+
+    device, n_devices   whole nodes of the stated kind; a plan may use a part of a node
+    tp, cp, ep, pp, dp  stages one after the other, in each stage its replicas, in each replica its mesh axes
+    layers, vpp         layers are assigned to stages as in Megatron-LM and torchtitan (`templates.shapes.part_starts`)
+    precision           fp16, bf16, fp8: mixed precision; bf16 under FSDP that reduces in 16 bits: 16-bit gradients
+    recompute           full: every block; selective: attention, where it is not fused; op: every run of ops between
+                        the outputs that torchtitan keeps (distributed/activation_checkpoint.py: attention and the
+                        first, third, ... product of a block)
+    framework, date     software: whether attention is fused and how, the host, whether the exchange overlaps
+    features            the optimizer, 16-bit gradients
+
+Rows that no plan or template expresses raise `InexpressibleError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshwright.cost import CostModel
+from meshwright.cost.prediction import Predictions
+from meshwright.planner import RankedPlan, evaluate_plan, predict_step_interval
+from meshwright.simulator.many import run_places
+from meshwright.spec import (
+    Cluster,
+    GradientExchange,
+    MeshwrightError,
+    Optimizer,
+    Plan,
+    StagePlan,
+    Workload,
+    read_recompute,
+)
+from meshwright.spec.sharding import Sharding
+from meshwright.templates import decoder_graph, residual_graph
+from meshwright.templates.shapes import ResidualShape, part_starts
+from meshwright.validation.pipeline_programs import SCHEDULE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from meshwright.cost.prediction import Basis
+    from meshwright.cost.software import Software
+    from meshwright.spec import DeviceKind, Graph, Node
+    from meshwright.spec.precision import Precision
+    from meshwright.spec.recompute import Ranges
+    from meshwright.validation.step_rows import StepCase
+
+_PRECISIONS: dict[str, Precision] = {
+    "fp32": "float32",
+    "fp16": "mixed-float16",
+    "bf16": "mixed",
+    "fp8": "float8",
+}
+# FLOPs of a forward, a backward and another forward over those of the first two.
+_WITH_RECOMPUTE = 4 / 3
+_ATTENTION, _SCORES, _PRODUCT = "aten.scaled_dot_product_attention", "aten.matmul", "aten.linear"
+
+
+class InexpressibleError(MeshwrightError):
+    """A row states something that plans or templates cannot express; the message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """The graph, cluster and plan of a row."""
+
+    graph: Graph
+    cluster: Cluster
+    plan: Plan
+    software: Software
+
+    def cost_model(self) -> CostModel:
+        """Prices for the row, without measurements."""
+        return CostModel(cluster=self.cluster, precision=self.plan.workload.precision, software=self.software)
+
+
+class StepPrediction(NamedTuple):
+    """A predicted step and the ends of its 80 % interval, s; bytes on the device that needs most of them.
+
+    ``peak_flops_s``: the model's FLOPs, a recomputed forward included, at the peak of all devices, s.
+    """
+
+    seconds: float
+    low_s: float
+    high_s: float
+    peak_bytes: int
+    reserved_bytes: int
+    num_parameters: int
+    peak_flops_s: float
+
+
+Found = StepPrediction | MeshwrightError
+
+
+def name_obstacle(case: StepCase) -> str:
+    """What keeps a row from becoming a plan; an empty string if nothing does."""
+    if "Adafactor" in case.features:
+        return "the optimizer Adafactor"
+    if isinstance(case.shape, ResidualShape):
+        return "pipeline stages of a residual network" if case.setup.pp > 1 else ""
+    if case.shape.experts and not case.shape.experts.gated:
+        return "experts without gates"
+    if case.setup.dp % case.setup.ep:
+        return f"ep = {case.setup.ep} experts' ranks that do not divide dp = {case.setup.dp}"
+    if case.shape.root_norm and not case.software.fused_attention:
+        return "attention that keeps its scores in a model with rotary positions"
+    return ""
+
+
+def plan_step(case: StepCase) -> PlannedStep:
+    """The plan of a row. Raises InexpressibleError with the obstacle if there is one."""
+    setup, obstacle = case.setup, name_obstacle(case)
+    if obstacle:
+        raise InexpressibleError(obstacle)
+    graph, cluster = _graph(case), _cluster(case.kind, case.node, setup.num_devices)
+    replicas = setup.dp // setup.ep
+    # One part of the model per stage and round of chunks; the stages of a round have the same ranks as those of others.
+    first_ranks = [stage * replicas for _ in range(setup.chunks) for stage in range(setup.pp)]
+    plan = Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        cluster=cluster.name,
+        workload=Workload(
+            global_batch=setup.microbatch_size * setup.num_microbatches * setup.dp,
+            precision=_precision(case),
+            optimizer=Optimizer.named("sgd-momentum" if "momentum" in case.features else "adamw"),
+        ),
+        stages=tuple(
+            StagePlan(start=start, stop=stop, ranks=tuple(range(first, first + replicas)))
+            for (start, stop), first in zip(_bounds(case, graph), first_ranks, strict=True)
+        ),
+        num_microbatches=setup.num_microbatches * replicas,
+        schedule=SCHEDULE_NAMES[setup.schedule],
+        exchange=GradientExchange(zero=setup.zero, overlap=case.software.overlap),
+        sharding=Sharding(
+            tensor=setup.tp,
+            context=setup.cp,
+            expert=setup.ep,
+            sequence_parallel=setup.sequence_parallel and setup.tp > 1,
+        ),
+        recompute=_recompute(case, graph),
+    )
+    return PlannedStep(graph=graph, cluster=cluster, plan=plan, software=case.software)
+
+
+def evaluate_step(planned: PlannedStep, cost: CostModel | None = None) -> RankedPlan:
+    """What `plan` predicts for a row, with the interval of the step time.
+
+    ``cost``: a cost model of the same cluster and precision whose results may be reused. Raises PlanError for ops that
+    the sharding cannot split.
+    """
+    graph, cluster, plan = planned.graph, planned.cluster, planned.plan
+    cost = cost or planned.cost_model()
+    item = evaluate_plan(plan, graph, cluster, cost)
+    return replace(item, interval=predict_step_interval(plan, graph, cluster, cost))
+
+
+def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
+    """What `plan` predicts for each case, or the error that says why it cannot, shape (cases,).
+
+    Cases of one model on one kind of device are evaluated by one process and share what is known of them.
+    """
+    groups: dict[object, list[int]] = {}
+    for place in sorted(range(len(cases)), key=lambda place: _order(cases[place])):
+        case = cases[place]
+        groups.setdefault((case.shape, case.setup.seq, case.kind.name), []).append(place)
+    # The first one's time decides whether other processes pay, and long ones begin early.
+    parts = sorted(groups.values(), key=lambda part: -_num_instructions(cases[part[0]]))
+    found: dict[int, Found] = {}
+    results = run_places(lambda index: list(_evaluate_alike([cases[i] for i in parts[index]])), len(parts))
+    for part, mine in zip(parts, results, strict=True):
+        found.update(zip(part, mine, strict=True))
+    return [found[place] for place in range(len(cases))]
+
+
+def predictions_of(found: Sequence[Found]) -> Predictions:
+    """Seconds with intervals, shape (n,), of those that are no errors."""
+    kept = [item for item in found if isinstance(item, StepPrediction)]
+    basis: Basis = "transferred"
+    return Predictions(
+        seconds=np.array([item.seconds for item in kept], np.float64),
+        low_s=np.array([item.low_s for item in kept], np.float64),
+        high_s=np.array([item.high_s for item in kept], np.float64),
+        basis=(basis,) * len(kept),
+    )
+
+
+def _order(case: StepCase) -> tuple[int, ...]:
+    """Puts cases with the same sharded graph and the same stages next to each other."""
+    setup = case.setup
+    return setup.tp, setup.cp, setup.ep, setup.pp, setup.chunks, setup.num_devices, setup.microbatch_size
+
+
+def _num_instructions(case: StepCase) -> int:
+    """About how long the program of a case is."""
+    setup = case.setup
+    return setup.pp * setup.chunks * setup.num_microbatches + getattr(case.shape, "layers", 1)
+
+
+def _evaluate_alike(cases: Sequence[StepCase]) -> Iterator[Found]:
+    costs: list[CostModel] = []
+    for case in cases:
+        try:
+            planned = plan_step(case)
+            asked = planned.cost_model()
+            known = [cost for cost in costs if _alike(cost, asked)]
+            cost = known[0] if known else asked
+            costs += [] if known else [cost]
+            item = evaluate_step(planned, cost)
+        except MeshwrightError as error:
+            yield error
+            continue
+        assert item.interval is not None
+        passes = _WITH_RECOMPUTE if case.setup.recompute == "full" else 1.0
+        yield StepPrediction(
+            seconds=item.step_time_s,
+            low_s=item.interval.low_s,
+            high_s=item.interval.high_s,
+            peak_bytes=max(item.peak_memory_bytes),
+            reserved_bytes=max(item.reserved_bytes),
+            num_parameters=planned.graph.num_parameters(),
+            peak_flops_s=passes * (item.mfu or 0.0) * item.step_time_s,
+        )
+
+
+def _alike(one: CostModel, other: CostModel) -> bool:
+    return (one.precision, one.software, one.cluster) == (other.precision, other.software, other.cluster)
+
+
+def _graph(case: StepCase) -> Graph:
+    shape = case.shape
+    if isinstance(shape, ResidualShape):
+        return residual_graph(shape)
+    return decoder_graph(shape, case.setup.seq, fused_attention=case.software.fused_attention)
+
+
+def _cluster(kind: DeviceKind, node: Node, num_devices: int) -> Cluster:
+    """The nodes that hold this number of devices."""
+    num_nodes = -(-num_devices // node.num_devices)
+    return Cluster(
+        name=f"{num_nodes}x{node.num_devices}x{kind.name}",
+        device_kinds=(kind,),
+        nodes=tuple(replace(node, name=f"node{i}") for i in range(num_nodes)),
+    )
+
+
+def _precision(case: StepCase) -> Precision:
+    precision = _PRECISIONS[case.setup.precision]
+    if precision == "mixed" and "16-bit gradients" in case.features:
+        return "mixed-bf16-gradients"
+    return precision
+
+
+def _bounds(case: StepCase, graph: Graph) -> tuple[tuple[int, int], ...]:
+    """Layer ranges of the parts of the model; the first one includes the embedding, the last one the head."""
+    shape = case.shape
+    if isinstance(shape, ResidualShape):
+        return ((0, len(graph.layers)),)
+    _, *starts, _ = part_starts(shape, case.setup)
+    return tuple(pairwise([0, *(1 + start for start in starts), len(graph.layers)]))
+
+
+def _recompute(case: StepCase, graph: Graph) -> Ranges:
+    match case.setup.recompute:
+        case "none":
+            return ()
+        case "full":
+            return read_recompute(graph, "full")
+        case "selective":
+            return recompute_attention(graph)
+        case "op":
+            return _between_kept(graph)
+
+
+def recompute_attention(graph: Graph) -> Ranges:
+    """The two products of each attention that is not fused, and what lies between them."""
+    products = [i for i, op in enumerate(graph.ops) if op.kind.startswith(_SCORES)]
+    return tuple((first, second + 1) for first, second in zip(products[::2], products[1::2], strict=True))
+
+
+def _between_kept(graph: Graph) -> Ranges:
+    """Runs of ops of each block that contain neither attention nor an odd-numbered product of the block."""
+    found = []
+    for layer in graph.layers[1:-1]:
+        products, start = 0, layer.start
+        for index in range(layer.start, layer.stop):
+            kind = graph.ops[index].kind
+            products += kind.startswith(_PRODUCT)
+            if kind.startswith(_ATTENTION) or (kind.startswith(_PRODUCT) and products % 2):
+                found += [(start, index)] if start < index else []
+                start = index + 1
+        found += [(start, layer.stop)] if start < layer.stop else []
+    return tuple(found)

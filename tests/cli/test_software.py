@@ -1,0 +1,52 @@
+"""``--software``: a step is predicted as other training software would take it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def step_s(run, *options):
+    """Seconds of the plan of one device and one microbatch, by ``plan`` and by ``simulate``."""
+    asked = ("gpt2-small", "--cluster", "1xA100", "--batch", 1, "-m", 1, "--out", "plan.json", "--json")
+    code, planned, error = run("plan", *asked, *options)
+    assert code == 0, error
+    code, simulated, error = run("simulate", "plan.json", "--json", *options)
+    assert code == 0, error
+    return json.loads(planned)["plans"][0]["step_time_s"], json.loads(simulated)["step_time_s"]
+
+
+def test_older_attention_makes_a_longer_step(run):
+    plain, older = step_s(run), step_s(run, "--software", "llm-foundry@2023")
+    newer = step_s(run, "--software", "llm-foundry@2024")
+    assert older[0] > plain[0]
+    assert newer[0] == plain[0]
+    for planned, simulated in (plain, older, newer):
+        assert simulated == pytest.approx(planned)
+
+
+def test_a_slower_host_makes_a_longer_step(run):
+    assert step_s(run, "--software", "megatron@2022")[0] > 1.5 * step_s(run)[0]
+
+
+def test_a_plan_remembers_what_it_was_priced_for(run):
+    asked = ("gpt2-small", "--cluster", "1xA100", "--batch", 1, "-m", 1, "--out", "plan.json", "--json")
+    code, planned, error = run("plan", *asked, "--software", "megatron@2022")
+    assert code == 0, error
+    code, simulated, said = run("simulate", "plan.json", "--json")
+    assert code == 0
+    assert "Priced for megatron@2022, as the plan was made." in said
+    assert json.loads(simulated)["step_time_s"] == pytest.approx(json.loads(planned)["plans"][0]["step_time_s"])
+
+
+@pytest.mark.parametrize("verb", ["plan", "simulate"])
+def test_unknown_software_is_refused(run, verb):
+    asked = ("gpt-tiny", "--cluster", "2xcpu", "--batch", 8)
+    if verb == "simulate":
+        assert run("plan", *asked, "--out", "plan.json")[0] == 0
+        asked = ("plan.json",)
+    code, _, error = run(verb, *asked, "--software", "deepspeed")
+    assert code == 1
+    assert "'deepspeed'" in error
+    assert "alpa, llm-foundry, megatron, torchtitan" in error
