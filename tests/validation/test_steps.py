@@ -227,6 +227,7 @@ def test_rows_without_a_time_can_be_predicted(rows):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_scores_of_all_parts():
     scores = score_steps()
     by_part = {(score.part, score.arm): score for score in scores}

@@ -1,20 +1,23 @@
 """How long the host takes to issue ops to a CUDA device, which runs them later: seconds per op and per optimizer step.
 
-    forward      calls · call_s + nodes · node_s     calls: kernels, views and casts; nodes: those of autograd's graph
-    backward     calls · call_s + nodes · node_s     and `HostCalls.engine_s` once per backward
+    forward      calls · forward_call_s + kernels · launch_s      calls: kernels, views and casts
+    backward     nodes · node_s + kernels · launch_s              nodes: those of autograd's graph, one per parameter,
+                                                                  too; and `HostCalls.engine_s` once per backward
     accumulate   kernels · call_s
     optimizer    tensors · seconds of the loop per tensor
 
-What one call takes is measured (``host_issue.toml``). With what torch calls in a linear layer of two dims (`t`,
-`addmm`), in the sum of its output and in their backward (`ones_like`, `expand`, `t`, `mm`, `sum`, `t` and two
-additions to gradients, by nodes Sum, Addmm, T and twice AccumulateGrad), two more follow:
+A call inside of a model takes several times what it takes in a loop over one op: modules and the user's Python run
+between, and caches are cold. A CPU without a device shows that, on models whose tensors are so small that computing
+takes no time (``scripts/measure_host_issue.py``). Its seconds and those of a CUDA host (``host_issue.toml``) differ by
+the ``speed`` of the hosts, and by what a launch adds. A loop over an addition and one over a linear layer, of one
+kernel each, give both:
 
-    linear_s          = 2 call_s + 2 node_s
-    linear_backward_s = linear_s + (call_s + node_s) + 8 call_s + 5 node_s + engine_s
+    call_s   = speed · reference.call_s   + launch_s
+    linear_s = speed · reference.linear_s + launch_s
 
-Source of the calls: torch 2.11, torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/Linear.cpp,
-LinearAlgebra.cpp and transformers/attention.cpp. The views inside of products are counted here, for ops of a graph hide
-them.
+The views inside of products and attention are counted here, for ops of a graph hide them (torch 2.11,
+torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/Linear.cpp, LinearAlgebra.cpp and
+transformers/attention.cpp).
 """
 
 from __future__ import annotations
@@ -50,9 +53,26 @@ _FLATTENED, _MATMUL, _ATTENTION = 2, 5, 4
 _ADAMW_OPERATIONS = 8
 
 
+# Kernels of a linear layer, the sum of what it yields and their backward: a product and a sum, `ones_like`, the product
+# and the sum of the two gradients, and two additions to gradients that exist.
+_LINEAR_BACKWARD_KERNELS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceCalls:
+    """What calls take on a CPU alone: in loops over one op, and on average inside of models, forward and backward."""
+
+    call_s: float
+    linear_s: float
+    linear_backward_s: float
+    model_call_s: float
+    model_node_s: float
+    source: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
-    """What was measured: an addition, a linear layer, its forward and backward, a step of AdamW per tensor."""
+    """Loops on a CUDA host: an addition, a linear layer, its forward and backward, a step of AdamW per tensor."""
 
     call_s: float
     linear_s: float
@@ -60,23 +80,51 @@ class HostCalls:
     fused_tensor_s: float
     foreach_tensor_s: float
     source: str
+    reference: ReferenceCalls
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
+
+    @property
+    def speed(self) -> float:
+        """How many times as long as the reference this host takes, launches aside."""
+        return (self.linear_s - self.call_s) / (self.reference.linear_s - self.reference.call_s)
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds to launch a kernel, beside its call."""
+        return self.call_s - self.speed * self.reference.call_s
+
+    @property
+    def forward_call_s(self) -> float:
+        """Seconds of one call in a model's forward, its launch aside."""
+        return self.speed * self.reference.model_call_s
 
     @property
     def node_s(self) -> float:
-        """Seconds to record or to run one node of autograd's graph, beside its calls."""
-        return (self.linear_s - 2 * self.call_s) / 2
+        """Seconds of one node in a model's backward, its launches aside."""
+        return self.speed * self.reference.model_node_s
 
     @property
     def engine_s(self) -> float:
-        """Seconds to hand a backward to autograd's thread and to come back."""
-        return self.linear_backward_s - self.linear_s - 9 * self.call_s - 6 * self.node_s
+        """Seconds to hand a backward to autograd's thread and to come back; a CPU alone runs it in the caller's."""
+        same = self.speed * self.reference.linear_backward_s + _LINEAR_BACKWARD_KERNELS * self.launch_s
+        return max(self.linear_backward_s - same, 0.0)
 
     @property
     def foreach_operation_s(self) -> float:
         """Seconds per tensor of one operation over many."""
         return self.foreach_tensor_s / _ADAMW_OPERATIONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """What the host does for one op: calls and kernels forward, nodes and kernels backward, gradients added up."""
+
+    calls: int
+    kernels: int
+    nodes: int
+    backward_kernels: int
+    accumulations: int
 
 
 @lru_cache(maxsize=1)
@@ -93,26 +141,31 @@ def host_factor(node: Node, end: End | None) -> float:
     return factor * {None: 1.0, "low": interval.low, "high": interval.high}[end]
 
 
-def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpSeconds:
-    """Seconds of the measured host for one op, the same for every batch ``size``; arguments as of `passes_of`."""
-    calls = load_host_calls()
+def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> Issued:
+    """What the host does for one op; arguments as of `passes_of`."""
     passes = passes_of(graph, op, size, dtype, key)
     views = _inner_views(graph, op)
     casts = cast_inputs(graph, op, numbers.autocast) if numbers.autocast else []
     recorded = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
-    returned = [i for i in casts if graph.tensors[i].requires_grad] if recorded else []
-    backward_calls = passes.backward.num_calls
-    if recorded:
-        # Each gradient of a product takes the other factor transposed.
-        transposed = passes.backward.num_kernels if family_of(op) == "product" else 0
-        backward_calls += views + transposed + len(returned)
-    # One node per op, view and cast that needs a gradient, and one that adds to each parameter's.
-    nodes = (1 + views + len(returned)) if recorded else 0
-    gathered = passes.accumulate.num_kernels
+    returned = sum(graph.tensors[i].requires_grad for i in casts) if recorded else 0
+    # One node per op, view and cast that needs a gradient, and one per parameter.
+    nodes = 1 + views + returned + passes.accumulate.num_kernels if recorded else 0
+    return Issued(
+        calls=passes.forward.num_calls + views + len(casts),
+        kernels=passes.forward.num_kernels + len(casts),
+        nodes=nodes,
+        backward_kernels=passes.backward.num_kernels + returned,
+        accumulations=passes.accumulate.num_kernels,
+    )
+
+
+def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpSeconds:
+    """Seconds of the measured host for one op; arguments as of `passes_of`."""
+    calls, issued = load_host_calls(), count_issued(graph, op, size, dtype, key, numbers)
     return OpSeconds(
-        forward_s=(passes.forward.num_calls + views + len(casts)) * calls.call_s + nodes * calls.node_s,
-        backward_s=backward_calls * calls.call_s + (nodes + gathered) * calls.node_s,
-        accumulate_s=gathered * calls.call_s,
+        forward_s=issued.calls * calls.forward_call_s + issued.kernels * calls.launch_s,
+        backward_s=issued.nodes * calls.node_s + issued.backward_kernels * calls.launch_s,
+        accumulate_s=issued.accumulations * calls.call_s,
     )
 
 
