@@ -18,14 +18,12 @@ from meshwright.spec.parsing import read_data
 
 # A year, or a year and a month.
 DATE = r"20[0-9]{2}(-(0[1-9]|1[0-2]))?"
-# A date before those of all entries.
-_BEFORE = "2000"
 Attention = Literal["torch", "flash-2", "flash-1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Training software of one framework since a date, and until the next entry's.
+    """Training software of one framework since a date, the first entry also before it, until the next entry's.
 
     ``attention``: the kernels of fused attention: those that current PyTorch chooses, or a version of FlashAttention.
     ``host_factor``: how many times as long its host issues an op as plain PyTorch does. ``fused_attention``: whether
@@ -35,8 +33,8 @@ class Software:
     """
 
     framework: str
+    since: str
     citation: str
-    since: str = ""
     attention: Attention = "torch"
     host_factor: float = 1.0
     fused_attention: bool = True
@@ -46,11 +44,11 @@ class Software:
 
     @property
     def name(self) -> str:
-        """As `read_software` takes it; an entry that holds from the beginning has a date before all others."""
-        return f"{self.framework}@{self.since or _BEFORE}"
+        """As `read_software` takes it."""
+        return f"{self.framework}@{self.since}"
 
 
-PYTORCH = Software(framework="PyTorch", citation="meshwright.runtime")
+PYTORCH = Software(framework="PyTorch", since="", citation="meshwright.runtime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,8 @@ def find_software(framework: str, date: str = "") -> Software:
     ``framework``: its name, whatever follows in the cell. ``date``: year or year-month of the run; the newest if empty.
     """
     name, date = framework.strip().lower(), date or "9999"
-    fitting = [entry for entry in known_software() if name.startswith(entry.framework) and entry.since <= date]
+    known = [entry for entry in known_software() if name.startswith(entry.framework)]
+    fitting = [entry for entry in known if entry.since <= date] or known[:1]
     return fitting[-1] if fitting else PYTORCH
 
 
