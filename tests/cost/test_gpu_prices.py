@@ -9,6 +9,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.gpu.attention import attention_seconds, kernel_of
 from meshwright.cost.gpu.fit import kernels_of, left_out, predicted
 from meshwright.cost.gpu.rates import GpuModel, Rate, is_modelled, shipped_gpu
+from meshwright.cost.software import PYTORCH, read_software
 from meshwright.cost.widths import stays_single
 from meshwright.cost.work import key_in
 from meshwright.cost.work.calls import read_call
@@ -20,6 +21,7 @@ from tests.cost.facts import B, GraphMaker
 
 H100 = load_cluster("H100")
 KIND = measured_kind()
+AMPERE = load_cluster("A100").device_kinds[0]
 ROWS = [row for row in load_ops() if kernels_of(row, KIND.num_multiprocessors)]
 
 
@@ -246,9 +248,22 @@ def test_what_is_made_of_numbers_stays_float32_until_it_is_cast_back():
     assert narrow.forward_s[-2] == pytest.approx(wide.forward_s[-2], rel=0.4)
 
 
-def attention(queries=1024, width=64, *, causal=True, mask=None, dtype="bfloat16", kind=KIND, batch=16, heads=32):
+def attention(
+    queries=1024,
+    width=64,
+    *,
+    keys=None,
+    causal=True,
+    mask=None,
+    dtype="bfloat16",
+    kind=KIND,
+    batch=16,
+    heads=32,
+    software=PYTORCH,
+):
     make = GraphMaker()
-    parts = [make.tensor(name, (B, heads, queries, width)) for name in "qkv"]
+    sizes = zip("qkv", (queries, keys or queries, keys or queries), strict=True)
+    parts = [make.tensor(name, (B, heads, size, width)) for name, size in sizes]
     for part in parts:
         make.op("aten.randn.default", (), (part,))
     if mask is not None:
@@ -261,8 +276,8 @@ def attention(queries=1024, width=64, *, causal=True, mask=None, dtype="bfloat16
     make.op("aten.scaled_dot_product_attention.default", tuple(parts), (y,), attributes=attributes)
     graph = make.graph()
     call = read_call(key_in(dtype, graph, graph.ops[-1], batch))
-    name = kernel_of(graph, graph.ops[-1], call, dtype, kind)
-    return name, attention_seconds(graph, graph.ops[-1], call, dtype, kind, trained=True)
+    name = kernel_of(graph, graph.ops[-1], call, dtype, kind, software)
+    return name, attention_seconds(graph, graph.ops[-1], call, dtype, kind, trained=True, software=software)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +314,23 @@ def test_cudnn_attention_is_as_fast_as_the_paper_of_flash_attention_3_has_it(que
     assert flops / seconds.forward_s / 1e12 == pytest.approx(forward, rel=0.1)
     if backward is not None:
         assert 2.5 * flops / seconds.backward_s / 1e12 == pytest.approx(backward, rel=0.1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_the_last_rank_of_a_context_has_the_most_keys(num_ranks):
+    whole, own = 65536, 65536 // num_ranks
+    whole_s = attention(whole, 128, batch=1, kind=AMPERE)[1].forward_s
+    _, last = attention(own, 128, keys=whole, batch=1, kind=AMPERE)
+    assert last.forward_s / whole_s == pytest.approx((2 - 1 / num_ranks) / num_ranks, rel=0.02)
+    _, balanced = attention(own, 128, keys=whole, batch=1, kind=AMPERE, software=read_software("torchtitan"))
+    assert balanced.forward_s / whole_s == pytest.approx(1 / num_ranks, rel=0.02)
+
+
+def test_of_fewer_queries_than_keys_attention_is_flash():
+    kernels = [
+        attention(512, keys=keys, causal=causal)[0] for keys, causal in ((512, True), (1024, True), (1024, False))
+    ]
+    assert kernels == ["cudnn", "flash", "cudnn"]
 
 
 def test_scores_that_pass_through_memory_take_longer_than_a_fused_kernel():

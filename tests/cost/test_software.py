@@ -99,9 +99,8 @@ def test_current_pytorch_has_the_fastest_attention_on_h100():
 
 @pytest.mark.parametrize("factor", [0.0, 2.5])
 def test_a_slower_host_takes_as_many_times_as_long(factor):
-    plain, other = (
-        prices("H100", software) for software in (PYTORCH, Software(framework="x", since="2000", citation="", host_factor=factor))
-    )
+    slower = Software(framework="x", since="2000", citation="", host_factor=factor)
+    plain, other = (prices("H100", software) for software in (PYTORCH, slower))
     assert plain.issue_s.sum() > 0
     assert other.issue_s == pytest.approx(factor * plain.issue_s)
     assert np.array_equal(other.forward_s, plain.forward_s)

@@ -14,8 +14,9 @@ from meshwright.capture import capture_model
 from meshwright.runtime.stage_steps import own_optimizer
 from meshwright.runtime.teams import Grid, local_model
 from meshwright.runtime.teams.grid import AxisGroup
+from meshwright.runtime.teams.operators import Attend
 from meshwright.runtime.teams.shares import Cut
-from meshwright.spec import Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
+from meshwright.spec import Op, Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import GPT
 from tests.runtime.team_cases import CASES, FEW, all_cases, main_cases
@@ -186,6 +187,20 @@ def test_what_cannot_be_computed_in_shares_is_refused(make, options, words):
     torch.manual_seed(0)
     with pytest.raises(PlanError, match=words):
         open_local(make().train(), **options)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_causal_attention_reads_no_key_behind_its_queries(index):
+    queries, ranks = 4, 3
+    query, key, value = (torch.randn(2, 1, queries * ranks, 8, dtype=torch.float64) for _ in range(3))
+    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    own = slice(index * queries, (index + 1) * queries)
+    for later in (key, value):
+        later[..., own.stop :, :] = torch.nan
+    kind, attributes = "aten.scaled_dot_product_attention.default", (("is_causal", "True"),)
+    op = Op(name="attention", kind=kind, inputs=(0, 1, 2), outputs=(3,), attributes=attributes)
+    attend = Attend(op, AxisGroup(group=None, ranks=(0, 1, 2), index=index), nn.Identity())
+    torch.testing.assert_close(attend(query[..., own, :], key, value), whole[..., own, :])
 
 
 def test_an_optimizer_with_state_of_what_is_split_is_refused():

@@ -17,7 +17,7 @@ from meshwright.validation.memory import predict_published
 from meshwright.validation.scores import score_rows
 from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
 from meshwright.validation.step_memory import judge_memory
-from meshwright.validation.step_plans import StepPrediction, evaluate_steps, predictions_of
+from meshwright.validation.step_plans import StepPrediction, evaluate_steps, name_obstacle, predictions_of
 from meshwright.validation.step_rows import NEEDED, read_step
 from meshwright.validation.step_split import calibration_rows, scored_rows
 from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
@@ -281,8 +281,9 @@ def test_runs_of_alpa_are_read_as_its_code_has_them(every_row):
     assert (experts.setup.dp, experts.setup.ep, experts.shape.experts.num_experts) == (4, 4, 16)
     assert [experts.shape.is_dense(layer) for layer in range(4)] == [False, True, False, True]
     assert (stated.setup.zero, stated.setup.ep, stated.shape.dropout) == (1, 1, False)
+    assert (wide.setup.dp, wide.setup.tp, wide.setup.precision, wide.shape.channels) == (2, 2, "fp32", 320)
     # Its mesh is two by two, but what is split how is not stated.
-    assert (wide.setup.dp, wide.setup.tp, wide.setup.precision, wide.shape.channels) == (4, 1, "fp32", 320)
+    assert name_obstacle(wide) == "tensor parallelism of a residual network"
 
 
 def test_a_lower_power_limit_slows_the_clock(rows):

@@ -76,7 +76,7 @@ def price_sizes(
     if gpu is not None:
         predicted = price_kernels(sources.kernels or shipped_model(), gpu.products, asked, usual)
         prices = [
-            price_launches(gpu, some, each, types, widths, usual, sources.software.attention)
+            price_launches(gpu, some, each, types, widths, usual, sources.software)
             for some, each in zip(asked, predicted, strict=True)
         ]
     prices = [

@@ -26,6 +26,7 @@ class Software:
     """Training software of one framework since a date, the first entry also before it, until the next entry's.
 
     ``attention``: the kernels of fused attention: those that current PyTorch chooses, or a version of FlashAttention.
+    ``balanced_context``: whether under context parallelism each rank has tokens of the beginning and of the end.
     ``host_factor``: how many times as long its host issues an op as plain PyTorch does. ``fused_attention``: whether
     attention is fused; if not, scores are kept. ``overlap``: whether gradients are exchanged beside the backward.
     ``memory_share``: what it takes of a device's memory. ``vocabulary_multiple``: vocabularies are padded to a multiple
@@ -36,6 +37,7 @@ class Software:
     since: str
     citation: str
     attention: Attention = "torch"
+    balanced_context: bool = False
     host_factor: float = 1.0
     fused_attention: bool = True
     overlap: bool = True

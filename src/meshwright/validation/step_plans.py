@@ -106,7 +106,9 @@ def name_obstacle(case: StepCase) -> str:
     if "Adafactor" in case.features:
         return "the optimizer Adafactor"
     if isinstance(case.shape, ResidualShape):
-        return "pipeline stages of a residual network" if case.setup.pp > 1 else ""
+        # A mesh of Alpa's says between which devices its search could split ops, not how it split convolutions.
+        split = (("pipeline stages", case.setup.pp), ("tensor parallelism", case.setup.tp))
+        return next((f"{name} of a residual network" for name, size in split if size > 1), "")
     if case.shape.experts and not case.shape.experts.gated:
         return "experts without gates"
     if case.setup.dp % case.setup.ep:

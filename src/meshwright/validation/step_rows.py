@@ -121,16 +121,10 @@ def read_step(row: Row) -> StepCase:
 
 
 def _completed(row: Row) -> Row:
-    """A row with the plan that is taken for one of Alpa's that its source does not state: all devices split the batch.
-
-    Of a mixture of experts without a mesh they split the experts, too.
-    """
-    if not row.get("framework", "").lower().startswith("alpa"):
+    """A row of Alpa's with the mesh that its source does not state: all devices split the batch and the experts."""
+    if row["tp"] or row["dp"] or not row.get("framework", "").lower().startswith("alpa"):
         return row
-    taken = {"tp": "1", "dp": row["n_devices"], "mbs": ""}
-    if row["family"] == "moe" and not row["tp"]:
-        return {**row, **taken, "ep": row["n_devices"]}
-    return {**row, **taken} if row["family"] == "wresnet" else row
+    return {**row, "tp": "1", "dp": row["n_devices"], "ep": row["n_devices"] if row["family"] == "moe" else ""}
 
 
 def _setup(row: Row) -> TrainingSetup:

@@ -79,8 +79,8 @@ _HOST = "how slowly the host issues is fitted on other rows of the same runs (ca
 _TITAN = "these runs are compiled, which no plan expresses; rows without microbatches get one per stage"
 _SIMUMAX = "the rows leave schedule and recompute empty"
 _PLANS = (
-    "under-specified: what Alpa's search made of these models; taken is that all devices split the batch, and experts "
-    "where no mesh is stated"
+    "under-specified: what Alpa's search made of these models; where no mesh is stated, all devices split the batch "
+    "and the experts"
 )
 _ZERO = "under-specified: which version of DeepSpeed gathered what beside what is not said"
 PARTS = (

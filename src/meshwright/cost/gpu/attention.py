@@ -1,10 +1,12 @@
 """Seconds of `scaled_dot_product_attention` on CUDA devices, by the kernel that torch chooses.
 
-    t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: ½ under a causal mask
+    t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: 1 - queries / (2·keys) under
+                                                                                         a causal mask
     t = fixed + bytes / bandwidth                                                        whatever is longer
 
 cudnn      16-bit types without a mask, on devices of compute capability 9 and 10 (torch 2.11, sdp_utils.cpp)
-flash      the same on others, and with older software (`cost.software`): FlashAttention-2, or its first version
+flash      the same on others, with older software (`cost.software`): FlashAttention-2, or its first version; and of
+           fewer queries than keys under a causal mask (`runtime.teams.operators.Attend`)
 efficient  float32, a mask, wide heads or older devices: CUTLASS kernels; in 16 bits 1.8 times as long as flash, in
            float32 three times as long as that
 math       a mask with a gradient that is a view of something else, step by step and in float32: scores pass through
@@ -16,6 +18,9 @@ to 16,384 keys). On devices of compute capability 8: 73 % of the peak forward an
 2023, A100; width 128), less for narrower heads in the same proportion. A causal mask adds half a block of 128 queries
 and what an uneven end of the grid leaves idle; 245 keys in the same tables. CUTLASS: xFormers in figure 4 of
 FlashAttention-2; float32 over float16 by the benchmarks of xFormers' pull request 587 (A100).
+
+Where ranks share the tokens of a sequence in order (context parallelism), the last one has the most keys, and the
+others wait for it: f is its. Software that gives each rank a share of the beginning and one of the end has f = ½.
 """
 
 from __future__ import annotations
@@ -26,11 +31,11 @@ from typing import TYPE_CHECKING
 from meshwright.cost.gpu.products import between
 from meshwright.cost.prediction import Interval
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds, peak_flops
+from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.work import ATTENTION_BACKWARD
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright.cost.software import Attention
     from meshwright.cost.work.calls import Call
     from meshwright.spec import DeviceKind, Graph, Op
 
@@ -65,7 +70,7 @@ _FLASH_1 = 0.615 / 0.325
 _WIDEST = 256
 
 
-def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, attention: Attention = "torch") -> str:
+def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, software: Software = PYTORCH) -> str:
     """Which kernel the software takes: cudnn, flash, flash 8, efficient or math."""
     masked = len(op.inputs) > _NUM_UNMASKED
     if masked:
@@ -75,19 +80,23 @@ def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, at
     without_flash = DTYPE_BYTES.get(dtype) != 2 or call.shapes[0][-1] > _WIDEST or kind.compute_capability < _AMPERE
     if masked or without_flash:
         return "efficient"
-    if attention == "torch" and _HOPPER <= kind.compute_capability < _AFTER_BLACKWELL:
+    by_cudnn = software.attention == "torch" and not (_seen_at_the_end(call) and not software.balanced_context)
+    if by_cudnn and _HOPPER <= kind.compute_capability < _AFTER_BLACKWELL:
         return "cudnn"
     return "flash" if kind.compute_capability >= _HOPPER else "flash 8"
 
 
 def attention_seconds(
-    graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, *, trained: bool, attention: Attention = "torch"
+    graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, *, trained: bool, software: Software = PYTORCH
 ) -> OpSeconds:
     """Seconds of one attention; ``call``: its sizes."""
     query, keys = call.shapes[0], call.shapes[1][-2]
     heads, width = math.prod(query[:-2]), query[-1]
     causal = call.attributes.get("is_causal") == "True"
-    name = kernel_of(graph, op, call, dtype, kind, attention)
+    seen = 1.0
+    if causal:
+        seen = 0.5 if software.balanced_context else 1 - min(query[-2] / keys, 1.0) / 2
+    name = kernel_of(graph, op, call, dtype, kind, software)
     element = DTYPE_BYTES.get(dtype, 4)
     flops = 4.0 * heads * query[-2] * keys * width
     moved = float(element * sum(math.prod(shape) for shape in call.shapes[:3]) + element * math.prod(query))
@@ -100,7 +109,7 @@ def attention_seconds(
             for many, count, kernels, part in zip(_HEADS, _SCORES, _KERNELS, (1.0, 2.0), strict=True)
         ]
         return OpSeconds(forward_s=times[0], backward_s=times[1] if trained else 0.0, accumulate_s=0.0)
-    slower, fused = _FLASH_1 if attention == "flash-1" and name.startswith("flash") else 1.0, name
+    slower, fused = _FLASH_1 if software.attention == "flash-1" and name.startswith("flash") else 1.0, name
     if name == "efficient":
         slower = _EFFICIENT * (_EFFICIENT_FLOAT32 if element > 2 else 1.0)
         fused = "flash" if kind.compute_capability >= _HOPPER else "flash 8"
@@ -109,8 +118,13 @@ def attention_seconds(
     for backward in (False, True):
         share = between(math.log(width), _WIDTHS, _SHARES[fused][backward])
         short = _SHORT[fused][backward] + _CAUSAL_SHORT * causal
-        times_flops = flops * (0.5 if causal else 1.0) * (ATTENTION_BACKWARD if backward else 1.0)
+        times_flops = flops * seen * (ATTENTION_BACKWARD if backward else 1.0)
         computing = slower * times_flops * (1 + short / keys) / (share * peak)
         moving = (1 + backward) * moved / kind.memory_bandwidth_bytes_per_s
         parts.append(_FIXED_S + max(computing, moving))
     return OpSeconds(forward_s=parts[0], backward_s=parts[1] if trained else 0.0, accumulate_s=0.0)
+
+
+def _seen_at_the_end(call: Call) -> bool:
+    """Whether a causal mask ends at the last query and the last key of fewer queries than keys."""
+    return call.attributes.get("is_causal") == "True" and call.shapes[0][-2] < call.shapes[1][-2]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshwright.cost.gpu.rates import GpuModel
     from meshwright.cost.kernels import Asked
     from meshwright.cost.prices import OpPrice
-    from meshwright.cost.software import Attention
+    from meshwright.cost.software import Software
     from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Op
 
@@ -40,12 +40,12 @@ def price_launches(
     dtypes: list[str],
     widths: Widths,
     kind: DeviceKind,
-    attention: Attention,
+    software: Software,
 ) -> list[OpPrice]:
     """Prices of the ops of ``asked``, which compute in ``dtypes``; ``predicted``: after the predictor of products."""
     columns = zip(asked.prices, predicted, asked.ops, asked.keys, dtypes, strict=True)
     return [
-        _price(model, asked, op, key, dtype, widths, kind, dense, attention) if bound.basis == "roofline" else bound
+        _price(model, asked, op, key, dtype, widths, kind, dense, software) if bound.basis == "roofline" else bound
         for bound, dense, op, key, dtype in columns
     ]
 
@@ -59,7 +59,7 @@ def _price(
     widths: Widths,
     kind: DeviceKind,
     predicted: OpPrice,
-    attention: Attention,
+    software: Software,
 ) -> OpPrice:
     graph, batch_size = asked.graph, asked.batch_size
     passes = passes_of(graph, op, batch_size, dtype, key)
@@ -72,7 +72,7 @@ def _price(
     basis, interval = model.basis_on(kind)
     if family == "attention":
         trained = passes.backward.num_kernels > 0
-        seconds = attention_seconds(graph, op, call, dtype, kind, trained=trained, attention=attention)
+        seconds = attention_seconds(graph, op, call, dtype, kind, trained=trained, software=software)
         return price_around(seconds, ATTENTION, "transferred")
     launched = launches_of(graph, op, batch_size, key, passes, widths, kind.num_multiprocessors)
     extra = [sum_of(0.0, width)] * (passes.accumulate.num_kernels - 1)

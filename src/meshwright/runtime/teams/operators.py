@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from meshwright.runtime.teams.grid import AxisGroup
 from meshwright.spec.errors import PlanError
@@ -121,11 +122,19 @@ class Attend(torch.nn.Module):
         if not self._is_causal:
             found: torch.Tensor = self._call(*given)
             return found
-        queries, keys = given[0].shape[-2], given[1].shape[-2]
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=given[0].device).tril(self._axis.index * queries)
-        query, key, value = given
+        query, *whole = given
+        queries = query.shape[-2]
+        # None sees a key behind the last query.
+        seen = (self._axis.index + 1) * queries
+        key, value = (tensor[..., :seen, :] for tensor in whole)
+        # Kernels of CUDA know a mask that ends at the lower right; elsewhere it is made, and that with warnings.
+        mask = (
+            causal_lower_right(queries, seen)
+            if query.is_cuda
+            else torch.ones(queries, seen, dtype=torch.bool, device=query.device).tril(seen - queries)
+        )
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, scale=self._scale, enable_gqa=self._is_grouped
+            query, key, value, attn_mask=mask, scale=self._scale, enable_gqa=self._is_grouped
         )
 
 
