@@ -15,6 +15,9 @@ kernel each, give both:
     call_s   = speed · reference.call_s   + launch_s
     linear_s = speed · reference.linear_s + launch_s
 
+That both launch for as long is assumed: 2 µs more for the product would make the host a fifth faster, and ``engine_s``,
+which is what remains of a backward, longer.
+
 The views inside of products and attention are counted here, for ops of a graph hide them (torch 2.11,
 torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/Linear.cpp, LinearAlgebra.cpp and
 transformers/attention.cpp).
@@ -41,11 +44,11 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Node, Op, Optimizer
     from meshwright.spec.precision import Numbers
 
-# One loop over tensors took 63 to 100 µs per tensor in four runs on one host (AdamW, as in ``host_issue.toml``): 1.6.
-_ONE_HOST = Interval(low=1 / 1.6, high=1.6)
-# Of hosts that do not say how fast they are a further factor of 2 is assumed, which is a guess and no measurement: the
-# two are independent, so that their logarithms add up in squares.
-_ANY_HOST = Interval(low=1 / 2.3, high=2.3)
+# One loop over tensors took 63 to 100 µs per tensor in four runs on one host (AdamW, as in ``host_issue.toml``): 1.6;
+# models differ by 1.3 from what their calls would take on average. These are independent, so that their logarithms add
+# up in squares; and so does a further factor of 2 for hosts that do not say how fast they are, which is a guess.
+_ONE_HOST = Interval(low=1 / 1.75, high=1.75)
+_ANY_HOST = Interval(low=1 / 2.4, high=2.4)
 # Views inside of ops: `linear` of more than two dims flattens and unflattens its input; `matmul` of more than two
 # expands and flattens both; attention transposes queries, keys, values and what comes out.
 _FLATTENED, _MATMUL, _ATTENTION = 2, 5, 4
@@ -142,14 +145,18 @@ def host_factor(node: Node, end: End | None) -> float:
 
 
 def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> Issued:
-    """What the host does for one op; arguments as of `passes_of`."""
+    """What the host does for one op, the same for every batch ``size``; arguments as of `passes_of`."""
+    if size == 1:
+        # One sample is expanded to nothing, so that no gradient is summed over samples; of more samples it is.
+        size, key = 2, ""
     passes = passes_of(graph, op, size, dtype, key)
     views = _inner_views(graph, op)
     casts = cast_inputs(graph, op, numbers.autocast) if numbers.autocast else []
     recorded = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
     returned = sum(graph.tensors[i].requires_grad for i in casts) if recorded else 0
-    # One node per op, view and cast that needs a gradient, and one per parameter.
-    nodes = 1 + views + returned + passes.accumulate.num_kernels if recorded else 0
+    # One node per op, view and cast that needs a gradient, and one per parameter; attention's views are in its own.
+    viewed = 0 if family_of(op) == "attention" else views
+    nodes = 1 + viewed + returned + passes.accumulate.num_kernels if recorded else 0
     return Issued(
         calls=passes.forward.num_calls + views + len(casts),
         kernels=passes.forward.num_kernels + len(casts),
@@ -160,7 +167,7 @@ def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers:
 
 
 def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpSeconds:
-    """Seconds of the measured host for one op; arguments as of `passes_of`."""
+    """Seconds of the measured host for one op, the same for every batch ``size``; arguments as of `passes_of`."""
     calls, issued = load_host_calls(), count_issued(graph, op, size, dtype, key, numbers)
     return OpSeconds(
         forward_s=issued.calls * calls.forward_call_s + issued.kernels * calls.launch_s,

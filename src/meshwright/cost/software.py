@@ -23,7 +23,7 @@ Attention = Literal["torch", "flash-2", "flash-1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Training software of one framework since a date, the first entry also before it, until the next entry's.
+    """Training software of one framework from a date to that of the next entry; the first also holds for older runs.
 
     ``attention``: the kernels of fused attention: those that current PyTorch chooses, or a version of FlashAttention.
     ``balanced_context``: whether under context parallelism each rank has tokens of the beginning and of the end.

@@ -124,7 +124,8 @@ def _completed(row: Row) -> Row:
     """A row of Alpa's with the mesh that its source does not state: all devices split the batch and the experts."""
     if row["tp"] or row["dp"] or not row.get("framework", "").lower().startswith("alpa"):
         return row
-    return {**row, "tp": "1", "dp": row["n_devices"], "ep": row["n_devices"] if row["family"] == "moe" else ""}
+    devices = str(read_number(row, "n_devices") // read_number(row, "pp"))
+    return {**row, "tp": "1", "dp": devices, "ep": devices if row["family"] == "moe" else ""}
 
 
 def _setup(row: Row) -> TrainingSetup:

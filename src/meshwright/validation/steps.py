@@ -79,8 +79,7 @@ _HOST = "how slowly the host issues is fitted on other rows of the same runs (ca
 _TITAN = "these runs are compiled, which no plan expresses; rows without microbatches get one per stage"
 _SIMUMAX = "the rows leave schedule and recompute empty"
 _PLANS = (
-    "under-specified: what Alpa's search made of these models; where no mesh is stated, all devices split the batch "
-    "and the experts"
+    "under-specified: how Alpa's search split convolutions over its devices; taken is that all of them split the batch"
 )
 _ZERO = "under-specified: which version of DeepSpeed gathered what beside what is not said"
 PARTS = (

@@ -1,12 +1,10 @@
 """Seconds of `scaled_dot_product_attention` on CUDA devices, by the kernel that torch chooses.
 
-    t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: 1 - queries / (2·keys) under
-                                                                                         a causal mask
+    t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: ½ under a causal mask
     t = fixed + bytes / bandwidth                                                        whatever is longer
 
 cudnn      16-bit types without a mask, on devices of compute capability 9 and 10 (torch 2.11, sdp_utils.cpp)
-flash      the same on others, with older software (`cost.software`): FlashAttention-2, or its first version; and of
-           fewer queries than keys under a causal mask (`runtime.teams.operators.Attend`)
+flash      the same on others, and with older software (`cost.software`): FlashAttention-2, or its first version
 efficient  float32, a mask, wide heads or older devices: CUTLASS kernels; in 16 bits 1.8 times as long as flash, in
            float32 three times as long as that
 math       a mask with a gradient that is a view of something else, step by step and in float32: scores pass through
@@ -19,8 +17,10 @@ to 16,384 keys). On devices of compute capability 8: 73 % of the peak forward an
 and what an uneven end of the grid leaves idle; 245 keys in the same tables. CUTLASS: xFormers in figure 4 of
 FlashAttention-2; float32 over float16 by the benchmarks of xFormers' pull request 587 (A100).
 
-Where ranks share the tokens of a sequence in order (context parallelism), the last one has the most keys, and the
-others wait for it: f is its. Software that gives each rank a share of the beginning and one of the end has f = ½.
+Causal attention of fewer queries than keys is that of a rank which has a part of each sequence (context parallelism).
+In a model of its own torch would begin the mask at the first key, which no known model asks for. The runtime gives
+tokens to ranks in order and makes the mask, so that the kernel is "efficient"; the last rank computes with all keys,
+and the others wait for it: f is 1. Other software gives each rank tokens of the beginning and of the end: f is ½.
 """
 
 from __future__ import annotations
@@ -72,16 +72,15 @@ _WIDEST = 256
 
 def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, software: Software = PYTORCH) -> str:
     """Which kernel the software takes: cudnn, flash, flash 8, efficient or math."""
-    masked = len(op.inputs) > _NUM_UNMASKED
-    if masked:
+    if len(op.inputs) > _NUM_UNMASKED:
         mask = graph.tensors[op.inputs[_NUM_UNMASKED]]
         if mask.requires_grad and mask.storage != op.inputs[_NUM_UNMASKED]:
             return "math"
     without_flash = DTYPE_BYTES.get(dtype) != 2 or call.shapes[0][-1] > _WIDEST or kind.compute_capability < _AMPERE
+    masked = len(op.inputs) > _NUM_UNMASKED or (_is_part(call) and not software.balanced_context)
     if masked or without_flash:
         return "efficient"
-    by_cudnn = software.attention == "torch" and not (_seen_at_the_end(call) and not software.balanced_context)
-    if by_cudnn and _HOPPER <= kind.compute_capability < _AFTER_BLACKWELL:
+    if software.attention == "torch" and _HOPPER <= kind.compute_capability < _AFTER_BLACKWELL:
         return "cudnn"
     return "flash" if kind.compute_capability >= _HOPPER else "flash 8"
 
@@ -93,9 +92,7 @@ def attention_seconds(
     query, keys = call.shapes[0], call.shapes[1][-2]
     heads, width = math.prod(query[:-2]), query[-1]
     causal = call.attributes.get("is_causal") == "True"
-    seen = 1.0
-    if causal:
-        seen = 0.5 if software.balanced_context else 1 - min(query[-2] / keys, 1.0) / 2
+    seen = 0.5 if causal and (software.balanced_context or not _is_part(call)) else 1.0
     name = kernel_of(graph, op, call, dtype, kind, software)
     element = DTYPE_BYTES.get(dtype, 4)
     flops = 4.0 * heads * query[-2] * keys * width
@@ -125,6 +122,6 @@ def attention_seconds(
     return OpSeconds(forward_s=parts[0], backward_s=parts[1] if trained else 0.0, accumulate_s=0.0)
 
 
-def _seen_at_the_end(call: Call) -> bool:
-    """Whether a causal mask ends at the last query and the last key of fewer queries than keys."""
+def _is_part(call: Call) -> bool:
+    """Whether a rank computes causal attention of its part of each sequence."""
     return call.attributes.get("is_causal") == "True" and call.shapes[0][-2] < call.shapes[1][-2]

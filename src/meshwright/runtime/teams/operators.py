@@ -3,7 +3,8 @@
 embedding       a process has some rows of the table: the others' are zero, and the sum over all is the result
 cross_entropy   a process has some classes: the largest logit, the sum of exponentials and the target's own logit are
                 exchanged, a number per target each (Shoeybi et al., Megatron-LM, 2019, section 3)
-attention       a process has some of the queries, behind those of the processes before it, and all keys
+attention       a process has some of the queries, after those of the processes before it, and all keys; under a causal
+                mask it takes those up to its last query
 arange          a process counts on from those before it
 dropout         all processes draw the whole mask, as one process would, and use their share
 products        of which each process has a part of the sum: one of them adds the bias
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from meshwright.runtime.teams.grid import AxisGroup
 from meshwright.spec.errors import PlanError
@@ -106,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Attend(torch.nn.Module):
-    """Attention of some queries to all keys."""
+    """Attention of some queries to all keys, or under a causal mask to those up to the last query."""
 
     def __init__(self, op: Op, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
@@ -122,19 +122,13 @@ class Attend(torch.nn.Module):
         if not self._is_causal:
             found: torch.Tensor = self._call(*given)
             return found
-        query, *whole = given
-        queries = query.shape[-2]
-        # None sees a key behind the last query.
-        seen = (self._axis.index + 1) * queries
-        key, value = (tensor[..., :seen, :] for tensor in whole)
-        # Kernels of CUDA know a mask that ends at the lower right; elsewhere it is made, and that with warnings.
-        mask = (
-            causal_lower_right(queries, seen)
-            if query.is_cuda
-            else torch.ones(queries, seen, dtype=torch.bool, device=query.device).tril(seen - queries)
-        )
+        query, key, value = given
+        queries, before = query.shape[-2], self._axis.index * query.shape[-2]
+        # No query of this process sees a key after its last one.
+        key, value = (tensor[..., : before + queries, :] for tensor in (key, value))
+        seen = torch.ones(queries, key.shape[-2], dtype=torch.bool, device=query.device).tril(before)
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=self._scale, enable_gqa=self._is_grouped
+            query, key, value, attn_mask=seen, scale=self._scale, enable_gqa=self._is_grouped
         )
 
 
