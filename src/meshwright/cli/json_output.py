@@ -30,7 +30,7 @@ _BASIS = "how many op prices were measured, and what the others are worth"
 _INTERVAL = "80 % interval of the step time: low, high"
 _MEASURED = "whether any op price was measured"
 _TEAMS = "what a rank stands for, where ops are split"
-_NODES = "bytes that hosts and drives keep, where states are away from devices"
+_NODES = "bytes on hosts and drives, for states that are offloaded"
 _FILE = "where the result was written, or null"
 _TIMELINE = {
     "origin": "predicted or measured",

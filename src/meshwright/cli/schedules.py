@@ -84,6 +84,9 @@ FindOrdersOption = Annotated[
         metavar="FILE.csv",
     ),
 ]
+VirtualStagesOption = Annotated[
+    int, typer.Option(help="Stages on every rank under interleaved and looped-bfs.", min=1, max=64)
+]
 WholeOption = Annotated[
     bool,
     typer.Option("--whole-backwards", help="No backward in two parts."),

@@ -62,7 +62,7 @@ def product_type(graph: Graph, op: Op, numbers: Numbers, kind: DeviceKind) -> st
 
 
 def is_tf32_by_default(op: Op) -> bool:
-    """Whether torch computes an op of float32 in TF32 unless it is told not to: so it was measured, too."""
+    """Whether torch computes a float32 op in TF32 by default; such ops were measured with that default."""
     return family_of(op) in _BY_CUDNN
 
 

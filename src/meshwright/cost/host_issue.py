@@ -111,7 +111,7 @@ class HostCalls:
     def engine_s(self) -> float:
         """Seconds to hand a backward to autograd's thread and to come back; a CPU alone runs it in the caller's."""
         same = self.speed * self.reference.linear_backward_s + _LINEAR_BACKWARD_KERNELS * self.launch_s
-        return max(self.linear_backward_s - same, 0.0)
+        return self.linear_backward_s - same
 
     @property
     def foreach_operation_s(self) -> float:

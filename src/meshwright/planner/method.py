@@ -47,7 +47,7 @@ class Limits:
     """When a search ends and what it returns: at most ``max_plans``, after ``deadline_s`` at the latest.
 
     The same problem and ``seed`` give the same plans in the same order, unless a deadline or an interrupt ends the
-    search, which then returns what it has. ``events`` are told the progress. Raises PlanError for what is out of range.
+    search, which then returns what it has. ``events`` receives the progress. Raises PlanError for a value out of range.
     """
 
     max_plans: int = 8

@@ -151,7 +151,7 @@ def predict_cuda(row: StepRow) -> RankedPlan:
 
 
 def margin_needed(measured: Floats, predicted: Floats) -> float:
-    """The share above the prediction that 9 of 10 measured values stay below; 0 if that is none."""
+    """The least margin, as a share of the prediction, that covers 9 of 10 measured values; never below 0."""
     return max(float(np.quantile(measured / predicted - 1, 0.9)), 0.0)
 
 

@@ -23,7 +23,7 @@ from meshwright.cli.models import (
 from meshwright.cli.pages import HtmlOption, OpenOption
 from meshwright.cli.planning import GRADIENT_HELP, PRECISION_HELP, TF32_HELP, GradientType
 from meshwright.cli.requests import Of, Request
-from meshwright.cli.schedules import FindOrdersOption, WholeOption
+from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, WholeOption
 from meshwright.spec.cluster import MAX_RANKS, Cluster, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, WAVES
 from meshwright.spec.plan import DEALT_IN_TURN, SCHEDULE_NAMES
@@ -150,11 +150,7 @@ class PlanRequest(Request):
         ),
         Of("search"),
     ] = None
-    virtual_stages: Annotated[
-        int,
-        typer.Option(help="Stages on every rank under interleaved and looped-bfs.", min=1, max=64),
-        Of("search", unless=_unless_dealt),
-    ] = 2
+    virtual_stages: Annotated[VirtualStagesOption, Of("search", unless=_unless_dealt)] = 2
     staleness: Annotated[
         int,
         typer.Option(

@@ -14,7 +14,7 @@ from meshwright.cli.exchanges import ExchangeOption
 from meshwright.cli.models import JsonOption, MeasurementsOption, SoftwareOption
 from meshwright.cli.pages import HtmlOption, OpenOption
 from meshwright.cli.requests import Of, Request
-from meshwright.cli.schedules import FindOrdersOption, WholeOption
+from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, WholeOption
 from meshwright.cli.simulate.serving import is_deployment
 from meshwright.cli.traces import TraceOption, TraceRanksOption
 from meshwright.spec.errors import DocumentError
@@ -105,11 +105,7 @@ class SimulateRequest(Request):
         ),
         Of("plan"),
     ] = None
-    virtual_stages: Annotated[
-        int,
-        typer.Option(help="Stages on every rank under interleaved and looped-bfs.", min=1, max=64),
-        Of("plan", unless=_unless_dealt),
-    ] = 2
+    virtual_stages: Annotated[VirtualStagesOption, Of("plan", unless=_unless_dealt)] = 2
     find_orders: Annotated[FindOrdersOption, Of("plan")] = None
     whole_backwards: Annotated[WholeOption, Of("plan", needs="--find-orders")] = False
     against: Annotated[

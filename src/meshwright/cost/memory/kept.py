@@ -16,8 +16,8 @@ Graphs are captured on CPUs, and so name what CPUs' kernels keep. On CUDA device
                     (derivatives.yaml: _cudnn_rnn). cuDNN does not say how large the reserve is; counted is what the
                     gradient of a cell reads of each step: four gates and the state, of a GRU three gates and the
                     product with the state
-    cross_entropy   under autocast: logarithms in the type of the logits, for the softmax is told its type, and float32
-                    copies of them, for nll_loss is cast (LossNLL.cpp: cross_entropy_loss); CPUs cast the logits
+    cross_entropy   under autocast: logarithms in the type of the logits, which is an argument of the softmax, and
+                    float32 copies of them, which nll_loss reads (LossNLL.cpp: cross_entropy_loss); CPUs cast the logits
 
 Sources: torch 2.13, aten/src/ATen/native and tools/autograd.
 """
