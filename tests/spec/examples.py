@@ -158,6 +158,7 @@ GRAPH = Graph(
     mode="inference",
     has_loss=True,
     batch_size=3,
+    compiled=True,
 )
 
 PLAN = Plan(
@@ -191,6 +192,7 @@ PLAN = Plan(
         placements=(OpPlacement(op="linear*", axis="context", output_dim=1),),
     ),
     recompute=((0, 1),),
+    compiled=True,
     made_with=MadeWith(
         measurements="../m.json",
         measurements_hash="0123456789abcdef",

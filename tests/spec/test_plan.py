@@ -44,9 +44,10 @@ def test_the_line_for_people():
     line = "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
     split = ", tensor 2 with sequence parallelism, context 2"
     order = ", 2 parts of gradients in order"
-    assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again"
-    assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == f"{line}{order}"
-    assert replace(PLAN, sharding=UNSHARDED, recompute=(), exchange=GradientExchange()).describe() == line
+    assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again, compiled"
+    assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == f"{line}{order}, compiled"
+    plain = replace(PLAN, sharding=UNSHARDED, recompute=(), compiled=False)
+    assert replace(plain, exchange=GradientExchange()).describe() == line
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_the_line_for_people():
         ({"num_microbatches": 0}, "does not divide"),
         ({"schedule": "1f2b"}, r"no schedule '1f2b' \(did you mean '1f1b'\?\).*file.py:function"),
         ({"schedule": "gpipe"}, "which has no file"),
+        ({"schedule": "zb-h1"}, "compiles its layers under zb-h1, whose backwards come in two parts.*Choose 1f1b"),
         ({"schedule_hash": ""}, "16 hexadecimal digits"),
         ({"schedule_hash": "0123456789ABCDEF"}, "16 hexadecimal digits"),
         ({"num_microbatches": 5}, "12 samples does not divide into 5 microbatches.*divides 12"),

@@ -1,7 +1,7 @@
 """What one rank computes under a plan: its share of the graph, what runs again in it, and the plan of that.
 
-A plan may split ops over teams of devices and let parts of the graph run again. Lowered, its graph is the local graph
-of one device of a team, with what that exchanges and what it computes again; its plan says of this graph what the plan
+A plan may split ops over teams of devices, let parts of the graph run again, and compile its layers. Lowered, its graph
+is the local graph of one device of a team, which says what that exchanges, computes again and compiles; its plan says of this graph what the plan
 says of the whole one, and splits nothing further. All that builds, prices and simulates programs works on these two.
 """
 
@@ -22,16 +22,17 @@ from meshwright.spec.workload import Workload
 
 
 def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
-    """The plan of the local graph, and that graph; a plan that neither splits nor recomputes stays itself.
+    """The plan of the local graph, and that graph; a plan that changes nothing of it stays itself.
 
     Raises PlanError for a plan that does not fit the graph, or a sharding that its ops cannot take.
     """
-    if plan.sharding.is_whole and not plan.recompute:
+    if not plan.has_local_graph:
         return plan, graph
     check_plan(plan, graph)
-    local = lower_graph(graph, plan.sharding, plan.recompute)
+    local = lower_graph(graph, plan.sharding, plan.recompute, compiled=plan.compiled)
     workload = own_workload(plan.workload, plan.sharding)
-    return replace(plan, graph_hash=local.content_hash, workload=workload, sharding=UNSHARDED, recompute=()), local
+    own = {"graph_hash": local.content_hash, "workload": workload}
+    return replace(plan, **own, sharding=UNSHARDED, recompute=(), compiled=False), local
 
 
 def own_workload(workload: Workload, sharding: Sharding) -> Workload:
@@ -58,15 +59,18 @@ def unlower_plan(plan: Plan, whole: Plan) -> Plan:
         workload=whole.workload,
         sharding=whole.sharding,
         recompute=whole.recompute,
+        compiled=whole.compiled,
     )
 
 
 @lru_cache(maxsize=32)
-def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
-    """The local graph of one device: its share of every op, what it exchanges, and what it computes again.
+def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges, *, compiled: bool = False) -> Graph:
+    """The local graph of one device: its share of every op, what it exchanges, computes again, and compiles.
 
     Raises PlanError for a sharding that the ops cannot take.
     """
+    if compiled:
+        return replace(lower_graph(graph, sharding, recompute), compiled=True)
     if sharding.is_whole:
         return with_recompute(graph, recompute)
     sharded = shard_graph(graph, sharding)

@@ -19,11 +19,11 @@ class Teams(NamedTuple):
 
 
 def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> Teams:
-    """What is simulated of a plan that splits ops over teams, or computes again; another one stays as it is.
+    """What is simulated of a plan that splits ops over teams, computes again or compiles; another stays as it is.
 
     Raises PlanError for a plan that fits graph or cluster not, ClusterError for teams that do not fit the nodes.
     """
-    if plan.sharding.is_whole and not plan.recompute:
+    if not plan.has_local_graph:
         return Teams(plan, graph, cluster, cost)
     check_plan(plan, graph, cluster)
     local_plan, local_graph = lower_plan(plan, graph)

@@ -9,6 +9,7 @@ from meshwright.spec.codec import (
     read_document,
     write_document,
 )
+from meshwright.spec.compiled_units import compiled_units
 from meshwright.spec.deployment import (
     DATATYPES,
     Arrivals,
@@ -225,6 +226,7 @@ __all__ = [
     "Trunk",
     "Workload",
     "check_fit",
+    "compiled_units",
     "check_placement",
     "check_plan",
     "computed_again",

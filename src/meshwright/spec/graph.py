@@ -152,7 +152,8 @@ class Graph:
 
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
     scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
-    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``collectives`` are
+    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``compiled``: its layers
+    are compiled, each on its own (`compiled_units`). ``collectives`` are
     what a rank exchanges at its ops, of a graph that is one rank's share; ``model_flops`` is then what the model that
     it is a share of has in all. Raises GraphError when the parts contradict each other.
     """
@@ -167,6 +168,7 @@ class Graph:
     has_loss: bool = False
     batch_size: int | None = None
     recompute: Ranges = ()
+    compiled: bool = False
     collectives: tuple[Collective, ...] = ()
     model_flops: Extent | None = None
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
@@ -189,7 +191,8 @@ class Graph:
     def __hash__(self) -> int:
         # Graphs are keys of caches that mostly look for the very same one; hashing all of it takes longer than what is
         # looked up.
-        return hash((len(self.tensors), self.ops[-1:], self.layers, self.inputs, self.outputs, self.recompute))
+        ends = self.ops[-1:], self.inputs, self.outputs
+        return hash((len(self.tensors), self.layers, self.recompute, self.compiled, *ends))
 
     @property
     def parameters(self) -> tuple[int, ...]:

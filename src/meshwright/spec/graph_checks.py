@@ -24,6 +24,11 @@ def check_graph(graph: Graph) -> None:
     known = _check_ops(graph)
     _check_layers(graph)
     check_recompute(graph)
+    if graph.compiled and any(op.phase == "backward" for op in graph.ops):
+        raise GraphError(
+            f"Graph {graph.name!r} holds its own backward, so its layers cannot be compiled each on its own. Capture "
+            "the model alone."
+        )
     _check_collectives(graph)
     graph.check_batch_size(graph.batch_size if graph.batch_size is not None else 1)
     for i in (*graph.inputs, *graph.outputs):

@@ -40,8 +40,15 @@ ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
 # Those that deal out a number of stages to every rank in turn.
 DEALT_IN_TURN: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs")
+# Their backwards come in two parts, of which compiled layers know one.
+SPLIT_BACKWARDS: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
 # One stage on every rank and whole backwards: what slicings are searched for.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+# Why layers are not compiled under a schedule.
+NOT_COMPILED = (
+    ", whose backwards come in two parts; a compiled layer has one backward for all of its gradients. Choose 1f1b, or plan "
+    "without --compile."
+)
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 # A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
@@ -57,7 +64,8 @@ class Plan:
     the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
     content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
     side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`);
-    ``offload`` says what is kept away from devices (`offload`). ``rewritten`` is the kind of device for which the
+    ``offload`` says what is kept away from devices (`offload`); ``compiled`` has torch compile the layers, each on its
+    own (`compiled_units`). ``rewritten`` is the kind of device for which the
     model's graph was rewritten before it was laid out (`rewrite.planned`); empty where it is the model's own.
     ``made_with`` says what it was priced with when it was written (`made_with`).
     """
@@ -74,6 +82,7 @@ class Plan:
     sharding: Sharding = UNSHARDED
     recompute: Ranges = ()
     offload: Offload = ON_DEVICE
+    compiled: bool = False
     model_sizes: tuple[tuple[str, int], ...] = ()
     rewritten: str = ""
     made_with: MadeWith = UNKNOWN
@@ -119,6 +128,11 @@ class Plan:
     def has_shares(self) -> bool:
         """Whether replicas of some stage compute so many microbatches each as its shares say."""
         return any(stage.shares for stage in self.stages)
+
+    @property
+    def has_local_graph(self) -> bool:
+        """Whether ranks compute another graph than the model's: shares of ops, parts again, compiled (`lower_plan`)."""
+        return not self.sharding.is_whole or bool(self.recompute) or self.compiled
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -202,7 +216,8 @@ class Plan:
         )
         again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
         away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
-        return f"{waves}{split}{shared}{order}{again}{away}"
+        compiled = ", compiled" if self.compiled else ""
+        return f"{waves}{split}{shared}{order}{again}{away}{compiled}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -278,6 +293,8 @@ def _check_schedule(plan: Plan) -> None:
             f"A staleness of {plan.exchange.staleness} waves was given for the schedule {plan.schedule}, which has no "
             f"waves. Leave it out, or choose {WAVES}."
         )
+    if plan.compiled and plan.schedule in SPLIT_BACKWARDS:
+        raise PlanError(f"The plan compiles its layers under {plan.schedule}{NOT_COMPILED}")
     if plan.is_asynchronous and plan.scales_loss:
         raise PlanError(
             f"The precision {plan.workload.precision} was given for the schedule {plan.schedule}, which never flushes; "
