@@ -60,7 +60,6 @@ def test_the_line_for_people():
         ({"num_microbatches": 0}, "does not divide"),
         ({"schedule": "1f2b"}, r"no schedule '1f2b' \(did you mean '1f1b'\?\).*file.py:function"),
         ({"schedule": "gpipe"}, "which has no file"),
-        ({"schedule": "zb-h1"}, "compiles its layers under zb-h1, whose backwards come in two parts.*Choose 1f1b"),
         ({"schedule_hash": ""}, "16 hexadecimal digits"),
         ({"schedule_hash": "0123456789ABCDEF"}, "16 hexadecimal digits"),
         ({"num_microbatches": 5}, "12 samples does not divide into 5 microbatches.*divides 12"),

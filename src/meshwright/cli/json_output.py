@@ -162,6 +162,7 @@ OUTPUTS: dict[str, Output] = {
             **_TIMELINE,
             "calibration": "what the run corrected (--calibrate)",
             "losses_off": "largest relative difference from one process (--verify)",
+            "compiled": "of layers that are compiled: parts, different ones, seconds, parts that ran eagerly by reason",
             "timeline": "the file of the measured timeline",
         },
         open=True,

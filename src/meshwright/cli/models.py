@@ -43,6 +43,13 @@ ImageOption = Annotated[
 MeasurementsOption = Annotated[
     Path | None, typer.Option(help="A measurement table with these devices (.json or .parquet).")
 ]
+CompiledOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Let torch compile the layers, each on its own, or not; by default as the plan says.",
+    ),
+]
 SoftwareOption = Annotated[
     str | None,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from meshwright.cli.models import JsonOption, MeasurementsOption
+from meshwright.cli.models import CompiledOption, JsonOption, MeasurementsOption
 from meshwright.cli.output import print_tables, terminal_sink
 from meshwright.cli.planning import given_options, repeat_options
 from meshwright.cli.run_output import (
@@ -52,6 +52,7 @@ def run(
         Literal["cpu", "cuda"] | None,
         typer.Option(help="What the ranks compute on; by default what the plan's cluster has."),
     ] = None,
+    compiled: CompiledOption = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints: at the end, and --checkpoint-every so many steps.")
@@ -108,9 +109,6 @@ def run(
     check_options(given_options(call))
     if learning_rate is not None and not 0 < learning_rate < math.inf:
         raise typer.BadParameter(f"--learning-rate {learning_rate:g} is no rate to learn at; give one above 0.")
-    if measurements is not None:
-        # What is wrong with it is said before anything is trained.
-        load_measurements_of(plan, measurements, calibrate=calibrate, num_recorded=num_recorded)
     chosen = traced_ranks(trace, trace_ranks)
     if chosen is not None:
         check_ranks(chosen, read_document(Plan, plan).num_ranks)
@@ -123,6 +121,7 @@ def run(
         repair_fade=repair_fade,
         clip_norm=clip_norm,
         device=device,
+        compiled=compiled,
         save_model=str(save_model.resolve()) if save_model is not None else None,
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,
         checkpoint_every=checkpoint_every,
@@ -130,6 +129,9 @@ def run(
         first_recorded=first_recorded,
         num_recorded_steps=num_recorded,
     )
+    if measurements is not None:
+        # What is wrong with it is said before anything is trained.
+        load_measurements_of(job, measurements, calibrate=calibrate, num_recorded=num_recorded)
     if dry:
         print_dry_run(job, process or 0, as_json)
         return
@@ -149,6 +151,6 @@ def run(
     if result is not None:
         table = measurements if calibrate else None
         corrected = correct(plan, result, table) if table is not None else None
-        print_result(result, judge(plan, result, measurements), corrected, table, off, trace, chosen, as_json)
+        print_result(result, judge(job, result, measurements), corrected, table, off, trace, chosen, as_json)
     if is_rank:
         leave(0)

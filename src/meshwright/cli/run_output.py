@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from meshwright.training import Calibration, Job, Outcome, RunResult
 
 
-def load_measurements_of(plan: Path, table: Path, *, calibrate: bool, num_recorded: int) -> None:
+def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded: int) -> None:
     """Raise for a table that the plan cannot go by, or that its run cannot correct."""
     from meshwright.records import load_measurements
 
-    document = read_plan(plan)
+    document = job.read_plan()
+    if calibrate and isinstance(document, Plan) and document.compiled:
+        raise typer.BadParameter("--calibrate corrects times of ops, which compiled layers do not have: --no-compile.")
     if calibrate and (not isinstance(document, Plan) or num_recorded < 2):
         raise typer.BadParameter("--calibrate fits one recorded step and judges by another, of a plan by layers.")
     load_measurements(table, load_cluster(document.cluster))
@@ -45,6 +48,7 @@ _OF_DRY_RUNS = frozenset(
         "--repair",
         "--repair-fade",
         "--clip-norm",
+        "--compile",
         "--json",
     }
 )
@@ -116,15 +120,15 @@ def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
     return int(first) - 1, int(last) - int(first) + 1
 
 
-def judge(plan: Path, result: RunResult, measurements: Path | None) -> Outcome | None:
+def judge(job: Job, result: RunResult, measurements: Path | None) -> Outcome | None:
     """The measured steps beside their prediction; None for placements."""
     from meshwright.training import judge_run
 
-    document = read_plan(plan)
+    document = job.read_plan()
     if not isinstance(document, Plan):
         return None
     timeline = read_document(Timeline, result.timeline)
-    measurements = recall_measurements(document, plan, measurements)
+    measurements = recall_measurements(document, Path(job.plan), measurements)
     try:
         return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
     except (ClusterError, DocumentError, MeasurementError) as error:
@@ -170,6 +174,7 @@ def print_result(
         beside = outcome.row() if outcome is not None else {}
         beside |= {"calibration": corrected.row()} if corrected is not None else {}
         beside |= {"losses_off": off} if off is not None else {}
+        beside |= {"compiled": asdict(result.compiled)} if result.compiled is not None else {}
         print_json("run", {"losses": result.losses, **timeline_rows(timeline), **beside, "timeline": result.timeline})
         return
     in_all = f", {result.num_before + len(result.losses)} in all" if result.num_before else ""
@@ -181,6 +186,8 @@ def print_result(
     if None in result.losses:
         since = result.num_before + result.losses.index(None) + 1
         print_tables(f"The loss is not finite since step {since}: lower the learning rate, or clip with --clip-norm.")
+    if result.compiled is not None:
+        print_tables(*result.compiled.explain())
     print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
     if corrected is not None and table is not None:
         print_tables(*calibration_tables(corrected, result.plan, table))

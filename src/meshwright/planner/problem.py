@@ -94,7 +94,7 @@ class Problem:
     ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
     ``aim``: the shortest step; or, in inference, the least time until a batch that arrives at once is answered.
     ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices
-    out, as they always may for the least latency.
+    out, as they always may for the least latency. ``compiled``: torch compiles the layers (`spec.compiled_units`).
     """
 
     graph_for: Callable[[int], Graph]
@@ -111,6 +111,7 @@ class Problem:
     model_sizes: tuple[tuple[str, int], ...] = ()
     only: tuple[Setting, ...] = ()
     may_idle: bool = False
+    compiled: bool = False
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
     _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
     _again: dict[tuple[int, str], tuple[Graph, Ranges]] = field(init=False, repr=False, default_factory=dict)
@@ -120,6 +121,8 @@ class Problem:
             object.__setattr__(self, "cost", CostModel(cluster=self.cluster, precision=self.workload.precision))
         if self.aim == "latency":
             object.__setattr__(self, "may_idle", True)
+        if self.compiled:
+            object.__setattr__(self, "graph_for", compiled_graphs(self.graph_for))
 
     def short_graph(self, microbatch_size: int) -> ShortGraph:
         """The graph for a microbatch size with its repeated layers shortened, made once."""
@@ -193,6 +196,7 @@ class Problem:
             "exchange": plan.exchange != exchange,
             "recompute": plan.recompute not in ranges,
             "offload": plan.offload not in chosen.offload,
+            "way to run layers (compiled or not)": plan.compiled != self.compiled,
             "schedule": plan.schedule not in chosen.schedules,
             "number of stages": bool(chosen.num_stages)
             and not {len(plan.stages), len({stage.ranks for stage in plan.stages})} & set(chosen.num_stages),
@@ -226,6 +230,19 @@ class Problem:
         if isinstance(found, MeshwrightError):
             raise found
         return found
+
+
+def compiled_graphs(graph_for: Callable[[int], Graph]) -> Callable[[int], Graph]:
+    """The same graphs with their layers compiled, each made once."""
+    made: dict[int, tuple[Graph, Graph]] = {}
+
+    def compiled(microbatch_size: int) -> Graph:
+        graph = graph_for(microbatch_size)
+        if graph.compiled:
+            return graph
+        return made.setdefault(id(graph), (graph, replace(graph, compiled=True)))[1]
+
+    return compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -293,6 +310,7 @@ class Space:
             schedule_hash=problem.choices.schedule_hashes.get(schedule, ""),
             exchange=self.exchange.suited_to(schedule),
             offload=self.offload,
+            compiled=problem.compiled,
         )
 
     def whole(self, plan: Plan) -> Plan:

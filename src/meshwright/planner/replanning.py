@@ -85,6 +85,7 @@ def replan(
         model=plan.model,
         model_sizes=plan.model_sizes,
         may_idle=True,
+        compiled=plan.compiled,
     )
     begun = replace(plan, schedule=schedule, schedule_hash="")
 
@@ -123,6 +124,7 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
                     offload=(plan.offload,),
                 ),
                 exchange=plan.exchange,
+                compiled=plan.compiled,
             )
             found = search_plans(problem, "slicing", Limits(max_plans=1))
         except PlanError:

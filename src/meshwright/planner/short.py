@@ -128,6 +128,7 @@ def _without(graph: Graph, kept: list[int], runs: list[tuple[int, int]]) -> Grap
         mode=graph.mode,
         has_loss=graph.has_loss,
         batch_size=graph.batch_size,
+        compiled=graph.compiled,
     )
 
 

@@ -1,8 +1,9 @@
 """What one rank computes under a plan: its share of the graph, what runs again in it, and the plan of that.
 
 A plan may split ops over teams of devices, let parts of the graph run again, and compile its layers. Lowered, its graph
-is the local graph of one device of a team, which says what that exchanges, computes again and compiles; its plan says of this graph what the plan
-says of the whole one, and splits nothing further. All that builds, prices and simulates programs works on these two.
+is the local graph of one device of a team, which says what that exchanges, computes again and compiles; its plan says
+of this graph what the plan says of the whole one, and splits nothing further. All that builds, prices and simulates
+programs works on these two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from meshwright.spec.collective import Collective
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan, check_plan
+from meshwright.spec.program import Program
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.workload import Workload
@@ -69,10 +71,28 @@ def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges, *, compiled
 
     Raises PlanError for a sharding that the ops cannot take.
     """
-    if compiled:
-        return replace(lower_graph(graph, sharding, recompute), compiled=True)
-    if sharding.is_whole:
-        return with_recompute(graph, recompute)
+    local = with_recompute(graph, recompute) if sharding.is_whole else _split_graph(graph, sharding, recompute)
+    return local if local.compiled or not (compiled or graph.compiled) else replace(local, compiled=True)
+
+
+# Why layers of a plan that compiles them run as they are.
+STAYS_EAGER = (
+    "The layers run eagerly: the schedule's backwards come in two parts, and a compiled layer has one backward for all "
+    "of its gradients."
+)
+
+
+def as_run(graph: Graph, program: Program) -> Graph:
+    """The graph of a plan as its program runs it: not compiled where backwards come in two parts."""
+    return _eager(graph) if graph.compiled and program.splits_backwards else graph
+
+
+@lru_cache(maxsize=16)
+def _eager(graph: Graph) -> Graph:
+    return replace(graph, compiled=False)
+
+
+def _split_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
     sharded = shard_graph(graph, sharding)
     local = replace(
         sharded.graph,

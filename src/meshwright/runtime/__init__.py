@@ -11,6 +11,7 @@ steps           which section of it runs, batch by batch
 stage           forwards and backwards of one stage; `split_backward` where they come in two parts, `versions` where
                 weights change meanwhile, `repairs` what may be done about that
 clipping        the norm of all gradients
+compiling       layers that torch compiles, `compile_ahead` before the first step
 fully_sharded   replicas that share out gradients and parameters, `sharded_optimizer` those that share out its states;
                 `ranges` makes modules of ranges of ops
 transport       sends, receives and sums, in `layouts` that both ends know
@@ -23,6 +24,7 @@ recorder        spans of all ranks on one clock
 """
 
 from meshwright.runtime.clipping import with_clipping
+from meshwright.runtime.compiling import Compilation
 from meshwright.runtime.devices import choose_device
 from meshwright.runtime.executor import Executor, Output, Outputs
 from meshwright.runtime.opening import open_session
@@ -37,6 +39,7 @@ from meshwright.runtime.stage_steps import OptimizerArgument
 
 __all__ = [
     "REPAIRS",
+    "Compilation",
     "Executor",
     "OptimizerArgument",
     "Output",

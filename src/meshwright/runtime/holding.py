@@ -59,6 +59,8 @@ def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device:
     """Cut out what this process holds. Raises PlanError for what cannot be run so. All processes call it together."""
     model = make_model(captured, plan, grid, device)
     program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
+    if model.graph.compiled and program.splits_backwards:
+        model = model.eager()
     every = slice_stages(model.graph, model.plan)
     stages = tuple(every[index] for index in plan.stages_of(grid.rank))
     modules = tuple(model.module(stage_feeds(item), stage_fetches(item), item.ops) for item in stages)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import torch
 
 from meshwright.capture import Captured, part
-from meshwright.program import lower_plan
+from meshwright.program import STAYS_EAGER, lower_plan
+from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams import Grid, local_model
 from meshwright.spec.graph import Graph
@@ -37,12 +38,19 @@ class Model(Protocol):
         """What all compute together."""
 
     @property
+    def compilation(self) -> Compilation:
+        """What became of the layers that are compiled."""
+
+    @property
     def loss_share(self) -> float:
         """What to multiply each process's loss with, so that those of a team add up to the loss."""
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
         """By the id of a parameter of the user's, the share that stands for it here."""
+
+    def eager(self) -> Self:
+        """The model whose layers run as they are, where backwards come in two parts."""
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """What computes ``fetches`` from ``feeds`` by some ops."""
@@ -75,6 +83,7 @@ class WholeModel:
     captured: Captured
     device: torch.device
     loss_share: float = 1.0
+    compilation: Compilation = field(default_factory=Compilation)
 
     @property
     def whole(self) -> Graph:
@@ -86,11 +95,15 @@ class WholeModel:
         """Parameters are the user's own."""
         return {}
 
+    def eager(self) -> Self:
+        """The model whose layers run as they are."""
+        return replace(self, graph=replace(self.graph, compiled=False), compilation=Compilation(refused=STAYS_EAGER))
+
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """The part of the captured model."""
         size = self.plan.microbatch_size
         made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
-        return checkpoint_ranges(made, self.graph, ops)
+        return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The part that makes them."""

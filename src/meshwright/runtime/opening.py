@@ -25,6 +25,7 @@ from meshwright.program import (
 from meshwright.program.parts import cut_parts
 from meshwright.runtime.alike import begin_alike
 from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
+from meshwright.runtime.compile_ahead import compile_ahead
 from meshwright.runtime.devices import choose_device
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
@@ -49,6 +50,7 @@ from meshwright.runtime.transport import Transport
 from meshwright.runtime.versions import VersionedPart
 from meshwright.runtime.waves import WaveExchange
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.instructions import BackwardInput, Instruction, OptimizerStep, Stash
 from meshwright.spec.placement import Placement
@@ -66,12 +68,14 @@ def open_session(
     repair: Repair | None = None,
     clip_norm: float | None = None,
     device: torch.device | None = None,
+    events: EventSink | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
     is done about gradients that are stale, ``clip_norm`` the norm that all gradients together have at most, ``device``
-    where it computes, by default the one that the plan's cluster has, and then the process group is joined. A plan in
+    where it computes, by default the one that the plan's cluster has, and then the process group is joined. ``events``
+    are told how far torch is with the layers that it compiles. A plan in
     ``mixed`` or ``bfloat16`` is one of the graph of the model that was cast (`training.precision`). Raises PlanError if
     the plan does not fit the graph, these or the number of processes, splits what cannot be run in shares, or parts
     what writes to the same memory.
@@ -99,6 +103,8 @@ def open_session(
     layouts = channel_layouts(
         share.model.graph, share.model.stand_in, share.all_stages, share.model.plan.microbatch_size, device, autocast
     )
+    if share.model.graph.compiled:
+        compile_ahead(share, runners, layouts, device, events or NullSink())
 
     def make_executor(
         arranged: Mapping[SectionName, RankProgram], num_microbatches: int, recorder: Recorder

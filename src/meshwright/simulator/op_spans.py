@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.cost import CostModel
 from meshwright.cost.host_issue import host_factor
-from meshwright.program import Bucket, Fold
+from meshwright.program import Bucket, Fold, as_run
 from meshwright.simulator.host_issue import issued_run
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices
@@ -61,6 +61,7 @@ def expand_ops(
     fold: Fold | None = None,
 ) -> OpSpans:
     """The ops of all forwards and backwards of a run; arguments as of `price_program`."""
+    graph = as_run(graph, program)
     buckets = exchanged_buckets(plan, graph, fold)
     devices = fold.ranks if fold else tuple(range(program.num_ranks))
     whole = fold.whole if fold else plan

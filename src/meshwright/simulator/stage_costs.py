@@ -7,6 +7,7 @@
   that share.
 - ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and what
   filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
+- compiled layers have one backward each, at the end of which all of their gradients are there.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
   optimizer step pays for the all-reduces. On a CUDA device it is a part of what the host takes to issue (`host_issue`),
   else of the instruction.
@@ -33,6 +34,7 @@ from meshwright.cost.optimizers import default_loop, trainable_elements
 from meshwright.program import Bucket, HostPiece
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
+from meshwright.spec.compiled_units import unit_starts
 
 Floats = NDArray[np.float64]
 
@@ -293,13 +295,17 @@ def steps_on_host(plan: Plan | Placement) -> bool:
 
 
 def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket | HostPiece, ...]) -> dict[int, int]:
-    """By bucket or piece, the first of the stage's ops that uses a parameter of it; of one without any, the first."""
+    """By bucket or piece, the first of the stage's ops that uses a parameter of it; of one without any, the first.
+
+    Of ops that are compiled together it is the first of these, with which their one backward ends.
+    """
     bucket_of = {parameter: bucket.index for bucket in buckets for parameter in bucket.parameters}
     first = {bucket.index: 0 for bucket in buckets if not bucket.parameters}
+    starts, own = unit_starts(graph), np.array(stage.ops)
     for place, op in enumerate(stage.ops):
         for tensor in graph.ops[op].inputs:
             if tensor in bucket_of:
-                first.setdefault(bucket_of[tensor], place)
+                first.setdefault(bucket_of[tensor], min(place, int(np.searchsorted(own, starts[op]))))
     return first
 
 

@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 def compiled_units(graph: Graph) -> Ranges:
     """Ranges of ops ``start:stop``, ascending and apart; none of a graph that is not compiled.
 
-    What is computed again is a unit of its own. Ops at which ranks of a mesh axis exchange are in none.
+    What is computed again is a unit of its own, unless it reads buffers, which computing again leaves as they are. Ops
+    at which ranks of a mesh axis exchange are in none.
     """
     if not graph.compiled:
         return ()
-    exchanging = {item.at for item in graph.collectives if item.phase != "step"}
+    left_out = {item.at for item in graph.collectives if item.phase != "step"}
     edges = {edge for layer in graph.layers for edge in (layer.start, layer.stop)}
-    edges |= {edge for start, stop in graph.recompute for edge in (start, stop)}
-    edges |= {edge for op in exchanging for edge in (op, op + 1)}
-    return tuple((start, stop) for start, stop in pairwise(sorted(edges)) if start not in exchanging)
+    edges |= {edge for op in left_out for edge in (op, op + 1)}
+    for start, stop in graph.recompute:
+        edges |= {start, stop}
+        read = {graph.tensors[i].role for op in graph.ops[start:stop] for i in op.inputs}
+        if not read.isdisjoint(("buffer", "constant")):
+            left_out |= {edge for edge in edges if start <= edge < stop}
+    return tuple((start, stop) for start, stop in pairwise(sorted(edges)) if start not in left_out)
 
 
 @lru_cache(maxsize=64)

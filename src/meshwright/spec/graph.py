@@ -182,10 +182,13 @@ class Graph:
 
     @property
     def content_hash(self) -> str:
-        """16 hexadecimal digits over everything but the name: equal exactly if the computation is described alike."""
+        """16 hexadecimal digits, equal exactly if the computation is described alike.
+
+        The name is left out, and whether it is compiled.
+        """
         if not self._hash:
             nameless = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-            self._hash.append(content_hash(Graph(**{**nameless, "name": ""})))
+            self._hash.append(content_hash(Graph(**{**nameless, "name": "", "compiled": False})))
         return self._hash[0]
 
     def __hash__(self) -> int:

@@ -40,15 +40,8 @@ ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
 # Those that deal out a number of stages to every rank in turn.
 DEALT_IN_TURN: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs")
-# Their backwards come in two parts, of which compiled layers know one.
-SPLIT_BACKWARDS: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
 # One stage on every rank and whole backwards: what slicings are searched for.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
-# Why layers are not compiled under a schedule.
-NOT_COMPILED = (
-    ", whose backwards come in two parts; a compiled layer has one backward for all of its gradients. Choose 1f1b, or plan "
-    "without --compile."
-)
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 # A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
@@ -293,8 +286,6 @@ def _check_schedule(plan: Plan) -> None:
             f"A staleness of {plan.exchange.staleness} waves was given for the schedule {plan.schedule}, which has no "
             f"waves. Leave it out, or choose {WAVES}."
         )
-    if plan.compiled and plan.schedule in SPLIT_BACKWARDS:
-        raise PlanError(f"The plan compiles its layers under {plan.schedule}{NOT_COMPILED}")
     if plan.is_asynchronous and plan.scales_loss:
         raise PlanError(
             f"The precision {plan.workload.precision} was given for the schedule {plan.schedule}, which never flushes; "

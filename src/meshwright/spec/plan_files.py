@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.spec.codec import decode_document, document_kind
+from meshwright.spec.errors import PlanError
 from meshwright.spec.parsing import read_data
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
 
-def read_plan(path: Path | str) -> Plan | Placement:
-    """Read a plan or a placement; DocumentError names file, place and remedy for everything else."""
+def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Placement:
+    """Read a plan or a placement; DocumentError names file, place and remedy for everything else.
+
+    ``compiled``: whether layers are compiled, whatever the plan says.
+    """
     data = read_data(Path(path))
+    found: Plan | Placement
     if document_kind(data) == "placement":
-        return decode_document(Placement, data, str(path))
-    return decode_document(Plan, data, str(path))
+        found = decode_document(Placement, data, str(path))
+    else:
+        found = decode_document(Plan, data, str(path))
+    return found if compiled is None else with_compiled(found, compiled)
+
+
+def with_compiled(plan: Plan | Placement, compiled: bool) -> Plan | Placement:
+    """The plan with its layers compiled, or not. Raises PlanError for a placement whose ops were to be compiled."""
+    if isinstance(plan, Plan):
+        return replace(plan, compiled=compiled)
+    if compiled:
+        raise PlanError(
+            "Layers were to be compiled of a placement, which puts every op on a device of its own. Compile a plan by "
+            "layers, or leave out --compile."
+        )
+    return plan

@@ -227,6 +227,11 @@ class Program:
         """Whether more than the order of streams joins a repetition of the body to others: messages or late waits."""
         return self.advance > 0 or any(len(section.late_instruction) for _, section in self.sections())
 
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether some backwards come in two parts."""
+        return any(bool((section.opcode == Opcode.BACKWARD_INPUT).any()) for _, section in self.sections())
+
     def sections(self) -> Iterator[tuple[str, Section]]:
         """The three parts, in order of execution."""
         yield "prologue", self.prologue

@@ -16,7 +16,6 @@ from meshwright.runtime import microbatch_seed
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 
 # Sums in another order: float32 has 24 bits and a loss is a sum of some thousand terms. Updates pass differences on, so
@@ -31,7 +30,7 @@ def tolerance(step: int) -> float:
 
 def refuse_unchecked(job: Job) -> None:
     """Raise PlanError for a run whose losses one process would not have."""
-    plan = read_plan(job.plan)
+    plan = job.read_plan()
     why = ""
     if not isinstance(plan, Plan) or plan.workload.kind != "training":
         why = "a placement, or no training"
@@ -50,7 +49,7 @@ def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -
 
     Raises RunError if one is larger than its `tolerance`, with its step.
     """
-    plan, sink = read_plan(job.plan), events or NullSink()
+    plan, sink = job.read_plan(), events or NullSink()
     assert isinstance(plan, Plan), "`refuse_unchecked` comes first"
     source = load_source(plan, job.seed)
     batch = source.inputs, source.targets

@@ -38,7 +38,6 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
 from meshwright.spec.placement import check_fit
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import Job, capture_fake, tile
 from meshwright.training.precision import bind_plan, capture_in_precision, recaptures
 
@@ -130,7 +129,7 @@ def dry_run(
     Raises RunError if what was issued is not what was predicted, PlanError for a process that the plan does not have,
     and what opening a session raises.
     """
-    plan = read_plan(job.plan)
+    plan = job.read_plan()
     if not isinstance(plan, Plan):
         raise PlanError("A placement was given; a dry run takes plans by layers. Run it, or plan by layers.")
     plan = with_clipping(plan, job.clip_norm)

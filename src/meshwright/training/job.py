@@ -7,7 +7,7 @@ synthetic batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.files import write_text
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
+from meshwright.spec.units import format_count, format_seconds
 from meshwright.spec.workload import Optimizer
 from meshwright.training.text import text_batches
 from meshwright.zoo import ModelSource, load_model
@@ -49,7 +51,7 @@ class Job:
     ``repair`` of stale gradients, and the updates in which it fades; the norm to which gradients are clipped.
     ``checkpoint``: the folder that checkpoints are written to, every so many
     steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before. ``device``: by
-    default what the plan's cluster has.
+    default what the plan's cluster has. ``compiled``: whether layers are compiled; by default as the plan says.
     """
 
     plan: str
@@ -67,8 +69,13 @@ class Job:
     checkpoint_every: int = 0
     resume: bool = False
     device: Backend | None = None
+    compiled: bool | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+    def read_plan(self) -> Plan | Placement:
+        """The plan or placement that is run. Raises as `spec.plan_files.read_plan`."""
+        return read_plan(self.plan, compiled=self.compiled)
 
 
 def job_repair(job: Job) -> Repair | None:
@@ -83,11 +90,35 @@ def job_repair(job: Job) -> Repair | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledLayers:
+    """Layers of all ranks that were to be compiled: parts of them, how many differ on a rank, seconds of the slowest.
+
+    ``eager``: parts that run as they are, by the reason; ``refused``: why all of them do.
+    """
+
+    num_units: int
+    num_codes: int
+    seconds: float
+    eager: dict[str, int] = field(default_factory=dict)
+    refused: str = ""
+
+    def explain(self) -> list[str]:
+        """Sentences for people."""
+        if self.refused:
+            return [self.refused]
+        parts = format_count(self.num_units - sum(self.eager.values()), "part")
+        kinds = format_count(self.num_codes, "different one")
+        told = [f"compiled: {parts} of layers ({kinds}) in {format_seconds(self.seconds)} before the first step"]
+        return told + [f"{format_count(count, 'part')} ran eagerly: {reason}" for reason, count in self.eager.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """What a run leaves behind: loss and seconds of every step, and where the measured timeline is.
 
     A loss that is not finite is None; a run of inference has none. ``num_before`` are steps that were done before, from
-    a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline.
+    a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline; ``compiled``: what became
+    of layers that were to be compiled.
     """
 
     plan: str
@@ -96,6 +127,7 @@ class RunResult:
     timeline: str
     num_before: int = 0
     first_recorded: int = 0
+    compiled: CompiledLayers | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -33,7 +33,6 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_files import read_plan
 from meshwright.spec.units import format_count
 from meshwright.training.checkpoint import find_newest
 from meshwright.training.job import (
@@ -95,7 +94,7 @@ def num_processes(plan: Plan | Placement) -> int:
 
 def read_runnable_plan(job: Job) -> Plan | Placement:
     """The job's plan. Raises PlanError for one whose model has no code, and what `compute_orders` raises."""
-    plan = read_plan(job.plan)
+    plan = job.read_plan()
     if isinstance(read_model_file(plan.model), Graph):
         raise PlanError(
             f"The plan was made from the stored graph {plan.model!r}, which has no code and no weights to run. "
@@ -271,6 +270,9 @@ def _follow(path: Path, num_steps: int, events: EventSink, done: threading.Event
                 while (line := file.readline()).endswith("\n"):
                     position = file.tell()
                     row = json.loads(line)
+                    if "task" in row:
+                        events.progress(row["task"], row["done"], row["total"])
+                        continue
                     for place, loss in enumerate(row["losses"], row["last_loss"] - len(row["losses"]) + 1):
                         events.metric("loss", loss, place)
                     events.metric("samples_per_s", row["samples_per_s"], row["step"])

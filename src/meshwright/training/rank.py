@@ -48,7 +48,7 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
 
     with claimed(folder, job) if is_first else contextlib.nullcontext():
         try:
-            timeline, result = train_job(job, report)
+            timeline, result = train_job(job, report, sink)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

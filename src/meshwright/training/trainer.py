@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from meshwright.capture import Captured, capture_model, check_capture, flatten_batch
 from meshwright.cost.memory import Backend
 from meshwright.runtime import (
+    Compilation,
     OptimizerArgument,
     Outputs,
     Repair,
@@ -41,9 +42,10 @@ from meshwright.runtime import (
     open_session,
 )
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.events import EventSink
 from meshwright.spec.placement import Placement, check_fit
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_files import read_plan
+from meshwright.spec.plan_files import read_plan, with_compiled
 from meshwright.spec.timeline import Timeline
 from meshwright.spec.workload import Loader
 from meshwright.training.agreement import check_same, check_same_batch
@@ -68,6 +70,8 @@ def prepare(
     feed: Feed | None = None,
     verify: bool = True,
     device: Backend | None = None,
+    compiled: bool | None = None,
+    events: EventSink | None = None,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
 
@@ -87,11 +91,15 @@ def prepare(
         feed: the data set that `Trainer.train` reads.
         verify: compare the captured model with the eager one first.
         device: ``cpu`` or ``cuda``; by default what the plan's cluster has.
+        compiled: whether torch compiles the layers, each on its own; by default as the plan says.
+        events: is told how far torch is with the layers of a plan that compiles them.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
     faithfully.
     """
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
+    if compiled is not None:
+        plan = with_compiled(plan, compiled)
     rank, own_device = join_group(choose_device(plan, device))
     if feed is not None:
         plan = _with_loader(plan, feed)
@@ -126,6 +134,7 @@ def prepare(
         repair=repair,
         clip_norm=clip_norm,
         device=own_device,
+        events=events,
     )
     _release_other_parameters(model, session)
     settings = {
@@ -162,6 +171,11 @@ class Trainer:
     def plan(self) -> Plan | Placement:
         """The plan that is executed."""
         return self._session.plan
+
+    @property
+    def compilation(self) -> Compilation:
+        """What became of this rank's layers under a plan that compiles them."""
+        return self._session.model.compilation
 
     @property
     def rank(self) -> int:

@@ -14,10 +14,12 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +28,12 @@ from meshwright.measurement import is_out_of_memory
 from meshwright.runtime import choose_device, join_group
 from meshwright.spec.codec import dump_json, encode_document, read_document
 from meshwright.spec.errors import MeshwrightError, RunError
+from meshwright.spec.events import EventSink
 from meshwright.spec.files import write_text
-from meshwright.spec.plan_files import read_plan
+from meshwright.spec.plan import Plan
 from meshwright.training.job import (
     PROGRESS_FILE,
+    CompiledLayers,
     Job,
     RunResult,
     error_file,
@@ -42,6 +46,20 @@ from meshwright.training.job import (
 from meshwright.training.trainer import Trainer, prepare
 
 _PR_SET_PDEATHSIG = 1
+
+
+class _Written:
+    """Progress before the first step, as lines for the launcher."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        """A line."""
+        self._write({"task": task, "done": done, "total": total})
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        """Nothing is measured before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +127,23 @@ def _run(job: Job, folder: Path) -> None:
     with (folder / PROGRESS_FILE).open("a") as progress:
 
         def report(facts: StepFacts) -> None:
-            progress.write(json.dumps(asdict(facts)) + "\n")
+            write(asdict(facts))
+
+        def write(row: dict[str, Any]) -> None:
+            progress.write(json.dumps(row) + "\n")
             progress.flush()
 
-        timeline, result = train_job(job, report)
+        timeline, result = train_job(job, report, _Written(write))
     if timeline is not None:
         write_results(folder, timeline, result)
 
 
-def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None, RunResult]:
+def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> tuple[str | None, RunResult]:
     """Train on this rank, or infer; returns the measured timeline as text (rank 0 only), losses and seconds of steps.
 
-    ``report`` is called on rank 0 after every step.
+    ``report`` is called on rank 0 after every step, ``events`` are told there how far compiling is.
     """
-    plan = read_plan(job.plan)
+    plan = job.read_plan()
     join_group(choose_device(plan, job.device))
     source = load_source(plan, job.seed)
     trainer = prepare(
@@ -135,7 +156,10 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         repair=job_repair(job),
         clip_norm=job.clip_norm,
         device=job.device,
+        compiled=job.compiled,
+        events=events if dist.get_rank() == 0 else None,
     )
+    compiled = gather_compiled(trainer)
     seconds: list[float] = []
     trains, known = plan.workload.kind == "training", 0
     done = _resume(trainer, job)
@@ -174,8 +198,26 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         timeline="",
         num_before=done,
         first_recorded=first_recorded,
+        compiled=compiled,
     )
     return text, result
+
+
+def gather_compiled(trainer: Trainer) -> CompiledLayers | None:
+    """What became of the layers of all ranks; None of a plan that compiles none. All ranks call it together."""
+    if not isinstance(trainer.plan, Plan) or not trainer.plan.compiled:
+        return None
+    own = trainer.compilation
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (own.num_units, own.num_codes, own.seconds, dict(own.left_out), own.refused))
+    units, codes, seconds, eager, refused = zip(*every, strict=True)
+    return CompiledLayers(
+        num_units=sum(units),
+        num_codes=max(codes),
+        seconds=max(seconds),
+        eager=dict(sum(map(Counter, eager), Counter())),
+        refused=max(refused),
+    )
 
 
 def _resume(trainer: Trainer, job: Job) -> int:

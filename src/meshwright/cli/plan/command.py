@@ -64,6 +64,8 @@ def run_plan(request: PlanRequest) -> None:
     if own_exchange is not None:
         plans, said = exchange_best(plans, found.graph_for, found.cost, request, own_exchange)
         remarks += said
+    if request.compiled:
+        remarks += _why_eager(plans, found.graph_for)
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     place = files.plan or page or Path("plan.json")
     made_with = note_making(found.measurements, place, found.priced_for)
@@ -104,6 +106,14 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
         graphs = partial(graphs_of, request.model, request.sizes, mode=problem.workload.kind)
         plans, graph_for, remarks = plan_rewritten(plans, graph_for, again, graphs, request.machine)
     return Found(plans, graph_for, problem.cost, request.measurements, remarks, request.software)
+
+
+def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:
+    """Why the layers of the best plan are not compiled; nothing if they are."""
+    from meshwright.program import STAYS_EAGER, build_program
+
+    best = plans.best.plan
+    return [STAYS_EAGER] if build_program(best, graph_for(best.microbatch_size)).splits_backwards else []
 
 
 def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
@@ -161,6 +171,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
         prices=prices,
         model=request.model,
         model_sizes=request.sizes,
+        compiled=request.compiled,
     )
 
 

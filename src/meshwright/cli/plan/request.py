@@ -230,6 +230,14 @@ class PlanRequest(Request):
         ),
         Of("search", unless=_unless_trained),
     ] = None
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Let torch compile the layers, each on its own: chains of ops that move memory become one kernel.",
+        ),
+        Of("search"),
+    ] = False
     measurements: MeasurementsOption = None
     software: SoftwareOption = None
     sequence_length: SequenceOption = None

@@ -21,6 +21,7 @@ from meshwright.cli.simulate.serving import simulate_serving
 from meshwright.cli.simulate.sweeps import run_sweep
 from meshwright.cli.traces import put_timeline, traced_ranks
 from meshwright.spec.cluster import load_cluster
+from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _follow_plan(case: _Case, document: Plan) -> _Simulated:
     """Simulate the plan, under another schedule or a found order where that was asked for, and compare."""
     from meshwright.cli.simulate.explain import explain_bounds
     from meshwright.planner import adopt_schedule, find_order, predict_step_interval, rank_simulation
-    from meshwright.program import unlower_plan
+    from meshwright.program import STAYS_EAGER, unlower_plan
     from meshwright.report import timeline_rows, workload_row
     from meshwright.simulator import find_overflows, form_teams, simulate_plan, steady_rows
 
@@ -214,6 +215,8 @@ def _follow_plan(case: _Case, document: Plan) -> _Simulated:
         "steady": steady_rows(result),
         **{name: value for name, value in optional.items() if value},
     }
+    if document.compiled and Opcode.BACKWARD_INPUT in result.timeline.opcode:
+        found = [*found, STAYS_EAGER]
     after = [*explanation, *comparison, *exchanges, *found]
     return _Simulated(plan, graph, machine, cost, result, ranked, overflows, facts, sentences, after)
 

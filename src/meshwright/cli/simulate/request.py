@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from meshwright.cli.exchanges import ExchangeOption
-from meshwright.cli.models import JsonOption, MeasurementsOption, SoftwareOption
+from meshwright.cli.models import CompiledOption, JsonOption, MeasurementsOption, SoftwareOption
 from meshwright.cli.pages import HtmlOption, OpenOption
 from meshwright.cli.requests import Of, Request
 from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, WholeOption
@@ -117,6 +117,7 @@ class SimulateRequest(Request):
         Of("plan", "deployment"),
     ] = None
     exchange: Annotated[ExchangeOption, Of("plan")] = None
+    compiled: Annotated[CompiledOption, Of("plan", "sweep")] = None
     contention: Annotated[
         Literal["queued", "fair"],
         typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
@@ -188,7 +189,7 @@ class SimulateRequest(Request):
     @cached_property
     def document(self) -> Plan | Placement:
         """The plan or placement. Raises DocumentError for a file that is neither."""
-        return read_plan(self.plan)
+        return read_plan(self.plan, compiled=self.compiled)
 
     def check(self) -> None:
         """As of every request; also for names of files that do not go with a sweep."""

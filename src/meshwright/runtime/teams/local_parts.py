@@ -8,16 +8,18 @@ buffers that are whole stay the user's own objects; shares of others are new one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from meshwright.capture import Captured, rebuild
 from meshwright.cost.traits import operator_name
-from meshwright.program import lower_plan, shard_graph
+from meshwright.program import STAYS_EAGER, lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
+from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
@@ -72,11 +74,16 @@ class LocalModel:
     captured: Captured
     device: torch.device
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
+    compilation: Compilation = field(default_factory=Compilation)
 
     @property
     def whole(self) -> Graph:
         """The graph of all."""
         return self.captured.graph
+
+    def eager(self) -> Self:
+        """The model whose layers run as they are."""
+        return replace(self, graph=replace(self.graph, compiled=False), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read.
@@ -107,7 +114,7 @@ class LocalModel:
                 f"The plan splits ops, and this model cannot be run so: {error.args[0].split(';')[0]}. Plan without "
                 f"{self.sharding.describe()} to run."
             ) from None
-        return checkpoint_ranges(made, self.graph, ops)
+        return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The same for all ops, without exchanges: only shapes and strides come out right."""

@@ -1,0 +1,191 @@
+"""Layers of a stage that torch compiles, each on its own (`spec.compiled_units`).
+
+The ops of a unit become a graph that is given everything it reads, parameters too. So units that are alike share one
+compilation, hooks of parameters and FSDP2's gathers stay outside of it, and a backward that reaches the end of a unit
+has the gradients of all its parameters. Code is kept on disk by torch (``TORCHINDUCTOR_CACHE_DIR``), so that the next
+run finds it there. Random numbers are drawn as torch draws them without compiling.
+
+What torch cannot compile runs as it is, and `Compilation.left_out` says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TorchDynamoException
+from torch._guards import detect_fake_mode
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.runtime.ranges import enclose, find_ops
+from meshwright.runtime.recompute import Again
+from meshwright.spec.compiled_units import compiled_units
+from meshwright.spec.graph import Graph
+
+# Errors of torch's compiler; inductor's own name is younger than some versions of torch.
+_REFUSALS: tuple[type[Exception], ...] = (TorchDynamoException,)
+try:
+    from torch._inductor.exc import InductorError
+
+    _REFUSALS = (TorchDynamoException, InductorError)
+except ImportError:  # pragma: no cover - before torch 2.7 dynamo's error carries inductor's
+    pass
+
+_LONGEST_REASON = 200
+
+
+@dataclass(slots=True)
+class Compilation:
+    """What became of the units of a process.
+
+    ``num_units`` of ``num_codes`` kinds, of which ``done`` are compiled or refused, in ``seconds``; ``left_out``: the
+    units that run as they are, by the reason; ``refused``: why all do. ``on_progress`` is called with ``done`` after
+    each.
+    """
+
+    num_units: int = 0
+    seconds: float = 0.0
+    done: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    refused: str = ""
+    on_progress: Callable[[int], None] = lambda _: None
+    _codes: dict[object, _Code] = field(default_factory=dict)
+
+    @property
+    def num_codes(self) -> int:
+        """Units that differ."""
+        return len(self._codes)
+
+    def code_of(self, body: fx.GraphModule, given: object, *, draws_random: bool, again: bool = False) -> _Code:
+        """The code of a unit that reads tensors of such shapes and types; the same for units that are alike.
+
+        ``again``: it is computed again in the backward.
+        """
+        key = _likeness(body), given, again
+        if key not in self._codes:
+            self._codes[key] = _Code(body, self, draws_random=draws_random, again=again)
+        self.num_units += 1
+        self._codes[key].num_units += 1
+        return self._codes[key]
+
+
+class _Code:
+    """A unit's graph, compiled at its first call."""
+
+    def __init__(self, body: fx.GraphModule, compilation: Compilation, *, draws_random: bool, again: bool) -> None:
+        options: dict[str, Any] = {"fallback_random": True} if draws_random else {}
+        self._body: Callable[..., Any] = partial(_run_again, body) if again else body
+        self._compilation = compilation
+        self._compiled = torch.compile(self._body, fullgraph=True, dynamic=False, options=options)
+        self._call: Callable[..., Any] = self._first
+        self.num_units = 0
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        """What the unit makes."""
+        return self._call(*given)
+
+    def _first(self, *given: torch.Tensor) -> Any:
+        begin = time.perf_counter()
+        try:
+            made, self._call = self._compiled(*given), self._compiled
+        except _REFUSALS as error:
+            self._compilation.left_out[_reason(error)] += self.num_units
+            self._call = self._body
+            made = self._body(*given)
+        self._compilation.seconds += time.perf_counter() - begin
+        self._compilation.done += 1
+        self._compilation.on_progress(self._compilation.done)
+        return made
+
+
+def _run_again(body: fx.GraphModule, *given: torch.Tensor) -> Any:
+    """A unit under checkpoint, which torch compiles with it: its backward begins with the unit's ops."""
+    return checkpoint(body, *given, use_reentrant=False) if torch.is_grad_enabled() else body(*given)
+
+
+class CompiledUnit(torch.nn.Module):
+    """A unit in a stage's graph."""
+
+    def __init__(self, code: _Code) -> None:
+        super().__init__()
+        self._code = code
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        """What the unit makes."""
+        return self._code(*given)
+
+
+def compile_units(module: torch.nn.Module, graph: Graph, compilation: Compilation) -> torch.nn.Module:
+    """Let torch compile the units of a stage's module, whose nodes name their ops (`ranges.note_ops`).
+
+    They are compiled when they are called first. A dry run compiles nothing.
+    """
+    if not graph.compiled or detect_fake_mode() is not None:
+        return module
+    assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
+    _compile_inside(module, graph, compilation)
+    return module
+
+
+def _compile_inside(module: fx.GraphModule, graph: Graph, compilation: Compilation) -> None:
+    for number, (start, stop) in enumerate(compiled_units(graph)):
+        nodes = [node for node in module.graph.nodes if (own := find_ops(node)) and start <= own[0] and own[1] < stop]
+        if {op for node in nodes for op in _ops_of(node)} != set(range(start, stop)):
+            # Of other stages' layers a stage computes a few ops again.
+            continue
+        calls = {str(node.target): module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
+        wrap = _wrapper(graph, range(start, stop), compilation)
+        again = [name for name, item in calls.items() if isinstance(item, Again)]
+        for name in again:
+            module.add_submodule(name, wrap(cast("Again", calls[name]).body, again=True))
+        if not again and (calls or any(map(_computes, nodes))):
+            enclose(module, f"compiled_{number}", nodes, wrap, ())
+
+
+def _wrapper(graph: Graph, ops: range, compilation: Compilation) -> Callable[..., CompiledUnit]:
+    draws_random = any(graph.ops[op].random for op in ops)
+    read = [graph.tensors[i] for op in ops for i in graph.ops[op].inputs]
+    given = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in read)
+    return lambda body, again=False: CompiledUnit(
+        compilation.code_of(body, given, draws_random=draws_random, again=again)
+    )
+
+
+def _ops_of(node: fx.Node) -> range:
+    first, last = find_ops(node) or (0, -1)
+    return range(first, last + 1)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node is more than a look at what is there."""
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
+
+
+def _likeness(body: fx.GraphModule) -> object:
+    """Equal for graphs of the same calls on inputs of the same kind; a graph with modules inside is like no other."""
+    place = {node: index for index, node in enumerate(body.graph.nodes)}
+    rows: list[object] = []
+    for node in body.graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            return id(body)
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda item: _Place(place[item]))
+        rows.append((node.op, node.target if node.op == "call_function" else "", repr(arguments)))
+    return tuple(rows)
+
+
+class _Place(int):
+    """A node in a printed argument, told from a number."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:_LONGEST_REASON]

@@ -1,0 +1,90 @@
+"""Layers that torch compiles train as they do without, and their gradients leave in the same order and early enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.capture import capture_model, part
+from meshwright.runtime.compiling import Compilation, compile_units
+from meshwright.runtime.recompute import checkpoint_ranges
+from meshwright.zoo import load_model
+from tests.rank_results import read_results
+from tests.runtime.compiled_worker import CASES
+
+pytestmark = [pytest.mark.compiler, pytest.mark.long]
+NAMES = [f"{model}, {layout}" for model, layout in CASES]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return read_results("tests.runtime.compiled_worker", 2, tmp_path_factory.mktemp("compiled"), timeout_s=600)
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_of_layers_that_are_not_compiled(results, name):
+    eager, compiled = results[name]
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+    assert compiled["losses"] != eager["losses"] or "resnet, again" in name, "nothing was compiled"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_is_compiled(results, name):
+    eager, compiled = results[name]
+    units, codes, done = compiled["units"]
+    assert eager["units"] == [0, 0, 0]
+    assert compiled["left out"] == {}
+    assert units > 0
+    assert codes == done
+    # Blocks that are alike share one compilation.
+    assert codes < units or units < 3 or "again" in name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_leave_in_the_order_of_the_program(results, name):
+    for found in results[name]:
+        assert found["sums"] == found["wanted"]
+
+
+@pytest.mark.distributed
+def test_most_of_an_exchange_is_still_hidden(results):
+    """Of an exchange in equal buckets that takes as long as the last backward."""
+    eager, compiled = (_hidden(found["leads"]) for found in results["gpt, buckets"])
+    assert eager > 0.7
+    assert compiled > 0.8 * eager
+
+
+def _hidden(leads):
+    """The share that is over before the backward is; ``leads``: of a backward, left when each bucket was ready."""
+    each, now = 1 / len(leads), 0.0
+    for lead in leads:
+        now = max(now, 1 - lead) + each
+    return 2 - now
+
+
+def test_a_layer_that_torch_cannot_compile_runs_as_it_is():
+    torch.manual_seed(0)
+    source = load_model("gpt-tiny")
+    captured = capture_model(source.model, source.inputs, targets=source.targets, loss=source.loss, verify=False)
+    graph = replace(captured.graph, compiled=True)
+    ops, size = range(len(graph.ops)), len(source.inputs[0])
+    module = checkpoint_ranges(part(captured, graph.inputs, graph.outputs, batch_size=size, ops=ops), graph, ops)
+    compilation = Compilation()
+    wanted = module(*source.inputs, *source.targets)[0]
+    compiled = compile_units(module, graph, compilation)
+    with torch._dynamo.config.patch(disable=False), _broken_compiler():
+        found = compiled(*source.inputs, *source.targets)[0]
+    assert torch.equal(found, wanted)
+    ((reason, count),) = compilation.left_out.items()
+    assert "no compiler here" in reason
+    assert count == compilation.num_units == len(graph.layers)
+
+
+def _broken_compiler():
+    return torch._inductor.config.patch(cpp={**torch._inductor.config.cpp.__dict__})
