@@ -31,7 +31,7 @@ def write_results(find: Callable[[Path], Any]) -> None:
     fork_ranks(int(world_size), run)
 
 
-def read_results(worker: str, world_size: int, folder: Path) -> Any:
+def read_results(worker: str, world_size: int, folder: Path, *, timeout_s: float = 300) -> Any:
     """What a module's ranks found, with ``folder`` to work in."""
-    run_ranks(worker, world_size, str(folder / "out.json"))
+    run_ranks(worker, world_size, str(folder / "out.json"), timeout_s=timeout_s)
     return json.loads((folder / "out.json").read_text())

@@ -158,7 +158,7 @@ GRAPH = Graph(
     mode="inference",
     has_loss=True,
     batch_size=3,
-    compiled=True,
+    compiled=2,
 )
 
 PLAN = Plan(

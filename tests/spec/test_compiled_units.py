@@ -13,12 +13,12 @@ from tests.graphs import chain_graph
 def test_units_are_layers():
     graph = chain_graph(3)
     assert compiled_units(graph) == ()
-    assert compiled_units(replace(graph, compiled=True)) == tuple((i.start, i.stop) for i in graph.layers)
+    assert compiled_units(replace(graph, compiled=1)) == tuple((i.start, i.stop) for i in graph.layers)
 
 
 def test_what_is_computed_again_and_what_exchanges_parts_a_unit():
     graph = chain_graph(6)
-    whole = replace(graph, layers=(replace(graph.layers[0], stop=6),), compiled=True)
+    whole = replace(graph, layers=(replace(graph.layers[0], stop=6),), compiled=1)
     assert compiled_units(whole) == ((0, 6),)
     again = replace(whole, recompute=((1, 3),))
     assert compiled_units(again) == ((0, 1), (1, 3), (3, 6))
@@ -35,4 +35,4 @@ def test_a_graph_with_its_own_backward_is_not_compiled():
     graph = chain_graph(2)
     joint = replace(graph, ops=(graph.ops[0], replace(graph.ops[1], phase="backward")))
     with pytest.raises(GraphError, match="holds its own backward"):
-        replace(joint, compiled=True)
+        replace(joint, compiled=1)

@@ -240,7 +240,7 @@ def compiled_graphs(graph_for: Callable[[int], Graph]) -> Callable[[int], Graph]
         graph = graph_for(microbatch_size)
         if graph.compiled:
             return graph
-        return made.setdefault(id(graph), (graph, replace(graph, compiled=True)))[1]
+        return made.setdefault(id(graph), (graph, replace(graph, compiled=1)))[1]
 
     return compiled
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from meshwright.program.sharding import ShardedGraph, shard_graph
 from meshwright.spec.collective import Collective
+from meshwright.spec.compiled_units import parts_of_layers
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan, check_plan
@@ -31,7 +32,7 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     if not plan.has_local_graph:
         return plan, graph
     check_plan(plan, graph)
-    local = lower_graph(graph, plan.sharding, plan.recompute, compiled=plan.compiled)
+    local = lower_graph(graph, plan.sharding, plan.recompute, compiled=parts_of_layers(plan))
     workload = own_workload(plan.workload, plan.sharding)
     own = {"graph_hash": local.content_hash, "workload": workload}
     return replace(plan, **own, sharding=UNSHARDED, recompute=(), compiled=False), local
@@ -66,13 +67,14 @@ def unlower_plan(plan: Plan, whole: Plan) -> Plan:
 
 
 @lru_cache(maxsize=32)
-def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges, *, compiled: bool = False) -> Graph:
+def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges, *, compiled: int = 0) -> Graph:
     """The local graph of one device: its share of every op, what it exchanges, computes again, and compiles.
 
     Raises PlanError for a sharding that the ops cannot take.
     """
     local = with_recompute(graph, recompute) if sharding.is_whole else _split_graph(graph, sharding, recompute)
-    return local if local.compiled or not (compiled or graph.compiled) else replace(local, compiled=True)
+    compiled = compiled or graph.compiled
+    return local if local.compiled == compiled else replace(local, compiled=compiled)
 
 
 # Why layers of a plan that compiles them run as they are.
@@ -89,7 +91,7 @@ def as_run(graph: Graph, program: Program) -> Graph:
 
 @lru_cache(maxsize=16)
 def _eager(graph: Graph) -> Graph:
-    return replace(graph, compiled=False)
+    return replace(graph, compiled=0)
 
 
 def _split_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:

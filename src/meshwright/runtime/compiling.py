@@ -186,6 +186,9 @@ class _Place(int):
         return f"%{int(self)}"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    """The first line of what was wrong at first."""
+    while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:_LONGEST_REASON]

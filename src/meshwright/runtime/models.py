@@ -97,7 +97,7 @@ class WholeModel:
 
     def eager(self) -> Self:
         """The model whose layers run as they are."""
-        return replace(self, graph=replace(self.graph, compiled=False), compilation=Compilation(refused=STAYS_EAGER))
+        return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """The part of the captured model."""

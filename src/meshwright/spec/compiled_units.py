@@ -1,19 +1,37 @@
-"""Which ops of a graph are compiled together: those of a layer, and never more.
+"""Which ops of a graph are compiled together: those of a layer or of a part of it, and never more.
 
 A unit has one backward, so that the gradients of all its parameters come at its end: one unit for a whole stage would
 leave no backward beside which the first of them could be exchanged. Layers are also what fully sharded replicas gather
-and let go (`program.sharding.zero`), and those that repeat share one compilation.
+and let go (`program.sharding.zero`), and those that repeat share one compilation. Where a stage whose gradients are
+summed in buckets has few layers, these are cut into parts: what leaves last, the gradients of one unit, is what no
+backward hides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.spec.graph import Graph
+    from meshwright.spec.plan import Plan
     from meshwright.spec.recompute import Ranges
+
+# Units of a stage whose gradients are summed in buckets: the last of 8 equal ones leaves an eighth of the sums exposed.
+_LEAST_UNITS = 8
+# A product or two in each part of a block.
+_MOST_PARTS = 4
+
+
+def parts_of_layers(plan: Plan) -> int:
+    """Into how many parts each layer of a plan is cut to be compiled; 0 where none is compiled."""
+    if not plan.compiled:
+        return 0
+    in_buckets = plan.exchange.zero < 2
+    counts = [stage.stop - stage.start for stage in plan.stages if len(stage.ranks) > 1 and in_buckets]
+    return min(-(-_LEAST_UNITS // min(counts)), _MOST_PARTS) if counts else 1
 
 
 @lru_cache(maxsize=64)
@@ -27,8 +45,10 @@ def compiled_units(graph: Graph) -> Ranges:
         return ()
     left_out = {item.at for item in graph.collectives if item.phase != "step"}
     edges = {edge for layer in graph.layers for edge in (layer.start, layer.stop)}
+    edges |= {cut for layer in graph.layers for cut in _cuts(graph, layer.start, layer.stop)}
     edges |= {edge for op in left_out for edge in (op, op + 1)}
     for start, stop in graph.recompute:
+        edges = {edge for edge in edges if not start < edge < stop or edge in left_out or edge - 1 in left_out}
         edges |= {start, stop}
         read = {graph.tensors[i].role for op in graph.ops[start:stop] for i in op.inputs}
         if not read.isdisjoint(("buffer", "constant")):
@@ -43,3 +63,49 @@ def unit_starts(graph: Graph) -> tuple[int, ...]:
     for start, stop in compiled_units(graph):
         starts[start:stop] = [start] * (stop - start)
     return tuple(starts)
+
+
+def _cuts(graph: Graph, start: int, stop: int) -> Iterator[int]:
+    """Where a layer is cut into parts of about equal weights, with the least to hand on between them."""
+    count = graph.compiled
+    if count < 2:
+        return
+    tensors = graph.tensors
+    weights = [
+        sum(
+            tensors[i].num_elements(1)
+            for i in set(op.inputs)
+            if tensors[i].role == "parameter" and tensors[i].requires_grad
+        )
+        for op in graph.ops[start:stop]
+    ]
+    total, before = sum(weights), 0
+    shares = [(before := before + weight) / total for weight in weights[:-1]] if total else []
+    for part in range(1, count):
+        close = [
+            start + place + 1
+            for place, share in enumerate(shares)
+            if abs(share - part / count) < 0.5 / count and _is_apart(graph, start, start + place + 1, stop)
+        ]
+        if close:
+            # Of equal places the last: views and sums stay with what makes them.
+            yield min(reversed(close), key=lambda cut: _crossing(graph, start, cut, stop))
+
+
+def _crossing(graph: Graph, start: int, cut: int, stop: int) -> int:
+    """Elements that are made in a layer before a cut, or read on both sides, and read behind it."""
+    behind = {graph.tensors[i].storage for op in graph.ops[cut:stop] for i in op.inputs}
+    behind |= {graph.tensors[i].storage for i in graph.outputs}
+    known = {graph.tensors[i].storage for op in graph.ops[start:cut] for i in (*op.inputs, *op.outputs)}
+    return sum(graph.tensors[i].num_elements(1) for i in behind & known if graph.tensors[i].role == "activation")
+
+
+def _is_apart(graph: Graph, start: int, cut: int, stop: int) -> bool:
+    """Whether nothing that is made before a cut is written behind it."""
+    made = {graph.tensors[i].storage for op in graph.ops[start:cut] for i in op.outputs}
+    written = {
+        graph.tensors[op.inputs[0]].storage
+        for op in graph.ops[cut:stop]
+        if op.inputs and op.kind.split(".")[1].rstrip("0123456789").endswith("_")
+    }
+    return made.isdisjoint(written)

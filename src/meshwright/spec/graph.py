@@ -152,8 +152,8 @@ class Graph:
 
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
     scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
-    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``compiled``: its layers
-    are compiled, each on its own (`compiled_units`). ``collectives`` are
+    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``compiled``: into how
+    many parts its layers are cut, each of which is compiled on its own (`compiled_units`); 0: none. ``collectives`` are
     what a rank exchanges at its ops, of a graph that is one rank's share; ``model_flops`` is then what the model that
     it is a share of has in all. Raises GraphError when the parts contradict each other.
     """
@@ -168,7 +168,7 @@ class Graph:
     has_loss: bool = False
     batch_size: int | None = None
     recompute: Ranges = ()
-    compiled: bool = False
+    compiled: int = 0
     collectives: tuple[Collective, ...] = ()
     model_flops: Extent | None = None
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
@@ -188,7 +188,7 @@ class Graph:
         """
         if not self._hash:
             nameless = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-            self._hash.append(content_hash(Graph(**{**nameless, "name": "", "compiled": False})))
+            self._hash.append(content_hash(Graph(**{**nameless, "name": "", "compiled": 0})))
         return self._hash[0]
 
     def __hash__(self) -> int:

@@ -83,7 +83,7 @@ class LocalModel:
 
     def eager(self) -> Self:
         """The model whose layers run as they are."""
-        return replace(self, graph=replace(self.graph, compiled=False), compilation=Compilation(refused=STAYS_EAGER))
+        return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read.
