@@ -59,7 +59,7 @@ def capture_zoo(name):
     return captured, flatten_batch(captured, source.inputs, source.targets)
 
 
-def make_plan(graph, stages, schedule, zero=0):
+def make_plan(graph, stages, schedule, zero=0, *, compiled=False):
     return Plan(
         model="benchmark",
         graph_hash=graph.content_hash,
@@ -69,6 +69,7 @@ def make_plan(graph, stages, schedule, zero=0):
         num_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
         exchange=GradientExchange(zero=zero),
+        compiled=compiled,
     )
 
 
@@ -148,13 +149,14 @@ def torch_pipeline_step(captured, plan, tensors, schedule_class):
     return step
 
 
-def ddp_step(captured, tensors, bucket_mb):
+def ddp_step(captured, tensors, bucket_mb, *, compiled=False):
     graph, rank = captured.graph, dist.get_rank()
     whole = slice_graph(graph, [(0, len(graph.layers))])[0]
     module = copy.deepcopy(
         part(captured, stage_feeds(whole), stage_fetches(whole), batch_size=MICROBATCH_SIZE, ops=whole.ops)
     )
-    model = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    model = torch.compile(wrapped, dynamic=False) if compiled else wrapped
     optimizer = make_sgd(model.parameters())
     rows = [
         [tensor[m * MICROBATCH_SIZE : (m + 1) * MICROBATCH_SIZE] for tensor in tensors]
@@ -163,7 +165,7 @@ def ddp_step(captured, tensors, bucket_mb):
 
     def step():
         for row in rows[:-1]:
-            with model.no_sync():
+            with wrapped.no_sync():
                 (model(*row)[0] / len(rows)).backward()
         (model(*rows[-1])[0] / len(rows)).backward()
         optimizer.step()
@@ -172,11 +174,13 @@ def ddp_step(captured, tensors, bucket_mb):
     return step
 
 
-def fsdp_step(name, zero):
-    """FSDP2 as its users write it: every block, then the model."""
+def fsdp_step(name, zero, *, compiled=False):
+    """FSDP2 as its users write it: every block, compiled before if it is, then the model."""
     reference, sizes = MODELS[name]
     source = load_model(reference, batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE, **sizes)
     for block in source.model.blocks:
+        if compiled:
+            block.compile(dynamic=False, fullgraph=True)
         fully_shard(block, reshard_after_forward=zero == 3)
     fully_shard(source.model, reshard_after_forward=False)
     optimizer = make_sgd(source.model.parameters())

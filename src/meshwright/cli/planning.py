@@ -161,7 +161,10 @@ def repeat_options(context: typer.Context) -> str:
         name = max(parameter.opts, key=len)
         if name in given_options(context):
             value = context.params[parameter.name or ""]
-            words += [name] if value is True else [name, str(value)]
+            if isinstance(value, bool):
+                words += [name] if value else parameter.secondary_opts[:1]
+            else:
+                words += [name, str(value)]
     return shlex.join(words)
 
 

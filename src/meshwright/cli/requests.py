@@ -54,8 +54,8 @@ class OptionField:
 
     @property
     def name(self) -> str:
-        """The long name."""
-        return max(self.names, key=len)
+        """The long name; of a flag that can be taken back the first."""
+        return next(name for name in self.names if name.startswith("--"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,8 @@ def options_of(request: type[Request]) -> dict[str, OptionField]:
         # In an annotation, the first name stands where a default would.
         declared = (info.default, *(info.param_decls or ())) if isinstance(info.default, str) else info.param_decls
         names = tuple(declared or (f"--{name.replace('_', '-')}",))
+        # A flag that can be taken back is declared as both of its names.
+        names = tuple(each for pair in names for each in pair.split("/"))
         of = next((item for item in get_args(hint) if isinstance(item, Of)), _ANYWHERE)
         option = OptionField(field=name, names=names, help=info.help or "", takes=_takes(hint, info), of=of)
         found[option.name] = option

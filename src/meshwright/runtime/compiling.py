@@ -21,8 +21,10 @@ import torch
 from torch import fx
 from torch._dynamo.exc import TorchDynamoException
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.runtime.partitioning import UnitPartitioner
 from meshwright.runtime.ranges import enclose, find_ops
 from meshwright.runtime.recompute import Again
 from meshwright.spec.compiled_units import compiled_units
@@ -93,7 +95,8 @@ class _Code:
     def _first(self, *given: torch.Tensor) -> Any:
         begin = time.perf_counter()
         try:
-            made, self._call = self._compiled(*given), self._compiled
+            with inductor_config.patch(custom_partitioner_fn=UnitPartitioner()):
+                made, self._call = self._compiled(*given), self._compiled
         except _REFUSALS as error:
             self._compilation.left_out[_reason(error)] += self.num_units
             self._call = self._body

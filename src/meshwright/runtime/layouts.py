@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.runtime.held import replace_held
 from meshwright.runtime.random_state import read_generator
-from meshwright.runtime.stage import autocasting
+from meshwright.runtime.stage import autocasting, laid_out
 from meshwright.runtime.transport import Layout
 from meshwright.spec.graph import Graph
 from meshwright.spec.slices import StageSlice
@@ -27,16 +27,19 @@ def channel_layouts(
     batch_size: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
+    *,
+    channels_last: bool = False,
 ) -> dict[tuple[int, int, str], tuple[Layout, ...]]:
     """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
 
-    ``make_module(tensors)`` makes what computes tensors of the graph from its inputs.
+    ``make_module(tensors)`` makes what computes tensors of the graph from its inputs. ``channels_last``: images are
+    given so.
     """
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
     tensors: dict[int, Layout] = {}
     if crossing:
-        values = _fake_values(graph, make_module(crossing), batch_size, device, autocast)
+        values = _fake_values(graph, make_module(crossing), batch_size, device, autocast, channels_last=channels_last)
         tensors = dict(zip(crossing, values, strict=True))
     layouts: dict[tuple[int, int, str], tuple[Layout, ...]] = {}
     for channel in channels:
@@ -48,8 +51,35 @@ def channel_layouts(
     return layouts
 
 
+def takes_channels_last(
+    graph: Graph,
+    make_module: Callable[[tuple[int, ...]], torch.nn.Module],
+    batch_size: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> bool:
+    """Whether a graph with convolutions computes the same of images whose channels are last.
+
+    Compiled convolutions are several times as fast so, and each unit would convert what it is given. A captured view
+    may not fit the other strides.
+    """
+    if not any("conv" in op.kind for op in graph.ops):
+        return False
+    try:
+        _fake_values(graph, make_module(graph.outputs), batch_size, device, autocast, channels_last=True)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _fake_values(
-    graph: Graph, module: torch.nn.Module, batch_size: int, device: torch.device, autocast: torch.dtype | None
+    graph: Graph,
+    module: torch.nn.Module,
+    batch_size: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    *,
+    channels_last: bool,
 ) -> list[Layout]:
     # In a dry run all tensors are fake already, and modes do not mix.
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -67,6 +97,6 @@ def _fake_values(
         ]
         # A copy that preserves the format is dense: expanded dims (stride 0) do not travel.
         with autocasting(device, autocast):
-            made = module(*inputs)
+            made = module(*(map(laid_out, inputs) if channels_last else inputs))
         values = [value.clone(memory_format=torch.preserve_format) for value in made]
     return [Layout(tuple(value.shape), value.stride(), value.dtype) for value in values]

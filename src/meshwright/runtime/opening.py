@@ -7,7 +7,7 @@ the process groups, the buckets, the updates, and the executor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -31,7 +31,7 @@ from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
-from meshwright.runtime.layouts import channel_layouts
+from meshwright.runtime.layouts import channel_layouts, takes_channels_last
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
@@ -99,9 +99,14 @@ def open_session(
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
     updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale)
-    runners = _make_runners(share, parts, device, autocast)
+    graph, size = share.model.graph, share.model.plan.microbatch_size
+    channels_last = bool(graph.compiled) and takes_channels_last(graph, share.model.stand_in, size, device, autocast)
+    runners = tuple(
+        StageRunner(part, graph, stage, device, autocast, channels_last=channels_last)
+        for stage, part in zip(share.stages, parts, strict=True)
+    )
     layouts = channel_layouts(
-        share.model.graph, share.model.stand_in, share.all_stages, share.model.plan.microbatch_size, device, autocast
+        graph, share.model.stand_in, share.all_stages, size, device, autocast, channels_last=channels_last
     )
     if share.model.graph.compiled:
         compile_ahead(share, runners, layouts, device, events or NullSink())
@@ -294,15 +299,6 @@ def _make_parts(share: Holding, ahead: Mapping[int, int]) -> tuple[Part, ...]:
         else:
             found.append(module)
     return tuple(found)
-
-
-def _make_runners(
-    share: Holding, parts: Sequence[Part], device: torch.device, autocast: torch.dtype | None
-) -> tuple[StageRunner, ...]:
-    return tuple(
-        StageRunner(part, share.model.graph, stage, device, autocast)
-        for stage, part in zip(share.stages, parts, strict=True)
-    )
 
 
 def _make_updates(

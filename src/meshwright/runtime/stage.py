@@ -33,7 +33,7 @@ class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
     A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``autocast``: forwards run
-    under torch's autocast to that type.
+    under torch's autocast to that type. ``channels_last``: images that the graph is given are laid out so.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class StageRunner:
         stage: StageSlice,
         device: torch.device,
         autocast: torch.dtype | None = None,
+        *,
+        channels_last: bool = False,
     ) -> None:
         self._part = part
         self._device = device
@@ -51,6 +53,7 @@ class StageRunner:
         self._fetches = stage_fetches(stage)
         self._loss = graph.outputs[0] if graph.has_loss and graph.outputs[0] in stage.outputs else None
         self._autocast = autocast
+        self._channels_last = channels_last
         self._tapes: dict[int, _Tape] = {}
         self._notes: dict[int, Notes] = {}
 
@@ -73,7 +76,8 @@ class StageRunner:
             needs_gradient = set(channel.gradients) if self._training else set()
             for tensor, value in zip(channel.tensors, received[channel.source], strict=False):
                 leaves[tensor] = value.detach().requires_grad_() if tensor in needs_gradient else value
-        values = [*inputs, *leaves.values()]
+        values = [*map(laid_out, inputs)] if self._channels_last else [*inputs]
+        values += leaves.values()
         with torch.set_grad_enabled(self._training), autocasting(self._device, self._autocast):
             if self._stage.draws_random:
                 self._restore_generator(received, seed)
@@ -160,6 +164,12 @@ class StageRunner:
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Torch's autocast to a type; nothing for none."""
     return torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
+
+
+def laid_out(value: torch.Tensor) -> torch.Tensor:
+    """A batch of images with its channels last; anything else as it is."""
+    is_image = value.ndim == 4 and value.is_floating_point()
+    return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
 
 def stage_feeds(stage: StageSlice) -> tuple[int, ...]:

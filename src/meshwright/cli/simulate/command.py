@@ -23,6 +23,7 @@ from meshwright.cli.traces import put_timeline, traced_ranks
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement
+from meshwright.spec.plan_files import with_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,8 @@ def run_simulate(request: SimulateRequest) -> None:
     chosen = traced_ranks(request.trace, request.trace_ranks)
     check_orders(request.find_orders)
     document = request.document
+    if request.compiled is not None:
+        document = with_compiled(document, request.compiled)
     check_ranks(chosen, document.num_ranks)
     measurements = recall_measurements(document, request.plan, request.measurements, request.cluster)
     machine = load_cluster(request.cluster or document.cluster)

@@ -189,7 +189,7 @@ class SimulateRequest(Request):
     @cached_property
     def document(self) -> Plan | Placement:
         """The plan or placement. Raises DocumentError for a file that is neither."""
-        return read_plan(self.plan, compiled=self.compiled)
+        return read_plan(self.plan)
 
     def check(self) -> None:
         """As of every request; also for names of files that do not go with a sweep."""
