@@ -29,6 +29,7 @@ from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import price_seconds
 from meshwright.cost.roofline import LAUNCH_S
+from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import Numbers, numbers_of
 
 if TYPE_CHECKING:
@@ -70,13 +71,34 @@ def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
     return "fused" if optimizer.kind == "adamw" else "foreach"
 
 
-def optimizer_curves(measurements: Measurements, dtype: str) -> dict[str, Curve]:
-    """Seconds of one tensor's update by its elements, per optimizer that was measured in this dtype."""
-    rows = [row for row in measurements.optimizers if row.dtype == dtype]
+def measured_as(optimizer: Optimizer, loop: OptimizerLoop) -> str:
+    """What an optimizer is called in a table of measurements: ``adamw`` of the loop over tensors, ``adamw.fused``."""
+    return optimizer.name if loop == "tensors" else f"{optimizer.name}.{loop}"
+
+
+def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, Curve]:
+    """Seconds of one tensor's update by its elements, per optimizer that was measured in the type of the states.
+
+    And of copying one tensor's gradient into a bucket, in the type of the gradients.
+    """
+    rows = [
+        row
+        for row in measurements.optimizers
+        if row.num_tensors and row.dtype == (numbers.gradients if row.kind == BUCKET_COPY else numbers.states)
+    ]
     return {
         name: fit_curve(
             (row.num_elements / row.num_tensors, row.seconds / row.num_tensors) for row in rows if row.kind == name
         )
+        for name in sorted({row.kind for row in rows})
+    }
+
+
+def issue_curves(measurements: Measurements) -> dict[str, Curve]:
+    """Seconds in which the host issues one step by its tensors, per optimizer whose issuing was measured."""
+    rows = [row for row in measurements.optimizers if row.issue_s]
+    return {
+        name: fit_curve((row.num_tensors, row.issue_s) for row in rows if row.kind == name)
         for name in sorted({row.kind for row in rows})
     }
 
@@ -98,12 +120,18 @@ def price_step(
 ) -> Price:
     """One step over tensors of these sizes (shape: tensors); ``unsure``: the interval of a roofline there.
 
-    What was measured is torch's loop over the tensors, so a ``curve`` answers for that loop alone.
+    ``curve``: what was measured of this loop (`measured_as`); around master weights, conversions come on top.
     """
-    if curve is not None and loop == "tensors":
+    conversions = _conversions(numbers_of(precision))
+    if curve is not None and not (conversions and is_modelled(kind)):
         return _price_measured(elements, curve)
+    if curve is not None:
+        moved = float(elements.sum()) * sum(conversions) / kind.memory_bandwidth_bytes_per_s
+        around = moved / shipped_gpu().rate("pointwise", 4).share(1) + len(conversions) * len(elements) * LAUNCH_S
+        measured = _price_measured(elements, curve)
+        return measured.slowed((measured.seconds + around) / measured.seconds) if measured.seconds else measured
     per_element = bytes_per_element(optimizer, precision, loop)
-    kernels = _num_kernels(elements, optimizer, loop) + len(_conversions(numbers_of(precision))) * len(elements)
+    kernels = _num_kernels(elements, optimizer, loop) + len(conversions) * len(elements)
     bandwidth: float = kind.memory_bandwidth_bytes_per_s
     basis: Basis = "roofline"
     if is_modelled(kind):
