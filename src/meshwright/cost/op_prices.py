@@ -104,9 +104,7 @@ def price_sizes(
     ]
 
 
-def _issued(
-    graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources
-) -> OpSeconds:
+def _issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources) -> OpSeconds:
     """What the host takes to issue an op, on the host that `host_issue` rests on: measured here, else predicted."""
     predicted = issue_seconds(graph, op, size, dtype, key, numbers)
     measured = sources.table.issued(graph, op, key) if sources.table is not None else None

@@ -1,0 +1,421 @@
+"""Measure a CUDA device for a model: every distinct op by itself, and what the host takes to issue them.
+
+The model is captured without memory; each distinct op is cut out and made with tensors of its own, of the types in
+which the precision makes it compute. Keys are those by which prices look ops up (`cost.work.key_in`).
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from meshwright.capture import Captured, capture_model, part, strides_of
+from meshwright.cost.autocast import as_computed, cast_inputs
+from meshwright.cost.classes import classify_ops
+from meshwright.cost.conversions import Move, moves_beside, op_type
+from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.cost.widths import Widths
+from meshwright.cost.work import key_in
+from meshwright.host import Host, find_gpu_state, name_gpu
+from meshwright.measurement import (
+    CudaClock,
+    DeviceClock,
+    DeviceOp,
+    Feed,
+    Segment,
+    covering_layers,
+    make_move,
+    materialised,
+    measure_call,
+    measure_device_ops,
+    measure_device_optimizers,
+    measure_issue,
+    measure_links,
+    merge_measurements,
+)
+from meshwright.records import to_measurements
+from meshwright.spec import (
+    EventSink,
+    Graph,
+    MeasurementError,
+    Measurements,
+    Op,
+    OpMeasurement,
+    load_cluster,
+)
+from meshwright.spec.precision import SIMULATED_ONLY, Numbers, Precision, numbers_of
+from meshwright.spec.units import FLOAT_DTYPES
+from meshwright.training.measure import Sizes
+from meshwright.zoo import load_model
+
+# Ops whose second input are places in the first dim of the first one, and losses whose second input are classes.
+_LOOKUPS = ("embedding", "embedding_bag")
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward")
+# Ops that read places along some dim of their first input.
+_PLACES = (
+    "gather",
+    "index",
+    "index_select",
+    "take",
+    "take_along_dim",
+    "scatter",
+    "scatter_add",
+    "index_add",
+    "index_put",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRun:
+    """What was measured; ``left_out``: why, by key. ``num_kept``: rows that the table had already."""
+
+    table: Measurements
+    left_out: dict[str, str] = field(default_factory=dict)
+    num_kept: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def measure_device_here(
+    reference: str | None,
+    microbatch_sizes: Sequence[int],
+    *,
+    precisions: Sequence[Precision] = (),
+    sizes: Sizes = (),
+    device: str = "cuda:0",
+    repeats: int = 10,
+    known: Measurements | None = None,
+    save: Callable[[Measurements], object] = lambda _: None,
+    events: EventSink | None = None,
+) -> DeviceRun:
+    """Measure ops of the model (if one is named), optimizers, and the links among the GPUs of this host.
+
+    ``known``: the table that the rows are for, whose rows of this device and torch are not taken again; ``save`` gets
+    the whole table every few rows. ``precisions``: by default that in which plans for this device are made.
+    Raises MeasurementError for a table of another device, for a precision that no device computes in, and with what the
+    device raises; and what loading or capturing the model raises.
+    """
+    place = torch.device(device)
+    empty = _empty_table(place)
+    _refuse_other(known, empty)
+    words = tuple(precisions) or (default_precision(place),)
+    for word in words:
+        _check_precision(word)
+    uuid = str(torch.cuda.get_device_properties(place).uuid)
+    before = find_gpu_state(Host(), uuid)
+    links = _links(events)
+    clock = CudaClock(place, repeats)
+    run = measure_on(
+        clock,
+        replace(empty, transfers=links),
+        reference,
+        microbatch_sizes,
+        precisions=words,
+        sizes=sizes,
+        repeats=repeats,
+        known=known,
+        save=save,
+        events=events,
+    )
+    after = find_gpu_state(Host(), uuid)
+    told = [f"{state.clocks} {when}" for state, when in ((before, "before"), (after, "after")) if state is not None]
+    table = replace(run.table, conditions="; ".join((run.table.conditions, *told)))
+    save(table)
+    return replace(run, table=table, warnings=before.warnings() if before is not None else ())
+
+
+def measure_on(
+    clock: DeviceClock,
+    empty: Measurements,
+    reference: str | None,
+    microbatch_sizes: Sequence[int],
+    *,
+    precisions: Sequence[Precision],
+    sizes: Sizes = (),
+    repeats: int = 10,
+    known: Measurements | None = None,
+    save: Callable[[Measurements], object] = lambda _: None,
+    events: EventSink | None = None,
+) -> DeviceRun:
+    """As `measure_device_here`, by a clock of any device; ``empty`` names it and holds what was measured before."""
+    writer = _Writer(empty, known, save)
+    writer.put(host_call_s=measure_call(clock))
+    left_out: dict[str, str] = {}
+    for size in microbatch_sizes if reference is not None else ():
+        captured = capture_unallocated(str(reference), sizes, size)
+        for word in precisions:
+            model = _InPrecision(captured, numbers_of(word), size, clock.device)
+            missing = [op for op in model.ops() if op.key not in writer.kept]
+            writer.num_kept += len(model.keys) - len(missing)
+            if not missing:
+                continue
+            issued = _issue(model, clock, repeats, left_out, events)
+            chosen = (*missing, *model.moves(writer.kept))
+            left_out |= measure_device_ops(chosen, clock, writer.add, issued=issued, events=events)
+    if not writer.has_optimizers:
+        dtypes = dict.fromkeys(numbers_of(word).states for word in precisions)
+        gradients = dict.fromkeys(numbers_of(word).gradients for word in precisions)
+        rows = measure_device_optimizers(clock, states=tuple(dtypes), gradients=tuple(gradients), events=events)
+        writer.put(optimizers=rows)
+    return DeviceRun(table=writer.save(), left_out=left_out, num_kept=writer.num_kept)
+
+
+def default_precision(device: torch.device) -> Precision:
+    """That of plans for a kind of device: mixed where bfloat16 is faster than float32."""
+    return "mixed" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+
+
+def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captured:
+    """The model's training graph without memory for weights; for all batch sizes where it can be."""
+    options: dict[str, Any] = dict(sizes)
+    for size in (None, batch_size):
+        source = load_model(reference, batch_size=size, fake=True, **options)
+        captured = capture_model(
+            source.model, source.inputs, targets=source.targets, loss=source.loss, name=reference, verify=False
+        )
+        if captured.graph.batch_size in (None, batch_size):
+            break
+    captured.graph.check_batch_size(batch_size)
+    return captured
+
+
+class _Writer:
+    """The table as it grows: rows that are known stay, and it is saved every few seconds."""
+
+    def __init__(
+        self,
+        empty: Measurements,
+        known: Measurements | None,
+        save: Callable[[Measurements], object],
+        every_s: float = 2.0,
+    ) -> None:
+        self._table = empty if known is None else merge_measurements(known, empty)
+        self._rows = {row.key: row for row in self._table.ops}
+        self._save, self._every_s, self._saved = save, every_s, time.monotonic()
+        same = known is not None and known.software == empty.software
+        self.kept = frozenset(self._rows) if same else frozenset()
+        self.has_optimizers = same and any(row.issue_s for row in self._table.optimizers)
+        self.num_kept = 0
+
+    def add(self, row: OpMeasurement) -> None:
+        self._rows[row.key] = row
+        if time.monotonic() - self._saved > self._every_s:
+            self.save()
+
+    def put(self, **rows: Any) -> None:
+        self._table = merge_measurements(self._table, replace(self._table, ops=(), **rows))
+        self.save()
+
+    def save(self) -> Measurements:
+        self._table = replace(self._table, ops=tuple(self._rows.values()))
+        self._save(self._table)
+        self._saved = time.monotonic()
+        return self._table
+
+
+class _InPrecision:
+    """The distinct ops of a captured model in a precision, at a batch size, on a device."""
+
+    def __init__(self, captured: Captured, numbers: Numbers, size: int, device: torch.device) -> None:
+        self._captured, self._numbers, self._size, self._device = captured, numbers, size, device
+        self._graph = graph = as_computed(captured.graph, numbers)
+        self._classes = classify_ops(graph)
+        width = None if numbers.autocast else numbers.value_bytes
+        self._widths = Widths(graph=graph, values=width, single=self._classes.single)
+        self._strides = strides_of(captured, size)
+        self._bounds = index_bounds(graph, size)
+        self._key_of = {i: key_in(op_type(graph, op, numbers), graph, op, size) for i, op in enumerate(graph.ops)}
+        self.keys = frozenset(self._key_of.values())
+
+    def ops(self) -> Iterator[DeviceOp]:
+        """Each distinct op once, in the layout that it has most often."""
+        layouts: dict[str, Counter[Any]] = {}
+        for i, key in self._key_of.items():
+            layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
+            layouts.setdefault(key, Counter())[layout] += 1
+        seen = set()
+        for i, key in self._key_of.items():
+            layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
+            if key not in seen and layout == layouts[key].most_common(1)[0][0]:
+                seen.add(key)
+                yield self._op(i)
+
+    def moves(self, kept: frozenset[str]) -> list[DeviceOp]:
+        """Conversions and sums beside the ops, each size once, but for those whose keys are ``kept``."""
+        kind = load_cluster("H100").device_kinds[0]  # they are the same on every device that computes in the precision
+        found: dict[Move, None] = {}
+        for place, added in zip(self._classes.representatives, self._classes.added, strict=True):
+            op = self._graph.ops[place]
+            forward, backward, _ = moves_beside(self._graph, op, self._size, kind, self._numbers, self._widths, added)
+            found |= dict.fromkeys((*forward, *backward))
+        half = "float16" if self._numbers.compute == "float16" else "bfloat16"
+        names = {2: half, 4: "float32", 8: "float64"}
+        made = [
+            make_move(move.elements, names[move.read], names[move.written], adds=move.adds)
+            for move in found
+            if move.written in names and move.read in names and move.elements
+        ]
+        return [op for op in {op.key: op for op in made}.values() if op.key not in kept]
+
+    def surrounding(self) -> AbstractContextManager[Any]:
+        """What a forward runs in."""
+        if not self._numbers.autocast:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=getattr(torch, self._numbers.autocast))
+
+    def segments(self) -> list[tuple[str, Callable[[], Segment]]]:
+        """Layers that hold every distinct op, by name, to be made one after the other."""
+        layers = covering_layers(self._graph, [self._key_of[i] for i in range(len(self._graph.ops))])
+        return [
+            (self._graph.layers[stage.index].name, lambda stage=stage: self._segment(stage))  # type: ignore[misc]
+            for stage in layers
+        ]
+
+    def _op(self, index: int) -> DeviceOp:
+        graph, op = self._graph, self._graph.ops[index]
+        inputs = list(dict.fromkeys(op.inputs))
+        given = [i for i in inputs if graph.tensors[i].role in ("input", "activation")]
+        module = part(self._captured, given, op.outputs, batch_size=self._size, ops=(index,), device=self._device)
+        storages = {graph.tensors[i].storage for i in inputs}
+        in_place = is_in_place(op)
+        return DeviceOp(
+            key=self._key_of[index],
+            module=module,
+            feeds=tuple(self._feed(i, self._type_in(op, i)) for i in given),
+            state={graph.tensors[i].name: self._type_in(op, i) for i in inputs if i not in given},
+            differentiable=tuple(graph.mode == "training" and graph.tensors[i].requires_grad for i in op.outputs),
+            is_view=not in_place and all(graph.tensors[i].storage in storages for i in op.outputs),
+            is_in_place=in_place,
+        )
+
+    def _segment(self, stage: Any) -> Segment:
+        graph = self._graph
+        received = [tensor for channel in stage.incoming for tensor in channel.tensors]
+        sent = (tensor for channel in stage.outgoing for tensor in channel.tensors)
+        given, fetches = (*stage.inputs, *received), tuple(dict.fromkeys((*sent, *stage.outputs)))
+        module = part(self._captured, given, fetches, batch_size=self._size, ops=stage.ops, device=self._device)
+        held = (*stage.parameters, *stage.buffers)
+        state = {graph.tensors[i].name: self._type(i) for i in held}
+        training = graph.mode == "training" and stage.has_backward
+        return Segment(
+            module=materialised(module, state, self._device),
+            feeds=tuple(self._feed(i, self._type(i)).make(self._device) for i in given),
+            keys={graph.ops[i].name: self._key_of[i] for i in stage.ops},
+            differentiable=tuple(training and graph.tensors[i].requires_grad for i in fetches),
+            training=training,
+        )
+
+    def _feed(self, tensor: int, dtype: str) -> Feed:
+        held = self._graph.tensors[tensor]
+        return Feed(
+            shape=tuple(extent.at(self._size) for extent in held.shape),
+            strides=self._strides.get(tensor),
+            dtype=dtype,
+            requires_grad=held.requires_grad,
+            bound=self._bounds.get(tensor, 2),
+        )
+
+    def _type_in(self, op: Op, tensor: int) -> str:
+        """The type in which an op reads a tensor: as autocast casts it."""
+        if self._numbers.autocast and tensor in cast_inputs(self._graph, op, self._numbers.autocast):
+            return op_type(self._graph, op, self._numbers)
+        return self._type(tensor)
+
+    def _type(self, tensor: int) -> str:
+        """The type that a tensor has in the precision."""
+        dtype = self._graph.tensors[tensor].dtype
+        if self._numbers.autocast or dtype not in FLOAT_DTYPES or tensor in self._classes.single:
+            return dtype
+        return self._numbers.values
+
+
+def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
+    """What whole numbers have to be below, by tensor, so that no op reads beside what it looks them up in."""
+    found: dict[int, int] = {}
+
+    def limit(tensor: int, bound: int) -> None:
+        found[tensor] = min(found.get(tensor, bound), bound)
+
+    for op in reversed(graph.ops):
+        whole = [i for i in op.inputs if graph.tensors[i].dtype not in FLOAT_DTYPES]
+        name, first = operator_name(op).rstrip("_"), op.inputs[0] if op.inputs else None
+        for i in whole:
+            # What is made of whole numbers by views and arithmetic is looked up later.
+            for made in op.outputs:
+                if made in found and graph.tensors[made].dtype not in FLOAT_DTYPES:
+                    limit(i, found[made])
+            if first is None or i == first:
+                continue
+            shape = [extent.at(batch_size) for extent in graph.tensors[first].shape]
+            if name in _LOOKUPS and shape:
+                limit(i, shape[0])
+            elif name in _LOSSES and shape:
+                limit(i, shape[1] if len(shape) > 1 else shape[0])
+            elif name in _PLACES and shape:
+                limit(i, min(shape))
+    return found
+
+
+def _issue(
+    model: _InPrecision,
+    clock: DeviceClock,
+    repeats: int,
+    left_out: dict[str, str],
+    events: EventSink | None,
+) -> dict[str, tuple[float, float]]:
+    """Seconds of the host by key; layers that do not run are left out, and prices of theirs stay predicted."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, make in model.segments():
+        try:
+            taken = measure_issue([make], clock, repeats=repeats, surrounding=model.surrounding, events=events)
+        except RuntimeError as error:
+            left_out[f"issuing of layer {name}"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            clock.release()
+            continue
+        found = {**taken, **found}
+    return found
+
+
+def _empty_table(place: torch.device) -> Measurements:
+    if place.type != "cuda" or (place.index or 0) >= torch.cuda.device_count():
+        raise MeasurementError(
+            f"Ops were to be timed on device {str(place)!r}; torch sees {torch.cuda.device_count()} CUDA devices here. "
+            "Give cpu, or cuda:0 and so on."
+        )
+    name = torch.cuda.get_device_name(place)
+    return Measurements(
+        device=name_gpu(name),
+        software=f"torch {torch.__version__}, Python {platform.python_version()}",
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        conditions=f"{name}, CUDA {torch.version.cuda}; each op by itself, by CUDA graphs",
+    )
+
+
+def _refuse_other(known: Measurements | None, empty: Measurements) -> None:
+    """Refuse a table of another device before anything is timed."""
+    if known is not None:
+        merge_measurements(known, empty)
+
+
+def _check_precision(word: Precision) -> None:
+    if word in SIMULATED_ONLY or numbers_of(word).products:
+        raise MeasurementError(
+            f"The precision {word!r} was given; ops are timed in types that torch multiplies in by itself. Measure "
+            "float32 for tf32 and mixed for float8 and mixed-float16: what differs is predicted."
+        )
+
+
+def _links(events: EventSink | None) -> tuple[Any, ...]:
+    """Collectives among the GPUs of this host over NCCL; none where there is one GPU."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return ()
+    rows = measure_links(num_ranks=count, events=events)
+    return to_measurements(rows, str(rows.device[0])).transfers
