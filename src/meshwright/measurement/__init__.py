@@ -6,6 +6,8 @@ from meshwright.measurement.device_clock import CudaClock, DeviceClock, Sample
 from meshwright.measurement.device_issue import measure_call, measure_issue
 from meshwright.measurement.device_ops import DeviceOp, Feed, make_move, materialised, measure_device_ops
 from meshwright.measurement.device_optimizers import measure_device_optimizers
+from meshwright.measurement.device_table import Sizes as TableSizes
+from meshwright.measurement.device_table import measure_device_table
 from meshwright.measurement.links import measure_links, measure_links_here
 from meshwright.measurement.machine import ALL_OPTIMIZERS, measure_machine
 from meshwright.measurement.merge import BATCH_CONDITIONS, merge_measurements
@@ -29,6 +31,7 @@ __all__ = [
     "RankContext",
     "Sample",
     "Segment",
+    "TableSizes",
     "build_segments",
     "covering_layers",
     "is_out_of_memory",
@@ -38,6 +41,7 @@ __all__ = [
     "measure_call",
     "measure_device_ops",
     "measure_device_optimizers",
+    "measure_device_table",
     "measure_issue",
     "measure_links",
     "measure_links_here",

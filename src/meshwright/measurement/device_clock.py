@@ -166,7 +166,8 @@ class CudaClock:
 
     def _behind(self, call: Call) -> tuple[list[float], list[float]]:
         """Seconds of the device and of the host for each of some calls behind a kernel that waits."""
-        samples, issued = [], []
+        samples: list[float] = []
+        issued: list[float] = []
         for _ in range(self._repeats):
             self.finish()
             start, end = self._events()

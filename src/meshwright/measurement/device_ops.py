@@ -194,12 +194,13 @@ def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> 
     graph = fx.Graph()
     value = graph.placeholder("value")
     source = Feed(shape=(elements,), strides=None, dtype=read)
+    feeds: tuple[Feed, ...] = (source, source) if adds else (source,)
     if adds:
         made = graph.call_function(torch.ops.aten.add_.Tensor, (value, graph.placeholder("other")))
-        key, feeds = f"aten.add_.Tensor({elements}:{read},{elements}:{read}|00)", (source, source)
+        key = f"aten.add_.Tensor({elements}:{read},{elements}:{read}|00)"
     else:
         made = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": getattr(torch, written)})
-        key, feeds = f"aten._to_copy.default({elements}:{read};dtype=torch.{written}|0)", (source,)
+        key = f"aten._to_copy.default({elements}:{read};dtype=torch.{written}|0)"
     graph.output((made,))
     module = fx.GraphModule(nn.Module(), graph)
     return DeviceOp(key=key, module=module, feeds=feeds, state={}, differentiable=(False,))

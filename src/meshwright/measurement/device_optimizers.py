@@ -3,9 +3,9 @@
     seconds    of the device, behind a kernel that waits while the host issues the step
     issue_s    of the host
 
-And how long gradients take into an exchange bucket, tensor by tensor. Tensors of one size are taken in such numbers that
-they exceed the cache of every GPU, but so few of them that a loop of all operations of an update fits the queue of a
-device (some 1,000 launches).
+And how long gradients take into an exchange bucket, tensor by tensor. Tensors of one size are so many that they
+exceed the cache of every GPU, but so few that a loop of all operations of an update fits the queue of a device (some
+1,000 launches).
 """
 
 from __future__ import annotations

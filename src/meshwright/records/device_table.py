@@ -2,8 +2,8 @@
 
     products of matrices    matmul, sizes m, n, k; ``kernel`` says which of a layer's three it is (``aten.mm``,
                             ``aten.mm.dgrad``, ``aten.mm.wgrad``): their factors lie differently in memory
-    other operators         ``aten.NAME``, the inputs that decide its traffic in the form of a captured op; ``kernel`` of
-                            many products at once: ``nn``, or ``nt`` where the second factors are transposed
+    other operators         ``aten.NAME``, the inputs that decide its traffic in the form of a captured op; ``kernel``:
+                            of many products at once ``nn``, or ``nt`` where the second factors are transposed
 
 Where they coincide, these are the rows of a trace of torch's profiler (`importing.trace`).
 """

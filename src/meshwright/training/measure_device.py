@@ -31,17 +31,20 @@ from meshwright.measurement import (
     DeviceOp,
     Feed,
     Segment,
+    TableSizes,
     covering_layers,
     make_move,
     materialised,
     measure_call,
     measure_device_ops,
     measure_device_optimizers,
+    measure_device_table,
     measure_issue,
     measure_links,
     merge_measurements,
 )
-from meshwright.records import to_measurements
+from meshwright.records import Records, concat_records, from_measurements, make_records, to_measurements
+from meshwright.records.table import Row, columns_of
 from meshwright.spec import (
     EventSink,
     Graph,
@@ -375,7 +378,7 @@ def _issue(
     for name, make in model.segments():
         try:
             taken = measure_issue([make], clock, repeats=repeats, surrounding=model.surrounding, events=events)
-        except RuntimeError as error:
+        except Exception as error:
             left_out[f"issuing of layer {name}"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
             clock.release()
             continue
@@ -419,3 +422,80 @@ def _links(events: EventSink | None) -> tuple[Any, ...]:
         return ()
     rows = measure_links(num_ranks=count, events=events)
     return to_measurements(rows, str(rows.device[0])).transfers
+
+
+def device_table_here(
+    *,
+    device: str = "cuda:0",
+    repeats: int = 10,
+    known: Records | None = None,
+    save: Callable[[Records], object] = lambda _: None,
+    events: EventSink | None = None,
+) -> tuple[Records, dict[str, str], tuple[str, ...]]:
+    """Measure single operators, optimizers and the host on a CUDA device, whatever the model.
+
+    Returns the rows, what was left out and why, and warnings. ``known``: rows that the table has already; those of this
+    device and torch are not taken again. ``save`` gets the rows that are new every few seconds.
+    Raises MeasurementError for a device that is not here.
+    """
+    place = torch.device(device)
+    empty = _empty_table(place)
+    state = find_gpu_state(Host(), str(torch.cuda.get_device_properties(place).uuid))
+    if state is not None:
+        empty = replace(empty, conditions=f"{empty.conditions}; {state.clocks} before")
+    rows, left_out = device_table_on(CudaClock(place, repeats), empty, known=known, save=save, events=events)
+    return rows, left_out, state.warnings() if state is not None else ()
+
+
+def device_table_on(
+    clock: DeviceClock,
+    empty: Measurements,
+    *,
+    sizes: TableSizes | None = None,
+    known: Records | None = None,
+    save: Callable[[Records], object] = lambda _: None,
+    every_s: float = 2.0,
+    events: EventSink | None = None,
+) -> tuple[Records, dict[str, str]]:
+    """As `device_table_here`, by a clock of any device; ``empty`` names it."""
+    columns = ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")
+    taken: list[Row] = []
+    saved = [time.monotonic()]
+    identity = ("op", "phase", "shapes", "dtype", "kernel")
+    same = known.where(device=empty.device, software=empty.software) if known is not None else make_records(seconds=())
+    have = set(zip(*(getattr(same, name).tolist() for name in identity), strict=True))
+
+    def made() -> Records:
+        return make_records(
+            **columns_of(taken, columns),
+            device=empty.device,
+            software=empty.software,
+            date=empty.date,
+            source=empty.conditions,
+        )
+
+    def write(row: Row) -> None:
+        taken.append(row)
+        if time.monotonic() - saved[0] >= every_s:
+            save(made())
+            saved[0] = time.monotonic()
+
+    left_out = measure_device_table(
+        clock, write, sizes=sizes, kept=lambda row: tuple(row[name] for name in identity) in have, events=events
+    )
+    calls = replace(empty, host_call_s=measure_call(clock))
+    if not any(op.startswith("optimizer.") for op, *_ in have):
+        steps = measure_device_optimizers(
+            clock, states=("float32", "bfloat16"), gradients=("float32", "bfloat16"), events=events
+        )
+        calls = replace(calls, optimizers=steps)
+    rows = concat_records([made(), from_measurements(calls)])
+    save(rows)
+    return rows, left_out
+
+
+def choose_device(device: str | None) -> str:
+    """Where ops are timed: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
+    if device is None:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return "cuda:0" if device == "cuda" else device
