@@ -107,7 +107,7 @@ def measure(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the model's ops, the optimizers and the links of this machine: on a GPU each op alone, else all cores at once.
+    """Time the model's ops, the optimizers and the links of this machine: on a GPU each op alone, else with all ranks busy.
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
     --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:

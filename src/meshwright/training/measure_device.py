@@ -21,7 +21,7 @@ from meshwright.capture import Captured, capture_model, part, strides_of
 from meshwright.cost.autocast import as_computed, cast_inputs
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.conversions import Move, moves_beside, op_type
-from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.cost.traits import family_of, is_in_place, operator_name
 from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
 from meshwright.host import Host, find_gpu_state, name_gpu
@@ -57,6 +57,7 @@ from meshwright.spec import (
 from meshwright.spec.precision import SIMULATED_ONLY, Numbers, Precision, numbers_of
 from meshwright.spec.units import FLOAT_DTYPES
 from meshwright.training.measure import Sizes
+from meshwright.training.precision import OF_ONE_TYPE
 from meshwright.zoo import load_model
 
 # Ops whose second input are places in the first dim of the first one, and losses whose second input are classes.
@@ -329,7 +330,9 @@ class _InPrecision:
         """The type in which an op reads a tensor: as autocast casts it."""
         if self._numbers.autocast and tensor in cast_inputs(self._graph, op, self._numbers.autocast):
             return op_type(self._graph, op, self._numbers)
-        return self._type(tensor)
+        dtype = self._type(tensor)
+        is_cast = not self._numbers.autocast and family_of(op) in OF_ONE_TYPE and dtype in FLOAT_DTYPES
+        return self._numbers.values if is_cast else dtype
 
     def _type(self, tensor: int) -> str:
         """The type that a tensor has in the precision."""

@@ -11,8 +11,8 @@ from meshwright.cli.exchanges import compare_ways
 from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graph_of_plan
 from meshwright.cli.output import grid_width, print_tables
-from meshwright.cli.planning import priced_by
 from meshwright.cli.pages import page_path, provenance, put_page
+from meshwright.cli.planning import priced_by
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders, compare, compared_schedules
