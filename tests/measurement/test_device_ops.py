@@ -147,7 +147,7 @@ def test_every_optimizer_is_timed_by_every_loop():
 
 def test_a_table_of_a_device_has_all_that_the_shipped_one_has_and_more():
     pytest.importorskip("pyarrow")
-    from meshwright.validation import load_records  # noqa: PLC0415
+    from meshwright.validation import load_records
 
     rows = []
     assert measure_device_table(FakeClock(), rows.append, sizes=SIZES) == {}

@@ -1,7 +1,7 @@
-"""Models measured op by op on an accelerator that this machine does not have: what mixes devices is left out, and told.
+"""Models measured op by op on an accelerator that this machine does not have: what mixes devices is left out.
 
-``python -m tests.training.device_worker PRECISION MODEL...`` prints a line of JSON for each model. All tensors are fake,
-as in `tests.runtime.accelerator_worker`.
+``python -m tests.training.device_worker PRECISION MODEL...`` prints a line of JSON for each model. All tensors are
+fake, as in `tests.runtime.accelerator_worker`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.spec import Measurements
 from meshwright.training import measure_device
+from meshwright.training.device_ops import capture_unallocated
 from tests.measurement.clocks import FakeClock
 from tests.runtime.accelerator_worker import make_device
 
@@ -24,7 +25,7 @@ def main() -> None:
     clock = FakeClock(device=make_device())
     empty = Measurements(device="H100", software="torch 0", date="")
     for model in models:
-        captured = measure_device.capture_unallocated(model, (), 2)
+        captured = capture_unallocated(model, (), 2)
         with (
             patch.object(measure_device, "capture_unallocated", lambda *_, made=captured: made),
             patch.object(measure_device, "measure_device_optimizers", lambda *_, **__: ()),

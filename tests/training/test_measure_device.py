@@ -1,4 +1,4 @@
-"""A model measured op by op for a GPU, without one: which rows come, how they are priced, and what a second call does."""
+"""A model measured op by op for a GPU, without one: which rows come, their prices, and what a second call does."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
-from meshwright.training import measure_device
-from meshwright.training.measure_device import capture_unallocated, device_table_on, index_bounds, measure_on
+from meshwright.training import device_table, measure_device
+from meshwright.training.device_ops import capture_unallocated, index_bounds
+from meshwright.training.device_table import device_table_on
+from meshwright.training.measure_device import measure_on
 from tests.measurement.clocks import FakeClock
 from tests.measurement.test_device_ops import SIZES
 
@@ -46,7 +48,8 @@ def few_optimizers(monkeypatch):
         asked.append(options)
         return STEPS
 
-    monkeypatch.setattr(measure_device, "measure_device_optimizers", measure)
+    for module in (measure_device, device_table):
+        monkeypatch.setattr(module, "measure_device_optimizers", measure)
     return asked
 
 

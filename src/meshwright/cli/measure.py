@@ -16,7 +16,6 @@ from meshwright.cli.measure_from import import_files
 from meshwright.cli.measure_links import measure_links_table
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
 from meshwright.cli.output import print_tables, terminal_sink
-from meshwright.spec.precision import Precision
 
 # What these do instead of timing a model.
 _WITHOUT_MODEL = {
@@ -72,10 +71,11 @@ def measure(
         ),
     ] = None,
     precision: Annotated[
-        list[Precision] | None,
+        list[str] | None,
         typer.Option(
+            metavar="WORD",
             help="On a GPU: types in which the model's ops are timed; repeat for several. By default that of plans for "
-            "the GPU: mixed where bfloat16 is fast, else float32."
+            "the GPU: mixed where bfloat16 is fast, else float32.",
         ),
     ] = None,
     device_table: Annotated[
@@ -107,7 +107,7 @@ def measure(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the model's ops, the optimizers and the links of this machine: on a GPU each op alone, else with all ranks busy.
+    """Time the model's ops, the optimizers and the links of this machine, on a GPU or on its processors.
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
     --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:
@@ -177,7 +177,7 @@ def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool
         raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
 
 
-def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[Precision] | None) -> bool:
+def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[str] | None) -> bool:
     """Whether ops are timed on a GPU. Refuses options that are of the other kind of device."""
     from meshwright.training import choose_device
 

@@ -16,8 +16,6 @@ from meshwright.spec.units import format_count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.spec.precision import Precision
-
 # Reasons that are shown, of those why something was left out.
 _SHOWN = 5
 
@@ -27,7 +25,7 @@ def measure_device(
     out: Path,
     microbatch_sizes: list[int],
     *,
-    precisions: list[Precision],
+    precisions: list[str],
     sizes: tuple[tuple[str, int], ...],
     device: str | None,
     repeats: int,

@@ -7,7 +7,8 @@
     accumulate   a gradient of the wider type is read, as is the sum, and the sum written
 
 One kernel each: as measured (`OpTable.moved`), else at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A
-parameter that several ops read is counted with each of them. On processors sums of gradients are among what rooflines leave out.
+parameter that several ops read is counted with each of them. On processors sums of gradients are among what rooflines
+leave out.
 
 A product in float8 reads its first factor for the largest value; the kernel's own price has its cast. Its second factor
 is read for that, read and written. The backward has two more products, whose second factors are the weight and the
@@ -27,8 +28,7 @@ from meshwright.cost.traits import family_of, operator_name
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright.cost.gpu.rates import GpuModel
-    from meshwright.cost.gpu.rates import Launch
+    from meshwright.cost.gpu.rates import GpuModel, Launch
     from meshwright.cost.prices import OpPrice
     from meshwright.cost.table import OpTable
     from meshwright.cost.widths import Widths
@@ -117,7 +117,10 @@ def with_conversions(
 
     ``added``: at which places its inputs have a gradient that is added to another. ``table``: what was measured.
     """
-    forward, backward, widened = moves_beside(graph, op, batch_size, kind, numbers, widths, added if gpu else ())
+    places = added if gpu is not None else ()
+    forward, backward, widened = moves_beside(
+        graph, op, batch_size, kind, numbers, widths, places, widens=price.basis != "measured"
+    )
     if not (forward or backward or widened):
         return price
     bandwidth, interval = kind.memory_bandwidth_bytes_per_s, roofline_interval(kind)
@@ -145,10 +148,13 @@ def moves_beside(
     numbers: Numbers,
     widths: Widths,
     added: tuple[int, ...] = (),
+    *,
+    widens: bool = True,
 ) -> tuple[list[Move], list[Move], float]:
     """Kernels of the forward and of the backward, and bytes that adding to gradients of a wider type moves on top.
 
-    Arguments as of `with_conversions`.
+    Arguments as of `with_conversions`. ``widens``: with what an op widens by itself, which is part of a measured op's
+    own time.
     """
     trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
     forward: list[Move] = []
@@ -173,13 +179,8 @@ def moves_beside(
             forward.append(move(tensor.num_elements(batch_size), own, width))
             if trained and tensor.requires_grad:
                 backward.append(move(tensor.num_elements(batch_size), width, own))
-    if trained and family_of(op) == "pointwise":
-        # What an op widens by itself.
-        made = widths.of(op.outputs[0])
-        for i in dict.fromkeys(i for i in op.inputs if i not in cast and graph.tensors[i].requires_grad):
-            own = widths.of(i)
-            if own < made:
-                backward.append(move(graph.tensors[i].num_elements(batch_size), made, own))
+    if trained and widens and family_of(op) == "pointwise":
+        backward += _widened(graph, op, batch_size, widths, cast)
     if trained and numbers.gradient_bytes > numbers.value_bytes:
         for i in dict.fromkeys(op.inputs):
             tensor = graph.tensors[i]
@@ -188,8 +189,21 @@ def moves_beside(
                 backward.append(move(elements, numbers.value_bytes, numbers.gradient_bytes))
                 widened += 3 * elements * (numbers.gradient_bytes - numbers.value_bytes)
     if trained:
-        for i in (op.inputs[place] for place in added):
-            width = widths.of(i)
-            elements = graph.tensors[i].num_elements(batch_size)
-            backward.append(Move(elements=elements, read=width, written=width, adds=True))
+        backward += _sums(graph, op, batch_size, widths, added)
     return forward, backward, widened
+
+
+def _widened(graph: Graph, op: Op, batch_size: int, widths: Widths, cast: list[int]) -> list[Move]:
+    """Gradients of what an op widens by itself, but for what is cast before it."""
+    made = widths.of(op.outputs[0])
+    wanted = dict.fromkeys(i for i in op.inputs if i not in cast and graph.tensors[i].requires_grad)
+    return [
+        Move(elements=graph.tensors[i].num_elements(batch_size), read=made, written=widths.of(i))
+        for i in wanted
+        if widths.of(i) < made
+    ]
+
+
+def _sums(graph: Graph, op: Op, batch_size: int, widths: Widths, added: tuple[int, ...]) -> list[Move]:
+    found = [(graph.tensors[i].num_elements(batch_size), widths.of(i)) for i in (op.inputs[place] for place in added)]
+    return [Move(elements=elements, read=width, written=width, adds=True) for elements, width in found]

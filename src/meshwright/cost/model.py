@@ -24,13 +24,12 @@ from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.host_copies import price_host_copy
-from meshwright.cost.host_issue import host_factor, load_host_calls, optimizer_issue_seconds
+from meshwright.cost.host_issue import host_factor, issue_step, load_host_calls
 from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
 from meshwright.cost.op_prices import OpSources, price_sizes
 from meshwright.cost.optimizers import (
     OptimizerLoop,
     default_loop,
-    issue_curves,
     measured_as,
     optimizer_curves,
     price_copy,
@@ -101,7 +100,6 @@ class CostModel:
     _collectives: CollectivePrices = field(init=False, repr=False)
     teams: TeamPrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
-    _optimizer_issues: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
 
@@ -110,7 +108,6 @@ class CostModel:
         if self.measurements is not None:
             object.__setattr__(self, "_ops", OpTable(self.measurements, dtype))
             object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.numbers))
-            object.__setattr__(self, "_optimizer_issues", issue_curves(self.measurements))
             if self.collectives is None and self.measurements.transfers:
                 transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0, batches=())
                 own, host = fit_measured(from_measurements(transfers))
@@ -153,18 +150,11 @@ class CostModel:
 
     def optimizer_issue_s(self, num_tensors: int, optimizer: Optimizer) -> float:
         """Seconds of the host of `host_issue` for one step over so many tensors, by the loop of our runtime."""
-        loop = default_loop(optimizer, on_gpu=True)
-        call_s = self.measurements.host_call_s if self.measurements is not None else 0.0
-        curve = self._optimizer_issues.get(measured_as(optimizer, loop)) if call_s else None
-        if curve is None:
-            return optimizer_issue_seconds(num_tensors, optimizer, loop)
-        seconds = float(curve.at(np.array([num_tensors], np.float64))[0])
-        return seconds * load_host_calls().call_s / call_s
+        key = ("optimizer issue", num_tensors, optimizer)
+        return self._keep(key, lambda: issue_step(num_tensors, optimizer, self.measurements))
 
     def _measured_host_s(self, kind: DeviceKind) -> float:
-        if self.measurements is None or not self.is_measured(kind):
-            return 0.0
-        return self.measurements.host_call_s
+        return self.measurements.host_call_s if self.measurements is not None and self.is_measured(kind) else 0.0
 
     def price_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpPrices:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""

@@ -54,6 +54,8 @@ _FUSED_ACCESSES = {"adamw": 7, "sgd+momentum": 5, "sgd": 3}
 # Measured / predicted of 180 steps and copies of whole models by a table of five tensor sizes, on one core beside other
 # work (scripts/check_optimizer_steps.py, torch 2.13, 2026-11-21).
 MEASURED_STEP = Interval(low=0.17, high=2.41)
+# The same of a GPU, alone: an assumption, as wide as the interval of a measured op (`table.MEASURED`).
+MEASURED_ON_GPU = Interval(low=0.70, high=1.43)
 # What one start of a kernel over many tensors takes at most: chunks of so many elements, and tensors (of four lists).
 _CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36
 
@@ -94,15 +96,6 @@ def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, 
     }
 
 
-def issue_curves(measurements: Measurements) -> dict[str, Curve]:
-    """Seconds in which the host issues one step by its tensors, per optimizer whose issuing was measured."""
-    rows = [row for row in measurements.optimizers if row.issue_s]
-    return {
-        name: fit_curve((row.num_tensors, row.issue_s) for row in rows if row.kind == name)
-        for name in sorted({row.kind for row in rows})
-    }
-
-
 def trainable_elements(graph: Graph, parameters: Sequence[int]) -> NDArray[np.int64]:
     """Elements of each trainable one among the parameters (shape: trainable parameters)."""
     tensors = (graph.tensors[i] for i in parameters)
@@ -123,12 +116,12 @@ def price_step(
     ``curve``: what was measured of this loop (`measured_as`); around master weights, conversions come on top.
     """
     conversions = _conversions(numbers_of(precision))
-    if curve is not None and not (conversions and is_modelled(kind)):
-        return _price_measured(elements, curve)
+    if curve is not None and not is_modelled(kind):
+        return _price_measured(elements, curve, MEASURED_STEP)
     if curve is not None:
         moved = float(elements.sum()) * sum(conversions) / kind.memory_bandwidth_bytes_per_s
         around = moved / shipped_gpu().rate("pointwise", 4).share(1) + len(conversions) * len(elements) * LAUNCH_S
-        measured = _price_measured(elements, curve)
+        measured = _price_measured(elements, curve, MEASURED_ON_GPU)
         return measured.slowed((measured.seconds + around) / measured.seconds) if measured.seconds else measured
     per_element = bytes_per_element(optimizer, precision, loop)
     kernels = _num_kernels(elements, optimizer, loop) + len(conversions) * len(elements)
@@ -160,7 +153,7 @@ def price_copy(
 ) -> Price:
     """Copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
     if curve is not None:
-        return _price_measured(elements, curve)
+        return _price_measured(elements, curve, MEASURED_ON_GPU if is_modelled(kind) else MEASURED_STEP)
     width = numbers_of(precision).gradient_bytes
     if is_modelled(kind):
         gpu = shipped_gpu()
@@ -188,9 +181,9 @@ def _num_kernels(elements: NDArray[np.int64], optimizer: Optimizer, loop: Optimi
     return operations * (len(elements) if loop == "tensors" else starts)
 
 
-def _price_measured(elements: NDArray[np.int64], curve: Curve) -> Price:
+def _price_measured(elements: NDArray[np.int64], curve: Curve, interval: Interval) -> Price:
     seconds = float(curve.at(elements.astype(np.float64)).sum())
     inside = len(elements) == 0 or (curve.sizes[0] <= elements.min() and elements.max() <= curve.sizes[-1])
     if np.isin(elements, curve.sizes).all():
-        return price_seconds(seconds, MEASURED_STEP, "measured")
-    return price_seconds(seconds, MEASURED_STEP, "interpolated" if inside else "transferred")
+        return price_seconds(seconds, interval, "measured")
+    return price_seconds(seconds, interval, "interpolated" if inside else "transferred")

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.kernels import is_tiled
 from meshwright.cost.ops import fit_op_regressor
-from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds, bound_op

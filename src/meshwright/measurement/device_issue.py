@@ -61,7 +61,7 @@ def measure_call(clock: DeviceClock) -> float:
     """Seconds in which the host issues an addition of two small tensors, in a loop."""
     value = torch.zeros(8, 8, device=clock.device)
     for _ in range(_CALLS // 10):
-        value + value  # noqa: B018
+        value + value
     clock.finish()
     return clock.loop(lambda: value + value, _CALLS)
 

@@ -291,8 +291,7 @@ def _images(sizes: Sizes, make: _Maker) -> _Told:
             return lambda: aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
 
         def relu(n: int = n, c: int = c, h: int = h) -> Any:
-            x = make(n, c, h, h)
-            return lambda: x.relu_()
+            return make(n, c, h, h).relu_
 
         yield "aten.native_batch_norm", [whole], norm
         yield "aten.native_batch_norm_backward", [whole] * 2, lambda norm=norm: norm(back=True)

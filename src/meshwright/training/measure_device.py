@@ -8,73 +8,34 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from meshwright.capture import Captured, capture_model, part, strides_of
-from meshwright.cost.autocast import as_computed, cast_inputs
-from meshwright.cost.classes import classify_ops
-from meshwright.cost.conversions import Move, moves_beside, op_type
-from meshwright.cost.traits import family_of, is_in_place, operator_name
-from meshwright.cost.widths import Widths
-from meshwright.cost.work import key_in
 from meshwright.host import Host, find_gpu_state, name_gpu
 from meshwright.measurement import (
     CudaClock,
     DeviceClock,
-    DeviceOp,
-    Feed,
-    Segment,
-    TableSizes,
-    covering_layers,
-    make_move,
-    materialised,
     measure_call,
     measure_device_ops,
     measure_device_optimizers,
-    measure_device_table,
     measure_issue,
     measure_links,
     merge_measurements,
 )
-from meshwright.records import Records, concat_records, from_measurements, make_records, to_measurements
-from meshwright.records.table import Row, columns_of
+from meshwright.records import to_measurements
 from meshwright.spec import (
     EventSink,
-    Graph,
     MeasurementError,
     Measurements,
-    Op,
     OpMeasurement,
-    load_cluster,
 )
-from meshwright.spec.precision import SIMULATED_ONLY, Numbers, Precision, numbers_of
-from meshwright.spec.units import FLOAT_DTYPES
+from meshwright.spec.precision import SIMULATED_ONLY, Precision, numbers_of
+from meshwright.training.device_ops import ModelOps, capture_unallocated
 from meshwright.training.measure import Sizes
-from meshwright.training.precision import OF_ONE_TYPE
-from meshwright.zoo import load_model
-
-# Ops whose second input are places in the first dim of the first one, and losses whose second input are classes.
-_LOOKUPS = ("embedding", "embedding_bag")
-_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward")
-# Ops that read places along some dim of their first input.
-_PLACES = (
-    "gather",
-    "index",
-    "index_select",
-    "take",
-    "take_along_dim",
-    "scatter",
-    "scatter_add",
-    "index_add",
-    "index_put",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +52,7 @@ def measure_device_here(
     reference: str | None,
     microbatch_sizes: Sequence[int],
     *,
-    precisions: Sequence[Precision] = (),
+    precisions: Sequence[str] = (),
     sizes: Sizes = (),
     device: str = "cuda:0",
     repeats: int = 10,
@@ -106,8 +67,7 @@ def measure_device_here(
     Raises MeasurementError for a table of another device, for a precision that no device computes in, and with what the
     device raises; and what loading or capturing the model raises.
     """
-    place = torch.device(device)
-    empty = _empty_table(place)
+    place, empty = empty_table(device)
     _refuse_other(known, empty)
     words = tuple(precisions) or (default_precision(place),)
     for word in words:
@@ -141,7 +101,7 @@ def measure_on(
     reference: str | None,
     microbatch_sizes: Sequence[int],
     *,
-    precisions: Sequence[Precision],
+    precisions: Sequence[str],
     sizes: Sizes = (),
     repeats: int = 10,
     known: Measurements | None = None,
@@ -155,7 +115,7 @@ def measure_on(
     for size in microbatch_sizes if reference is not None else ():
         captured = capture_unallocated(str(reference), sizes, size)
         for word in precisions:
-            model = _InPrecision(captured, numbers_of(word), size, clock.device)
+            model = ModelOps(captured, numbers_of(word), size, clock.device)
             missing = [op for op in model.ops() if op.key not in writer.kept]
             writer.num_kept += len(model.keys) - len(missing)
             if not missing:
@@ -174,20 +134,6 @@ def measure_on(
 def default_precision(device: torch.device) -> Precision:
     """That of plans for a kind of device: mixed where bfloat16 is faster than float32."""
     return "mixed" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-
-
-def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captured:
-    """The model's training graph without memory for weights; for all batch sizes where it can be."""
-    options: dict[str, Any] = dict(sizes)
-    for size in (None, batch_size):
-        source = load_model(reference, batch_size=size, fake=True, **options)
-        captured = capture_model(
-            source.model, source.inputs, targets=source.targets, loss=source.loss, name=reference, verify=False
-        )
-        if captured.graph.batch_size in (None, batch_size):
-            break
-    captured.graph.check_batch_size(batch_size)
-    return captured
 
 
 class _Writer:
@@ -224,153 +170,8 @@ class _Writer:
         return self._table
 
 
-class _InPrecision:
-    """The distinct ops of a captured model in a precision, at a batch size, on a device."""
-
-    def __init__(self, captured: Captured, numbers: Numbers, size: int, device: torch.device) -> None:
-        self._captured, self._numbers, self._size, self._device = captured, numbers, size, device
-        self._graph = graph = as_computed(captured.graph, numbers)
-        self._classes = classify_ops(graph)
-        width = None if numbers.autocast else numbers.value_bytes
-        self._widths = Widths(graph=graph, values=width, single=self._classes.single)
-        self._strides = strides_of(captured, size)
-        self._bounds = index_bounds(graph, size)
-        self._key_of = {i: key_in(op_type(graph, op, numbers), graph, op, size) for i, op in enumerate(graph.ops)}
-        self.keys = frozenset(self._key_of.values())
-
-    def ops(self) -> Iterator[DeviceOp]:
-        """Each distinct op once, in the layout that it has most often."""
-        layouts: dict[str, Counter[Any]] = {}
-        for i, key in self._key_of.items():
-            layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
-            layouts.setdefault(key, Counter())[layout] += 1
-        seen = set()
-        for i, key in self._key_of.items():
-            layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
-            if key not in seen and layout == layouts[key].most_common(1)[0][0]:
-                seen.add(key)
-                yield self._op(i)
-
-    def moves(self, kept: frozenset[str]) -> list[DeviceOp]:
-        """Conversions and sums beside the ops, each size once, but for those whose keys are ``kept``."""
-        kind = load_cluster("H100").device_kinds[0]  # they are the same on every device that computes in the precision
-        found: dict[Move, None] = {}
-        for place, added in zip(self._classes.representatives, self._classes.added, strict=True):
-            op = self._graph.ops[place]
-            forward, backward, _ = moves_beside(self._graph, op, self._size, kind, self._numbers, self._widths, added)
-            found |= dict.fromkeys((*forward, *backward))
-        half = "float16" if self._numbers.compute == "float16" else "bfloat16"
-        names = {2: half, 4: "float32", 8: "float64"}
-        made = [
-            make_move(move.elements, names[move.read], names[move.written], adds=move.adds)
-            for move in found
-            if move.written in names and move.read in names and move.elements
-        ]
-        return [op for op in {op.key: op for op in made}.values() if op.key not in kept]
-
-    def surrounding(self) -> AbstractContextManager[Any]:
-        """What a forward runs in."""
-        if not self._numbers.autocast:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=getattr(torch, self._numbers.autocast))
-
-    def segments(self) -> list[tuple[str, Callable[[], Segment]]]:
-        """Layers that hold every distinct op, by name, to be made one after the other."""
-        layers = covering_layers(self._graph, [self._key_of[i] for i in range(len(self._graph.ops))])
-        return [
-            (self._graph.layers[stage.index].name, lambda stage=stage: self._segment(stage))  # type: ignore[misc]
-            for stage in layers
-        ]
-
-    def _op(self, index: int) -> DeviceOp:
-        graph, op = self._graph, self._graph.ops[index]
-        inputs = list(dict.fromkeys(op.inputs))
-        given = [i for i in inputs if graph.tensors[i].role in ("input", "activation")]
-        module = part(self._captured, given, op.outputs, batch_size=self._size, ops=(index,), device=self._device)
-        storages = {graph.tensors[i].storage for i in inputs}
-        in_place = is_in_place(op)
-        return DeviceOp(
-            key=self._key_of[index],
-            module=module,
-            feeds=tuple(self._feed(i, self._type_in(op, i)) for i in given),
-            state={graph.tensors[i].name: self._type_in(op, i) for i in inputs if i not in given},
-            differentiable=tuple(graph.mode == "training" and graph.tensors[i].requires_grad for i in op.outputs),
-            is_view=not in_place and all(graph.tensors[i].storage in storages for i in op.outputs),
-            is_in_place=in_place,
-        )
-
-    def _segment(self, stage: Any) -> Segment:
-        graph = self._graph
-        received = [tensor for channel in stage.incoming for tensor in channel.tensors]
-        sent = (tensor for channel in stage.outgoing for tensor in channel.tensors)
-        given, fetches = (*stage.inputs, *received), tuple(dict.fromkeys((*sent, *stage.outputs)))
-        module = part(self._captured, given, fetches, batch_size=self._size, ops=stage.ops, device=self._device)
-        held = (*stage.parameters, *stage.buffers)
-        state = {graph.tensors[i].name: self._type(i) for i in held}
-        training = graph.mode == "training" and stage.has_backward
-        return Segment(
-            module=materialised(module, state, self._device),
-            feeds=tuple(self._feed(i, self._type(i)).make(self._device) for i in given),
-            keys={graph.ops[i].name: self._key_of[i] for i in stage.ops},
-            differentiable=tuple(training and graph.tensors[i].requires_grad for i in fetches),
-            training=training,
-        )
-
-    def _feed(self, tensor: int, dtype: str) -> Feed:
-        held = self._graph.tensors[tensor]
-        return Feed(
-            shape=tuple(extent.at(self._size) for extent in held.shape),
-            strides=self._strides.get(tensor),
-            dtype=dtype,
-            requires_grad=held.requires_grad,
-            bound=self._bounds.get(tensor, 2),
-        )
-
-    def _type_in(self, op: Op, tensor: int) -> str:
-        """The type in which an op reads a tensor: as autocast casts it."""
-        if self._numbers.autocast and tensor in cast_inputs(self._graph, op, self._numbers.autocast):
-            return op_type(self._graph, op, self._numbers)
-        dtype = self._type(tensor)
-        is_cast = not self._numbers.autocast and family_of(op) in OF_ONE_TYPE and dtype in FLOAT_DTYPES
-        return self._numbers.values if is_cast else dtype
-
-    def _type(self, tensor: int) -> str:
-        """The type that a tensor has in the precision."""
-        dtype = self._graph.tensors[tensor].dtype
-        if self._numbers.autocast or dtype not in FLOAT_DTYPES or tensor in self._classes.single:
-            return dtype
-        return self._numbers.values
-
-
-def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
-    """What whole numbers have to be below, by tensor, so that no op reads beside what it looks them up in."""
-    found: dict[int, int] = {}
-
-    def limit(tensor: int, bound: int) -> None:
-        found[tensor] = min(found.get(tensor, bound), bound)
-
-    for op in reversed(graph.ops):
-        whole = [i for i in op.inputs if graph.tensors[i].dtype not in FLOAT_DTYPES]
-        name, first = operator_name(op).rstrip("_"), op.inputs[0] if op.inputs else None
-        for i in whole:
-            # What is made of whole numbers by views and arithmetic is looked up later.
-            for made in op.outputs:
-                if made in found and graph.tensors[made].dtype not in FLOAT_DTYPES:
-                    limit(i, found[made])
-            if first is None or i == first:
-                continue
-            shape = [extent.at(batch_size) for extent in graph.tensors[first].shape]
-            if name in _LOOKUPS and shape:
-                limit(i, shape[0])
-            elif name in _LOSSES and shape:
-                limit(i, shape[1] if len(shape) > 1 else shape[0])
-            elif name in _PLACES and shape:
-                limit(i, min(shape))
-    return found
-
-
 def _issue(
-    model: _InPrecision,
+    model: ModelOps,
     clock: DeviceClock,
     repeats: int,
     left_out: dict[str, str],
@@ -389,14 +190,16 @@ def _issue(
     return found
 
 
-def _empty_table(place: torch.device) -> Measurements:
-    if place.type != "cuda" or (place.index or 0) >= torch.cuda.device_count():
+def empty_table(device: str) -> tuple[torch.device, Measurements]:
+    """The device, and a table of nothing measured there."""
+    if device not in {f"cuda:{index}" for index in range(torch.cuda.device_count())}:
         raise MeasurementError(
-            f"Ops were to be timed on device {str(place)!r}; torch sees {torch.cuda.device_count()} CUDA devices here. "
+            f"Ops were to be timed on device {device!r}; torch sees {torch.cuda.device_count()} CUDA devices here. "
             "Give cpu, or cuda:0 and so on."
         )
+    place = torch.device(device)
     name = torch.cuda.get_device_name(place)
-    return Measurements(
+    return place, Measurements(
         device=name_gpu(name),
         software=f"torch {torch.__version__}, Python {platform.python_version()}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -410,8 +213,8 @@ def _refuse_other(known: Measurements | None, empty: Measurements) -> None:
         merge_measurements(known, empty)
 
 
-def _check_precision(word: Precision) -> None:
-    if word in SIMULATED_ONLY or numbers_of(word).products:
+def _check_precision(word: str) -> None:
+    if numbers_of(word).products or word in SIMULATED_ONLY:
         raise MeasurementError(
             f"The precision {word!r} was given; ops are timed in types that torch multiplies in by itself. Measure "
             "float32 for tf32 and mixed for float8 and mixed-float16: what differs is predicted."
@@ -425,76 +228,6 @@ def _links(events: EventSink | None) -> tuple[Any, ...]:
         return ()
     rows = measure_links(num_ranks=count, events=events)
     return to_measurements(rows, str(rows.device[0])).transfers
-
-
-def device_table_here(
-    *,
-    device: str = "cuda:0",
-    repeats: int = 10,
-    known: Records | None = None,
-    save: Callable[[Records], object] = lambda _: None,
-    events: EventSink | None = None,
-) -> tuple[Records, dict[str, str], tuple[str, ...]]:
-    """Measure single operators, optimizers and the host on a CUDA device, whatever the model.
-
-    Returns the rows, what was left out and why, and warnings. ``known``: rows that the table has already; those of this
-    device and torch are not taken again. ``save`` gets the rows that are new every few seconds.
-    Raises MeasurementError for a device that is not here.
-    """
-    place = torch.device(device)
-    empty = _empty_table(place)
-    state = find_gpu_state(Host(), str(torch.cuda.get_device_properties(place).uuid))
-    if state is not None:
-        empty = replace(empty, conditions=f"{empty.conditions}; {state.clocks} before")
-    rows, left_out = device_table_on(CudaClock(place, repeats), empty, known=known, save=save, events=events)
-    return rows, left_out, state.warnings() if state is not None else ()
-
-
-def device_table_on(
-    clock: DeviceClock,
-    empty: Measurements,
-    *,
-    sizes: TableSizes | None = None,
-    known: Records | None = None,
-    save: Callable[[Records], object] = lambda _: None,
-    every_s: float = 2.0,
-    events: EventSink | None = None,
-) -> tuple[Records, dict[str, str]]:
-    """As `device_table_here`, by a clock of any device; ``empty`` names it."""
-    columns = ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")
-    taken: list[Row] = []
-    saved = [time.monotonic()]
-    identity = ("op", "phase", "shapes", "dtype", "kernel")
-    same = known.where(device=empty.device, software=empty.software) if known is not None else make_records(seconds=())
-    have = set(zip(*(getattr(same, name).tolist() for name in identity), strict=True))
-
-    def made() -> Records:
-        return make_records(
-            **columns_of(taken, columns),
-            device=empty.device,
-            software=empty.software,
-            date=empty.date,
-            source=empty.conditions,
-        )
-
-    def write(row: Row) -> None:
-        taken.append(row)
-        if time.monotonic() - saved[0] >= every_s:
-            save(made())
-            saved[0] = time.monotonic()
-
-    left_out = measure_device_table(
-        clock, write, sizes=sizes, kept=lambda row: tuple(row[name] for name in identity) in have, events=events
-    )
-    calls = replace(empty, host_call_s=measure_call(clock))
-    if not any(op.startswith("optimizer.") for op, *_ in have):
-        steps = measure_device_optimizers(
-            clock, states=("float32", "bfloat16"), gradients=("float32", "bfloat16"), events=events
-        )
-        calls = replace(calls, optimizers=steps)
-    rows = concat_records([made(), from_measurements(calls)])
-    save(rows)
-    return rows, left_out
 
 
 def choose_device(device: str | None) -> str:
