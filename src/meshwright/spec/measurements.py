@@ -152,8 +152,8 @@ class Measurements:
     def __post_init__(self) -> None:
         if not _are_times(self.overhead_s, self.host_call_s):
             raise MeasurementError(
-                f"A host's overhead of {self.overhead_s} s and call of {self.host_call_s} s are impossible: {_EXPECTED}; "
-                "measure again."
+                f"A host's overhead of {self.overhead_s} s and call of {self.host_call_s} s are impossible: "
+                f"{_EXPECTED}; measure again."
             )
 
 

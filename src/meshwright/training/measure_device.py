@@ -1,8 +1,4 @@
-"""Measure a CUDA device for a model: every distinct op by itself, and what the host takes to issue them.
-
-The model is captured without memory; each distinct op is cut out and made with tensors of its own, of the types in
-which the precision makes it compute. Keys are those by which prices look ops up (`cost.work.key_in`).
-"""
+"""Measure a CUDA device for a model: every distinct op by itself, and what the host takes to issue them."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.precision import SIMULATED_ONLY, Precision, numbers_of
 from meshwright.training.device_ops import ModelOps, capture_unallocated
-from meshwright.training.measure import Sizes
+from meshwright.training.measure import Sizes, host_overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +74,7 @@ def measure_device_here(
     clock = CudaClock(place, repeats)
     run = measure_on(
         clock,
-        replace(empty, transfers=links),
+        replace(empty, transfers=links, overhead_s=host_overhead()),
         reference,
         microbatch_sizes,
         precisions=words,
