@@ -58,7 +58,8 @@ def test_long_traces_are_listed_in_part(run, tmp_path):
         (["--cluster", "--from", "graph.txt"], 2, "--from and --cluster are different things"),
         (["gpt-tiny", "--links"], 2, "--links times transfers; it takes no MODEL"),
         (["--links", "--force"], 2, "--force belongs to --cluster"),
-        (["--device", "V100"], 2, "--device belongs to --from and --batches"),
+        (["--links", "--device", "V100"], 2, "--device was given with --links"),
+        (["--device", "V100"], 1, "Ops were to be timed on device 'V100'"),
     ],
 )
 def test_what_cannot_be_meant(run, tmp_path, words, code, told):

@@ -88,7 +88,7 @@ def test_a_row_that_is_not_aligned_takes_an_older_kernel():
         return prices.forward_s[-1], prices.backward_s[-1]
 
     (odd, back), (even, even_back) = seconds(50_257), seconds(50_304)
-    # Measured on an H100 (validation/data/h100_ops.csv): 6.59 ms, and 4.45 and 4.23 ms.
+    # Measured on an H100 (validation/data/h100_ops.parquet): 6.59 ms, and 4.45 and 4.23 ms.
     assert odd == pytest.approx(6.59e-3, rel=0.15)
     assert back == pytest.approx(8.68e-3, rel=0.15)
     assert odd > 5 * even

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.host.gpus import check_gpus, describe_topology, parse_gpus, parse_topology, pcie_bytes_per_s
-from meshwright.host.host import NOT_FOUND, Ran
+from meshwright.host.gpus import (
+    check_gpus,
+    describe_topology,
+    find_gpu_state,
+    parse_gpus,
+    parse_topology,
+    pcie_bytes_per_s,
+)
+from meshwright.host.host import NOT_FOUND, Host, Ran
 from meshwright.host.nics import check_nics, choose_nics, find_fabric, find_interfaces, parse_rate
 from tests.host.machines import (
     BRIDGED_TOPOLOGY,
@@ -154,3 +161,17 @@ def test_a_card_whose_speed_is_not_told_is_a_card(tmp_path):
 def test_no_card_is_told(tmp_path):
     assert choose_nics(make_host(tmp_path)) == ()
     assert next(iter(check_nics(make_host(tmp_path)))).found == "not known"
+
+
+@pytest.mark.parametrize(("busy", "warned"), [(0, False), (4, False), (87, True)])
+def test_a_gpu_that_others_use_is_told(busy, warned):
+    lines = f"GPU-other, 300, 1980, 99, 10\nGPU-1-2, 1755, 1980, {busy}, 2048\nGPU-odd, [N/A], 1, 1, 1\n"
+    host = Host(run=lambda command, _: Ran(code=0, output=lines if "utilization.gpu" in command[1] else ""))
+    state = find_gpu_state(host, "1-2")
+    assert state.clocks == "SM clock 1755 of 1980 MHz"
+    assert bool(state.warnings()) == warned
+    if warned:
+        assert "busy for 87%" in state.warnings()[0]
+        assert "End that program, or choose another GPU with --device" in state.warnings()[0]
+    assert find_gpu_state(host, "odd") is None
+    assert find_gpu_state(host, "absent") is None

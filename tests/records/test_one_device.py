@@ -42,14 +42,17 @@ ops = st.builds(
     accumulate_s=times,
     num_samples=st.integers(0, 10**6),
     spread=times,
+    forward_issue_s=times,
+    backward_issue_s=times,
 )
 steps = st.builds(
     OptimizerMeasurement,
-    kind=st.sampled_from(["sgd", "adamw", "bucket_copy"]),
+    kind=st.sampled_from(["sgd", "adamw", "adamw.fused", "bucket_copy"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     num_elements=st.integers(0, 10**12),
     num_tensors=st.integers(0, 10**6),
     seconds=times,
+    issue_s=times,
 )
 transfers = st.builds(
     TransferMeasurement,
@@ -81,6 +84,7 @@ tables = st.builds(
         tuple
     ),
     overhead_s=st.floats(1e-9, 1),
+    host_call_s=times,
     batches=st.lists(batches, max_size=5, unique_by=lambda row: (row.model, row.batch_size)).map(tuple),
 )
 
@@ -93,9 +97,9 @@ def test_nothing_is_lost(table):
 def test_every_field_is_carried():
     """A field that is added to the documents has to be added to the rows, and to the strategies above."""
     fields = {cls.__name__: len(dataclasses.fields(cls)) for cls in (OpMeasurement, OptimizerMeasurement)}
-    assert fields == {"OpMeasurement": 6, "OptimizerMeasurement": 5}
+    assert fields == {"OpMeasurement": 8, "OptimizerMeasurement": 6}
     assert (len(dataclasses.fields(TransferMeasurement)), len(dataclasses.fields(BatchMeasurement))) == (6, 6)
-    assert len(dataclasses.fields(Measurements)) == 9
+    assert len(dataclasses.fields(Measurements)) == 10
 
 
 def test_nothing_is_lost_in_a_file(tmp_path):

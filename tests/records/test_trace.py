@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from meshwright.records.device_table import device_row
 from meshwright.records.importing import import_file, trace
 from meshwright.spec import DTYPE_BYTES, DocumentError
 
@@ -217,3 +218,46 @@ def test_a_trace_that_torch_wrote(tmp_path):
     assert seconds == pytest.approx(statistics.median(calls), rel=1e-3)
     assert set(records.device) == {"cpu"}
     assert records.date[0].startswith("20")
+
+
+@pytest.mark.parametrize("bare", ["inf", "-inf", "Infinity", "NaN", "nan"])
+def test_figures_that_are_no_json_are_read_and_are_no_times(tmp_path, bare):
+    name = 'a kernel: inf, NaN ["inf"]'
+    events = [
+        op("aten::relu", 0, 10, [[4]], ["float"], launch=1),
+        op("aten::gelu", 20, 10, [[4]], ["float"], launch=2),
+        op("aten::tanh", 40, 10, [[4]], ["float"], launch=3),
+        kernel(name, 5, 1),
+        kernel("other", 111, 2),
+        kernel("third", 7, 3),
+    ]
+    text = json.dumps({"traceEvents": events, "deviceProperties": [{"name": "NVIDIA H100 80GB HBM3"}]})
+    # Of the kernel of gelu the duration, of that of tanh a figure that nobody reads.
+    text = text.replace('"dur": 111', f'"dur": {bare}').replace('"name": "third"', f'"blocks": {bare}, "name": "third"')
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    imported = import_file(path)
+    assert sorted(zip(imported.records.op, imported.records.seconds, strict=True)) == [
+        ("aten.relu", 5e-6),
+        ("aten.tanh", 7e-6),
+    ]
+    assert "a kernel: inf, NaN" in imported.records.kernel[list(imported.records.op).index("aten.relu")]
+    assert imported.left_out["ops with a kernel whose duration is negative or no number"] == 1
+
+
+def test_rows_of_a_trace_and_of_a_table_of_a_device_are_the_same(tmp_path):
+    events = [
+        op("aten::add", 0, 10, [[8, 16], [8, 16]], ("c10::BFloat16", "c10::BFloat16"), launch=1),
+        op("aten::mm", 20, 10, [[8, 16], [16, 4]], FLOATS, launch=2),
+        kernel("one", 5, 1),
+        kernel("two", 6, 2),
+    ]
+    rows = import_file(write(tmp_path, events, deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])).records
+    columns = ("op", "phase", "shapes", "dtype")
+    found = set(zip(*(getattr(rows, name) for name in columns), strict=True))
+    made = [
+        device_row("aten.add", "bfloat16", [(8, 16), (8, 16)]),
+        device_row("aten.mm", "float32", [(8, 16), (16, 4)]),
+    ]
+    assert found == {tuple(row[name] for name in columns) for row in made}
+    assert set(rows.device) == {"H100"}

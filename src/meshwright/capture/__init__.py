@@ -9,7 +9,7 @@ from meshwright.capture.calls import capture_calls
 from meshwright.capture.capture import capture_model, check_capture, flatten_batch
 from meshwright.capture.captured import Captured
 from meshwright.capture.joint import differentiate
-from meshwright.capture.parts import part
+from meshwright.capture.parts import part, strides_of
 from meshwright.capture.rebuild import rebuild
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "flatten_batch",
     "part",
     "rebuild",
+    "strides_of",
 ]

@@ -15,6 +15,7 @@ from torch import fx
 
 from meshwright.capture.devices import CPU, bind_call, bind_graph
 from meshwright.capture.trace import target_of
+from meshwright.capture.values import Slot
 from meshwright.capture.walk import walk_trace
 from meshwright.spec import GraphError
 
@@ -61,6 +62,17 @@ def part(
         builder.run(op)
     builder.fetch(fetches)
     return builder.module()
+
+
+def strides_of(captured: Captured, batch_size: int) -> dict[int, tuple[int, ...]]:
+    """The strides of tensors, by id, for ``batch_size`` samples; those of what only backwards read are not among them.
+
+    Raises GraphError for a batch size that does not fit the graph.
+    """
+    captured.graph.check_batch_size(batch_size)
+    env = walk_trace(captured.trace, batch_size).env
+    slots = ((tensor, env.get(node)) for node, tensor in captured.table.of_node.items())
+    return {tensor: slot.value.stride for tensor, slot in slots if isinstance(slot, Slot)}
 
 
 def _needed_ops(captured: Captured, feeds: Sequence[int], fetches: Sequence[int]) -> list[int]:

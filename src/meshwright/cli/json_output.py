@@ -193,6 +193,18 @@ OUTPUTS: dict[str, Output] = {
             "overhead_s": "seconds that an instruction costs beside its ops",
             "transfers": "a row per kind of transfer: sizes, latency, bandwidth",
             "batches": "a row per model: latency over batch size",
+            "left_out": "on a GPU: ops that did not run, and why",
+            "num_kept": "on a GPU: ops that the table had already",
+            "warnings": "on a GPU: what makes the times uncertain",
+            "file": _FILE,
+        },
+    ),
+    "device-table": Output(
+        command="measure --device-table",
+        keys={
+            "ops": "a row per operator: rows, fastest and slowest",
+            "left_out": "operators that did not run, and why",
+            "warnings": "what makes the times uncertain",
             "file": _FILE,
         },
     ),

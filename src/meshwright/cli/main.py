@@ -22,7 +22,7 @@ VERBS = {
     ),
     "measure": (
         "meshwright.cli.measure:measure",
-        "Time the model's ops, the optimizers and the links of this machine, with every process busy at once.",
+        "Time the model's ops, the optimizers and the links of this machine, on a GPU or on its processors.",
     ),
     "plan": (
         "meshwright.cli.plan.command:plan",

@@ -11,6 +11,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.measure_batches import measure_batches_table, read_known
 from meshwright.cli.measure_calibrate import calibrate_table
 from meshwright.cli.measure_cluster import write_cluster
+from meshwright.cli.measure_device import measure_device, write_device_table
 from meshwright.cli.measure_from import import_files
 from meshwright.cli.measure_links import measure_links_table
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
@@ -21,6 +22,7 @@ _WITHOUT_MODEL = {
     "--from": "times nothing; it takes --out, --device and --json alone.",
     "--cluster": "describes the machine; it takes no MODEL and no sizes of one.",
     "--links": "times transfers; it takes no MODEL and no sizes of one.",
+    "--device-table": "times operators of many sizes; it takes no MODEL and no sizes of one.",
 }
 
 
@@ -64,10 +66,24 @@ def measure(
     device: Annotated[
         str | None,
         typer.Option(
-            help="With --from: the name of the device kind, where a file does not say it. With --batches: where MODEL "
-            "runs, cpu or cuda:0; by default a GPU if there is one."
+            help="Where ops, --batches and --device-table are timed, cpu or cuda:0; by default a GPU if there is one. "
+            "With --from: the name of the device kind, where a file does not say it."
         ),
     ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORD",
+            help="On a GPU: types in which the model's ops are timed; repeat for several. By default that of plans for "
+            "the GPU: mixed where bfloat16 is fast, else float32.",
+        ),
+    ] = None,
+    device_table: Annotated[
+        bool,
+        typer.Option(
+            "--device-table", help="Time single operators of many sizes on a GPU instead, whatever the model."
+        ),
+    ] = False,
     links: Annotated[
         bool,
         typer.Option(
@@ -91,7 +107,7 @@ def measure(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the model's ops, the optimizers and the links of this machine, with every process busy at once.
+    """Time the model's ops, the optimizers and the links of this machine, on a GPU or on its processors.
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
     --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:
@@ -104,13 +120,31 @@ def measure(
         "--links": links,
         "--calibrate": calibrate,
         "--batches": batches is not None,
+        "--device-table": device_table,
     }
     mode = _one_of([name for name, given in modes.items() if given])
     sizes = model_sizes(sequence_length, image_size)
     _check_options(mode, of_model=bool(model is not None or microbatch_size or sizes), device=device, force=force)
+    if precision and mode:
+        raise typer.BadParameter(f"--precision is of the ops of a MODEL on a GPU; leave it out with {mode}.")
     if batches is not None:
         _measure_batches(
             model, out, batches, microbatch_size, ranks, sizes=sizes, device=device, repeats=repeats, as_json=as_json
+        )
+        return
+    if mode == "--device-table":
+        write_device_table(out or Path("measurements.parquet"), device=device, repeats=repeats or 10, as_json=as_json)
+        return
+    if not mode and _is_on_gpu(device, ranks, precision):
+        measure_device(
+            model,
+            out or Path("measurements.json"),
+            microbatch_size or [1, 2, 4],
+            precisions=precision or [],
+            sizes=sizes,
+            device=device,
+            repeats=repeats or 10,
+            as_json=as_json,
         )
         return
     ranks, repeats = ranks or 2, repeats or 10
@@ -137,12 +171,27 @@ def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool
     """Refuse options that belong to another mode."""
     if mode in _WITHOUT_MODEL and of_model:
         raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
-    if device is not None and mode not in ("--from", "--batches"):
-        raise typer.BadParameter(
-            "--device belongs to --from and --batches; what else is timed names its device itself."
-        )
+    if device is not None and mode in ("--cluster", "--links", "--calibrate"):
+        raise typer.BadParameter(f"--device was given with {mode}, which names its devices itself; leave it out.")
     if force and mode != "--cluster":
         raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
+
+
+def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[str] | None) -> bool:
+    """Whether ops are timed on a GPU. Refuses options that are of the other kind of device."""
+    from meshwright.training import choose_device
+
+    chosen = choose_device(device)
+    if chosen != "cpu" and num_ranks is not None:
+        raise typer.BadParameter(
+            "--ranks are processes that share processors; on a GPU each op is timed alone. Leave it out, or measure "
+            "the processors with --device cpu."
+        )
+    if chosen == "cpu" and precisions:
+        raise typer.BadParameter(
+            "--precision is of ops on a GPU; on processors they are timed in the types of the model. Leave it out."
+        )
+    return chosen != "cpu"
 
 
 def _measure_batches(

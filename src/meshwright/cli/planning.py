@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.models import Mode
-from meshwright.cli.output import print_tables
+from meshwright.cli.output import note, print_tables
 from meshwright.spec.errors import PlanError
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.made_with import MadeWith
@@ -21,6 +21,9 @@ from meshwright.spec.precision import Precision, numbers_of
 from meshwright.spec.scenario import Price, Scenario, load_scenario
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meshwright.cost import CostModel
     from meshwright.planner import NothingFitsError, RankedPlan
     from meshwright.spec import Cluster, DeviceKind, Graph
 
@@ -28,6 +31,21 @@ if TYPE_CHECKING:
 def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPlan:
     """A plan with the reference of its cluster, and with what it was made with."""
     return replace(item, plan=replace(item.plan, cluster=cluster, made_with=made_with))
+
+
+def priced_by(
+    cluster: Cluster, measurements: Path | None, precision: Precision, software: str | None = None
+) -> CostModel:
+    """Prices for a cluster from a table of measurements, if one is given; says so if another torch made that.
+
+    Raises what `load_cost_model` and `read_software` raise.
+    """
+    from meshwright.cost import load_cost_model, other_torch, read_software
+
+    cost = load_cost_model(cluster, measurements, precision, read_software(software))
+    if told := other_torch(cost.measurements):
+        note(told)
+    return cost
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.output import print_tables
-from meshwright.cli.planning import choose_precision
+from meshwright.cli.planning import choose_precision, priced_by
 from meshwright.cli.show_memory import show_memory
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.errors import DocumentError
@@ -41,7 +41,6 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
     if pricing.collectives:
         _show_collectives(value, document, pricing, as_json)
         return
-    from meshwright.cost import load_cost_model
     from meshwright.cost.layers import explain_optimizer, optimizer_row, priced_rows, priced_table
 
     if not isinstance(value, Graph):
@@ -54,7 +53,7 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
     if pricing.memory:
         show_memory(value, machine, precision, batch_size, as_json)
         return
-    cost = load_cost_model(machine, pricing.measurements, precision)
+    cost = priced_by(machine, pricing.measurements, precision)
     if as_json:
         devices = []
         for kind in machine.device_kinds:
@@ -73,7 +72,6 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
 
 def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool) -> None:
     """What every collective takes among ranks of a cluster, and the orders of ring and tree."""
-    from meshwright.cost import load_cost_model
     from meshwright.cost.collectives.listing import list_collectives, tables_of_listing
 
     if not isinstance(value, Cluster):
@@ -82,7 +80,7 @@ def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool
             "a short form, 2x8xH100."
         )
     precision = choose_precision(pricing.precision, value)
-    cost = load_cost_model(value, pricing.measurements, precision)
+    cost = priced_by(value, pricing.measurements, precision)
     listing = list_collectives(cost, _read_ranks(pricing.ranks, value))
     if as_json:
         print_json("collectives", {"cluster": value.name, "precision": precision, **listing})

@@ -1,6 +1,6 @@
 """What things cost: seconds and bytes of ops, transfers, optimizer steps and stages, measured or by datasheet."""
 
-from meshwright.cost.load import load_cost_model
+from meshwright.cost.load import load_cost_model, other_torch
 from meshwright.cost.memory import StageMemory
 from meshwright.cost.model import CostModel
 from meshwright.cost.prediction import Basis
@@ -17,5 +17,6 @@ __all__ = [
     "TotalSeconds",
     "add_intervals",
     "load_cost_model",
+    "other_torch",
     "read_software",
 ]

@@ -6,8 +6,9 @@
                  what another op reads, too, is added to that op's
     accumulate   a gradient of the wider type is read, as is the sum, and the sum written
 
-One kernel each: at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A parameter that several ops read is
-counted with each of them. On processors sums of gradients are among what rooflines leave out.
+One kernel each: as measured (`OpTable.moved`), else at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A
+parameter that several ops read is counted with each of them. On processors sums of gradients are among what rooflines
+leave out.
 
 A product in float8 reads its first factor for the largest value; the kernel's own price has its cast. Its second factor
 is read for that, read and written. The backward has two more products, whose second factors are the weight and the
@@ -16,19 +17,20 @@ input, of which the largest values are known.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.gpu.launches import copied, sum_of
-from meshwright.cost.gpu.rates import Launch
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds
 from meshwright.cost.table import roofline_interval
 from meshwright.cost.traits import family_of, operator_name
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright.cost.gpu.rates import GpuModel
+    from meshwright.cost.gpu.rates import GpuModel, Launch
     from meshwright.cost.prices import OpPrice
+    from meshwright.cost.table import OpTable
     from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
@@ -40,6 +42,26 @@ _FLOAT8_MULTIPLE = 16
 _LINEAR = frozenset({"linear", "mm", "addmm"})
 # Families that cuDNN computes, in TF32 unless the process turned that off (torch.backends.cudnn.allow_tf32).
 _BY_CUDNN = ("convolution", "recurrent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A kernel beside an op: it reads each element in ``read`` bytes and writes it in ``written``; 0: reads only.
+
+    ``adds``: it adds to what is there, in the same type.
+    """
+
+    elements: int
+    read: int
+    written: int
+    adds: bool = False
+
+    @property
+    def launch(self) -> Launch:
+        """The kernel by its traffic."""
+        if self.adds:
+            return sum_of(self.elements, self.written)
+        return copied(self.elements, self.read, self.written)
 
 
 def op_type(graph: Graph, op: Op, numbers: Numbers) -> str:
@@ -89,70 +111,99 @@ def with_conversions(
     gpu: GpuModel | None,
     widths: Widths,
     added: tuple[int, ...],
+    table: OpTable | None,
 ) -> OpPrice:
     """The price of an op and of the conversions around it, by a model of GPUs if there is one.
 
-    ``added``: at which places its inputs have a gradient that is added to another.
+    ``added``: at which places its inputs have a gradient that is added to another. ``table``: what was measured.
     """
-    trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
-    forward, backward, widened = _conversions(graph, op, batch_size, kind, numbers, widths, trained=trained)
-    if gpu is not None and trained:
-        backward += _sums(graph, op, batch_size, widths, added)
+    places = added if gpu is not None else ()
+    forward, backward, widened = moves_beside(
+        graph, op, batch_size, kind, numbers, widths, places, widens=price.basis != "measured"
+    )
     if not (forward or backward or widened):
         return price
     bandwidth, interval = kind.memory_bandwidth_bytes_per_s, roofline_interval(kind)
+
+    def seconds_of(move: Move) -> float:
+        measured = table.moved(move) if table is not None else None
+        if measured is not None:
+            return measured
+        one = move.launch
+        return gpu.seconds([one], kind) if gpu is not None else (one.cold + one.hot) / bandwidth + LAUNCH_S
+
+    parts = [sum(map(seconds_of, moves)) for moves in (forward, backward)]
     if gpu is not None:
-        parts = [gpu.seconds(launches, kind) for launches in (forward, backward)]
         bandwidth, interval = bandwidth * gpu.rate("pointwise", 4).share(1), gpu.basis_on(kind)[1]
-    else:
-        parts = [
-            sum(one.cold + one.hot for one in launches) / bandwidth + LAUNCH_S * len(launches)
-            for launches in (forward, backward)
-        ]
     # The kernel that adds is counted with the op.
     seconds = OpSeconds(forward_s=parts[0], backward_s=parts[1], accumulate_s=widened / bandwidth)
     return price.plus(seconds, interval)
 
 
-def _sums(graph: Graph, op: Op, batch_size: int, widths: Widths, added: tuple[int, ...]) -> list[Launch]:
-    tensors = [op.inputs[place] for place in added]
-    return [sum_of(graph.tensors[i].num_elements(batch_size), widths.of(i)) for i in tensors]
+def moves_beside(
+    graph: Graph,
+    op: Op,
+    batch_size: int,
+    kind: DeviceKind,
+    numbers: Numbers,
+    widths: Widths,
+    added: tuple[int, ...] = (),
+    *,
+    widens: bool = True,
+) -> tuple[list[Move], list[Move], float]:
+    """Kernels of the forward and of the backward, and bytes that adding to gradients of a wider type moves on top.
 
-
-def _conversions(
-    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, numbers: Numbers, widths: Widths, *, trained: bool
-) -> tuple[list[Launch], list[Launch], float]:
-    """Kernels of the forward and of the backward, and bytes that adding to gradients of a wider type moves on top."""
-    forward: list[Launch] = []
-    backward: list[Launch] = []
+    Arguments as of `with_conversions`. ``widens``: with what an op widens by itself, which is part of a measured op's
+    own time.
+    """
+    trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
+    forward: list[Move] = []
+    backward: list[Move] = []
     widened = 0.0
+
+    def move(elements: int, read: int, written: int) -> Move:
+        return Move(elements=elements, read=read, written=written)
+
     if product_type(graph, op, numbers, kind) == _FLOAT8:
         read, given, made = (graph.tensors[i].num_elements(batch_size) for i in (*_factors(op), op.outputs[0]))
         width, narrow = numbers.value_bytes, DTYPE_BYTES[_FLOAT8]
-        forward += [copied(read, width, 0), copied(given, width, 0), copied(given, width, narrow)]
+        forward += [move(read, width, 0), move(given, width, 0), move(given, width, narrow)]
         if trained:
-            backward += [copied(made, width, 0), copied(given, width, narrow), copied(read, width, narrow)]
+            backward += [move(made, width, 0), move(given, width, narrow), move(read, width, narrow)]
     cast = cast_inputs(graph, op, numbers.autocast) if numbers.autocast else []
     if cast:
         width = DTYPE_BYTES[compute_type(graph, op, numbers.autocast)]
         for i in cast:
             tensor = graph.tensors[i]
             own = DTYPE_BYTES[tensor.dtype]
-            forward.append(copied(tensor.num_elements(batch_size), own, width))
+            forward.append(move(tensor.num_elements(batch_size), own, width))
             if trained and tensor.requires_grad:
-                backward.append(copied(tensor.num_elements(batch_size), width, own))
-    if trained and family_of(op) == "pointwise":
-        # What an op widens by itself.
-        made = widths.of(op.outputs[0])
-        for i in dict.fromkeys(i for i in op.inputs if i not in cast and graph.tensors[i].requires_grad):
-            own = widths.of(i)
-            if own < made:
-                backward.append(copied(graph.tensors[i].num_elements(batch_size), made, own))
+                backward.append(move(tensor.num_elements(batch_size), width, own))
+    if trained and widens and family_of(op) == "pointwise":
+        backward += _widened(graph, op, batch_size, widths, cast)
     if trained and numbers.gradient_bytes > numbers.value_bytes:
         for i in dict.fromkeys(op.inputs):
             tensor = graph.tensors[i]
             if tensor.role == "parameter" and tensor.requires_grad:
                 elements = tensor.num_elements(0)
-                backward.append(copied(elements, numbers.value_bytes, numbers.gradient_bytes))
+                backward.append(move(elements, numbers.value_bytes, numbers.gradient_bytes))
                 widened += 3 * elements * (numbers.gradient_bytes - numbers.value_bytes)
+    if trained:
+        backward += _sums(graph, op, batch_size, widths, added)
     return forward, backward, widened
+
+
+def _widened(graph: Graph, op: Op, batch_size: int, widths: Widths, cast: list[int]) -> list[Move]:
+    """Gradients of what an op widens by itself, but for what is cast before it."""
+    made = widths.of(op.outputs[0])
+    wanted = dict.fromkeys(i for i in op.inputs if i not in cast and graph.tensors[i].requires_grad)
+    return [
+        Move(elements=graph.tensors[i].num_elements(batch_size), read=made, written=widths.of(i))
+        for i in wanted
+        if widths.of(i) < made
+    ]
+
+
+def _sums(graph: Graph, op: Op, batch_size: int, widths: Widths, added: tuple[int, ...]) -> list[Move]:
+    found = [(graph.tensors[i].num_elements(batch_size), widths.of(i)) for i in (op.inputs[place] for place in added)]
+    return [Move(elements=elements, read=width, written=width, adds=True) for elements, width in found]

@@ -30,8 +30,11 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from meshwright.cost.autocast import cast_inputs
-from meshwright.cost.optimizers import num_operations
+from meshwright.cost.curves import fit_curve
+from meshwright.cost.optimizers import default_loop, measured_as, num_operations
 from meshwright.cost.prediction import Interval
 from meshwright.cost.roofline import OpSeconds
 from meshwright.cost.traits import family_of, operator_name, passes_of
@@ -41,7 +44,7 @@ from meshwright.spec.parsing import read_data
 if TYPE_CHECKING:
     from meshwright.cost.optimizers import OptimizerLoop
     from meshwright.cost.prices import End
-    from meshwright.spec import Graph, Node, Op, Optimizer
+    from meshwright.spec import Graph, Measurements, Node, Op, Optimizer
     from meshwright.spec.precision import Numbers
 
 # One loop over tensors took 63 to 100 µs per tensor in four runs on one host (AdamW, as in ``host_issue.toml``): 1.6;
@@ -137,10 +140,14 @@ def load_host_calls() -> HostCalls:
         return decode_document(HostCalls, read_data(path), path.name)
 
 
-def host_factor(node: Node, end: End | None) -> float:
-    """How many times as long as the measured host that of a node takes; or the end of that."""
-    factor = node.host_call_s / load_host_calls().call_s if node.host_call_s else 1.0
-    interval = _ONE_HOST if node.host_call_s else _ANY_HOST
+def host_factor(node: Node, end: End | None, measured_s: float = 0.0) -> float:
+    """How many times as long as the measured host that of a node takes; or the end of that.
+
+    ``measured_s``: what such a host takes for a call by a table of measurements, where the node does not say it.
+    """
+    call_s = node.host_call_s or measured_s
+    factor = call_s / load_host_calls().call_s if call_s else 1.0
+    interval = _ONE_HOST if call_s else _ANY_HOST
     return factor * {None: 1.0, "low": interval.low, "high": interval.high}[end]
 
 
@@ -184,6 +191,19 @@ def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: Optimi
     if loop == "foreach":
         return num_tensors * calls.foreach_operation_s * operations
     return num_tensors * calls.call_s * operations
+
+
+def issue_step(num_tensors: int, optimizer: Optimizer, measurements: Measurements | None) -> float:
+    """Seconds of the host of `host_issue` for one step over so many tensors by our runtime's loop: measured, or not."""
+    loop = default_loop(optimizer, on_gpu=True)
+    rows = measurements.optimizers if measurements is not None and measurements.host_call_s else ()
+    points = [
+        (row.num_tensors, row.issue_s) for row in rows if row.issue_s and row.kind == measured_as(optimizer, loop)
+    ]
+    if not points or measurements is None:
+        return optimizer_issue_seconds(num_tensors, optimizer, loop)
+    seconds = float(fit_curve(points).at(np.array([num_tensors], np.float64))[0])
+    return seconds * load_host_calls().call_s / measurements.host_call_s
 
 
 def _inner_views(graph: Graph, op: Op) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from meshwright.spec import MeasurementError
 if TYPE_CHECKING:
     from meshwright.cost.kernels import KernelModel
     from meshwright.records import Records
-    from meshwright.spec import Cluster
+    from meshwright.spec import Cluster, Measurements
     from meshwright.spec.precision import Precision
 
 
@@ -31,6 +33,7 @@ def load_cost_model(
     if path is None:
         return CostModel(cluster=cluster, precision=precision, software=software)
     measured = load_measurements(path, cluster)
+    refuse_other_devices(measured, cluster, path)
     rows = read_records_at(Path(path)) if Path(path).suffix == ".parquet" else from_measurements(measured)
     here = rows.where(device=measured.device)
     if len(twice := here.contradictions()):
@@ -50,6 +53,31 @@ def load_cost_model(
         collective_hosts=host,
         kernels=_adapt_if_measured(rows, cluster),
         traced=collect_traced(here) or None,
+    )
+
+
+def refuse_other_devices(measured: Measurements, cluster: Cluster, path: Path | str) -> None:
+    """Raise MeasurementError if a table was taken on none of the cluster's kinds of devices."""
+    kinds = {kind.usual_name for kind in map(cluster.device_kind, range(cluster.num_ranks))}
+    if measured.device not in kinds:
+        raise MeasurementError(
+            f"{path} was taken on {measured.device} ({measured.software}); the devices of {cluster.name!r} are "
+            f"{', '.join(sorted(kinds))}. Measure there (`meshwright measure`), or leave --measurements out."
+        )
+
+
+def other_torch(measured: Measurements | None) -> str:
+    """A sentence where a table was taken with another version of torch than the one that is installed; else nothing."""
+    found = re.search(r"torch (\S+?),", f"{measured.software}," if measured is not None else "")
+    try:
+        here = version("torch")
+    except PackageNotFoundError:
+        return ""
+    if found is None or measured is None or found[1].split("+")[0] == here.split("+")[0]:
+        return ""
+    return (
+        f"The measurements were taken with torch {found[1]} on {measured.device}; torch here is {here}. Ops of another "
+        "version may take other times: measure again with the torch that will run."
     )
 
 

@@ -24,11 +24,13 @@ from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.host_copies import price_host_copy
+from meshwright.cost.host_issue import host_factor, issue_step, load_host_calls
 from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
 from meshwright.cost.op_prices import OpSources, price_sizes
 from meshwright.cost.optimizers import (
     OptimizerLoop,
     default_loop,
+    measured_as,
     optimizer_curves,
     price_copy,
     price_step,
@@ -105,7 +107,7 @@ class CostModel:
         dtype = self.numbers.compute
         if self.measurements is not None:
             object.__setattr__(self, "_ops", OpTable(self.measurements, dtype))
-            object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, dtype))
+            object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.numbers))
             if self.collectives is None and self.measurements.transfers:
                 transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0, batches=())
                 own, host = fit_measured(from_measurements(transfers))
@@ -140,6 +142,19 @@ class CostModel:
     def is_measured(self, device_kind: DeviceKind) -> bool:
         """Whether the measurement table was taken on this kind of device."""
         return self.measurements is not None and self.measurements.device == device_kind.usual_name
+
+    def host_factor(self, rank: int) -> float:
+        """How many times as long as the host of `host_issue` that of a rank takes to issue, at the end of the model."""
+        node = self.cluster.nodes[self.cluster.node_index(rank)]
+        return host_factor(node, self.end, self._measured_host_s(self.cluster.device_kind(rank)))
+
+    def optimizer_issue_s(self, num_tensors: int, optimizer: Optimizer) -> float:
+        """Seconds of the host of `host_issue` for one step over so many tensors, by the loop of our runtime."""
+        key = ("optimizer issue", num_tensors, optimizer)
+        return self._keep(key, lambda: issue_step(num_tensors, optimizer, self.measurements))
+
+    def _measured_host_s(self, kind: DeviceKind) -> float:
+        return self.measurements.host_call_s if self.measurements is not None and self.is_measured(kind) else 0.0
 
     def price_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpPrices:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
@@ -328,7 +343,12 @@ class CostModel:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
         sources = OpSources(
-            table=table, traced=self.traced, kernels=self.kernels, teams=self.teams, software=self.software
+            table=table,
+            traced=self.traced,
+            kernels=self.kernels,
+            teams=self.teams,
+            software=self.software,
+            host_factor=self._measured_host_s(kind) / load_host_calls().call_s or 1.0,
         )
         found = price_sizes(graph, batch_sizes, classes, kind, self.numbers, sources)
         return found if self.end is None else [prices.at_end(self.end) for prices in found]
@@ -350,7 +370,7 @@ class CostModel:
         if kind.slowdown != 1:
             usual = self._step(graph, parameters, optimizer, kind.at_usual_speed(), loop, num_shards)
             return usual.slowed(kind.slowdown)
-        curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None
+        curve = self._optimizers.get(measured_as(optimizer, loop)) if self.is_measured(kind) else None
         elements, unsure = -(-trainable_elements(graph, parameters) // num_shards), roofline_interval(kind)
         return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 

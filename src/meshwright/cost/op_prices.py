@@ -8,6 +8,7 @@ predicted together.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cost.conversions import is_tf32_by_default, op_type, product_type, with_conversions
@@ -27,22 +28,27 @@ if TYPE_CHECKING:
     from meshwright.cost.classes import OpClasses
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.prices import OpPrice, OpPrices
+    from meshwright.cost.roofline import OpSeconds
     from meshwright.cost.software import Software
     from meshwright.cost.table import OpTable
     from meshwright.cost.teams import TeamPrices
     from meshwright.cost.traced import TracedOps
-    from meshwright.spec import DeviceKind, Graph
+    from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
 
 
 class OpSources(NamedTuple):
-    """Where prices come from: measurements and traces of this kind of device, kernels, teams, software."""
+    """Where prices come from: measurements and traces of this kind of device, kernels, teams, software.
+
+    ``host_factor``: how many times as long as the host of `host_issue` that of the measurements takes to issue.
+    """
 
     table: OpTable | None
     traced: TracedOps | None
     kernels: KernelModel | None
     teams: TeamPrices
     software: Software
+    host_factor: float = 1.0
 
 
 def price_sizes(
@@ -81,7 +87,7 @@ def price_sizes(
         ]
     prices = [
         [
-            with_conversions(price, graph, op, size, usual, numbers, gpu, widths, added)
+            with_conversions(price, graph, op, size, usual, numbers, gpu, widths, added, sources.table)
             for price, op, added in zip(each, ops, classes.added, strict=True)
         ]
         for size, each in zip(batch_sizes, prices, strict=True)
@@ -89,10 +95,19 @@ def price_sizes(
     issued = []
     if asked and backend_of(usual) == "cuda":
         issued = [
-            issue_seconds(graph, op, asked[0].batch_size, dtype, key, numbers).times(sources.software.host_factor)
+            _issued(graph, op, asked[0].batch_size, dtype, key, numbers, sources).times(sources.software.host_factor)
             for op, dtype, key in zip(ops, types, asked[0].keys, strict=True)
         ]
     return [
         gather_prices(each, classes.class_of, graph, sources.teams.op_exchanges(graph, size), slowdown, issued)
         for size, each in zip(batch_sizes, prices, strict=True)
     ]
+
+
+def _issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources) -> OpSeconds:
+    """What the host takes to issue an op, on the host that `host_issue` rests on: measured here, else predicted."""
+    predicted = issue_seconds(graph, op, size, dtype, key, numbers)
+    measured = sources.table.issued(graph, op, key) if sources.table is not None else None
+    if measured is None:
+        return predicted
+    return replace(measured.times(1 / sources.host_factor), accumulate_s=predicted.accumulate_s)

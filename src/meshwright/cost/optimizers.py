@@ -29,6 +29,7 @@ from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import price_seconds
 from meshwright.cost.roofline import LAUNCH_S
+from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import Numbers, numbers_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ _FUSED_ACCESSES = {"adamw": 7, "sgd+momentum": 5, "sgd": 3}
 # Measured / predicted of 180 steps and copies of whole models by a table of five tensor sizes, on one core beside other
 # work (scripts/check_optimizer_steps.py, torch 2.13, 2026-11-21).
 MEASURED_STEP = Interval(low=0.17, high=2.41)
+# The same of a GPU, alone: an assumption, as wide as the interval of a measured op (`table.MEASURED`).
+MEASURED_ON_GPU = Interval(low=0.70, high=1.43)
 # What one start of a kernel over many tensors takes at most: chunks of so many elements, and tensors (of four lists).
 _CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36
 
@@ -70,9 +73,21 @@ def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
     return "fused" if optimizer.kind == "adamw" else "foreach"
 
 
-def optimizer_curves(measurements: Measurements, dtype: str) -> dict[str, Curve]:
-    """Seconds of one tensor's update by its elements, per optimizer that was measured in this dtype."""
-    rows = [row for row in measurements.optimizers if row.dtype == dtype]
+def measured_as(optimizer: Optimizer, loop: OptimizerLoop) -> str:
+    """What an optimizer is called in a table of measurements: ``adamw`` of the loop over tensors, ``adamw.fused``."""
+    return optimizer.name if loop == "tensors" else f"{optimizer.name}.{loop}"
+
+
+def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, Curve]:
+    """Seconds of one tensor's update by its elements, per optimizer that was measured in the type of the states.
+
+    And of copying one tensor's gradient into a bucket, in the type of the gradients.
+    """
+    rows = [
+        row
+        for row in measurements.optimizers
+        if row.num_tensors and row.dtype == (numbers.gradients if row.kind == BUCKET_COPY else numbers.states)
+    ]
     return {
         name: fit_curve(
             (row.num_elements / row.num_tensors, row.seconds / row.num_tensors) for row in rows if row.kind == name
@@ -98,12 +113,18 @@ def price_step(
 ) -> Price:
     """One step over tensors of these sizes (shape: tensors); ``unsure``: the interval of a roofline there.
 
-    What was measured is torch's loop over the tensors, so a ``curve`` answers for that loop alone.
+    ``curve``: what was measured of this loop (`measured_as`); around master weights, conversions come on top.
     """
-    if curve is not None and loop == "tensors":
-        return _price_measured(elements, curve)
+    conversions = _conversions(numbers_of(precision))
+    if curve is not None and not is_modelled(kind):
+        return _price_measured(elements, curve, MEASURED_STEP)
+    if curve is not None:
+        moved = float(elements.sum()) * sum(conversions) / kind.memory_bandwidth_bytes_per_s
+        around = moved / shipped_gpu().rate("pointwise", 4).share(1) + len(conversions) * len(elements) * LAUNCH_S
+        measured = _price_measured(elements, curve, MEASURED_ON_GPU)
+        return measured.slowed((measured.seconds + around) / measured.seconds) if measured.seconds else measured
     per_element = bytes_per_element(optimizer, precision, loop)
-    kernels = _num_kernels(elements, optimizer, loop) + len(_conversions(numbers_of(precision))) * len(elements)
+    kernels = _num_kernels(elements, optimizer, loop) + len(conversions) * len(elements)
     bandwidth: float = kind.memory_bandwidth_bytes_per_s
     basis: Basis = "roofline"
     if is_modelled(kind):
@@ -132,7 +153,7 @@ def price_copy(
 ) -> Price:
     """Copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
     if curve is not None:
-        return _price_measured(elements, curve)
+        return _price_measured(elements, curve, MEASURED_ON_GPU if is_modelled(kind) else MEASURED_STEP)
     width = numbers_of(precision).gradient_bytes
     if is_modelled(kind):
         gpu = shipped_gpu()
@@ -160,9 +181,9 @@ def _num_kernels(elements: NDArray[np.int64], optimizer: Optimizer, loop: Optimi
     return operations * (len(elements) if loop == "tensors" else starts)
 
 
-def _price_measured(elements: NDArray[np.int64], curve: Curve) -> Price:
+def _price_measured(elements: NDArray[np.int64], curve: Curve, interval: Interval) -> Price:
     seconds = float(curve.at(elements.astype(np.float64)).sum())
     inside = len(elements) == 0 or (curve.sizes[0] <= elements.min() and elements.max() <= curve.sizes[-1])
     if np.isin(elements, curve.sizes).all():
-        return price_seconds(seconds, MEASURED_STEP, "measured")
-    return price_seconds(seconds, MEASURED_STEP, "interpolated" if inside else "transferred")
+        return price_seconds(seconds, interval, "measured")
+    return price_seconds(seconds, interval, "interpolated" if inside else "transferred")

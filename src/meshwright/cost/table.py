@@ -21,14 +21,19 @@ import re
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.kernels import is_tiled
 from meshwright.cost.ops import fit_op_regressor
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds, bound_op
 from meshwright.cost.work import key_in
+from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from meshwright.cost.conversions import Move
     from meshwright.cost.ops import OpRegressor
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import DeviceKind, Graph, Measurements, Op, OpMeasurement
@@ -38,6 +43,10 @@ INTERPOLATED = Interval(low=0.91, high=1.32)
 TRANSFERRED = Interval(low=0.70, high=1.34)
 ROOFLINE = Interval(low=0.81, high=8.85)
 GPU_ROOFLINE = Interval(low=0.65, high=2.58)
+
+# Rows of conversions and sums, of all elements in one dim: what stands beside ops has no key of its own in a graph.
+_CONVERTED = re.compile(r"aten\._to_copy\.default\((\d+):(\w+);dtype=torch\.(\w+)\|0\)")
+_ADDED = re.compile(r"aten\.add_\.Tensor\((\d+):(\w+),\1:\2\|00\)")
 
 
 class OpTable:
@@ -49,6 +58,7 @@ class OpTable:
         self._learned: dict[str, OpRegressor] = {}
         self._by_key: dict[str, OpMeasurement] = {}
         self._by_kind: dict[str, list[tuple[tuple[str, ...], str]]] = {}
+        self._moved = _moved_curves(measurements)
         for entry in measurements.ops:
             self._by_key[entry.key] = entry
             kind, _, rest = entry.key.partition("(")
@@ -70,6 +80,24 @@ class OpTable:
         """(p90 - p10) / median of the forward of a key that `find` knows."""
         return self._by_key[key].spread
 
+    def issued(self, graph: Graph, op: Op, key: str) -> OpSeconds | None:
+        """What the host takes to issue an op of this key, or the same op at another batch size; None if not measured.
+
+        Adding to gradients that are there is not among it.
+        """
+        entry = self._by_key.get(key)
+        if entry is None or not entry.forward_issue_s:
+            others = (self._by_key[other] for other in self._measured_keys(graph, op).values())
+            entry = next((other for other in others if other.forward_issue_s), None)
+        if entry is None:
+            return None
+        return OpSeconds(forward_s=entry.forward_issue_s, backward_s=entry.backward_issue_s, accumulate_s=0.0)
+
+    def moved(self, move: Move) -> float | None:
+        """Seconds of a conversion or a sum beside an op; None if none like it was measured."""
+        curve = self._moved.get((move.read, move.written, move.adds))
+        return None if curve is None else float(curve.at(np.array([move.elements], np.float64))[0])
+
     def learned(self, kind: DeviceKind) -> OpRegressor:
         """What the rows teach about ops that are not among them; learned when it is first asked for."""
         if kind.name not in self._learned:
@@ -78,21 +106,41 @@ class OpTable:
 
     def measured_batches(self, graph: Graph, op: Op) -> dict[int, OpSeconds]:
         """Times of this op by batch size, ascending; empty if its shapes do not depend on the batch."""
+        keys = sorted(self._measured_keys(graph, op).items())
+        entries = ((batch_size, self.find(key)) for batch_size, key in keys)
+        return {batch_size: entry for batch_size, entry in entries if entry is not None}
+
+    def _measured_keys(self, graph: Graph, op: Op) -> dict[int, str]:
         place = _batch_place(graph, op)
         if place is None:
             return {}
         tensor, dim = place
         extent = graph.tensors[op.inputs[tensor]].shape[dim]
-        found: dict[int, OpSeconds] = {}
+        found: dict[int, str] = {}
         for shapes, key in self._by_kind.get(op.kind, ()):
             sizes = shapes[tensor].split("x") if tensor < len(shapes) else []
             if dim >= len(sizes) or not sizes[dim]:
                 continue
             batch_size, rest = divmod(int(sizes[dim]) - extent.fixed, extent.per_sample)
-            entry = self.find(key)
-            if rest == 0 and batch_size > 0 and entry is not None and self.key(graph, op, batch_size) == key:
-                found[batch_size] = entry
-        return dict(sorted(found.items()))
+            if rest == 0 and batch_size > 0 and self.key(graph, op, batch_size) == key:
+                found[batch_size] = key
+        return found
+
+
+def _moved_curves(measurements: Measurements) -> dict[tuple[int, int, bool], Curve]:
+    """Seconds by elements of each conversion and sum that was measured, by bytes read and written of an element."""
+    points: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
+    for entry in measurements.ops:
+        if converted := _CONVERTED.fullmatch(entry.key):
+            count, read, written, adds = *converted.groups(), False
+        elif added := _ADDED.fullmatch(entry.key):
+            count, read, written, adds = added[1], added[2], added[2], True
+        else:
+            continue
+        if entry.forward_s and read in DTYPE_BYTES and written in DTYPE_BYTES:
+            kind = (DTYPE_BYTES[read], DTYPE_BYTES[written], adds)
+            points.setdefault(kind, []).append((float(count), entry.forward_s))
+    return {kind: fit_curve(measured) for kind, measured in points.items()}
 
 
 def roofline_interval(kind: DeviceKind) -> Interval:

@@ -4,6 +4,7 @@ from meshwright.host.checks import examine
 from meshwright.host.cluster_file import cluster_toml
 from meshwright.host.describe import Described, Machine, describe_machine
 from meshwright.host.findings import Finding
+from meshwright.host.gpus import GpuState, find_gpu_state
 from meshwright.host.host import Host
 from meshwright.host.known_gpus import name_gpu
 from meshwright.host.machine import devices_to_measure, find_machine
@@ -15,6 +16,7 @@ from meshwright.host.torch_probe import TorchFacts, ask_torch
 __all__ = [
     "Described",
     "Finding",
+    "GpuState",
     "Host",
     "Machine",
     "Rates",
@@ -24,6 +26,7 @@ __all__ = [
     "describe_machine",
     "devices_to_measure",
     "examine",
+    "find_gpu_state",
     "find_machine",
     "name_gpu",
     "parse_address",

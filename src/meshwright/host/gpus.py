@@ -19,6 +19,10 @@ from meshwright.spec import format_bytes, format_count
 _QUERY_TIMEOUT_S = 8.0
 _FIELDS = ("index", "name", "memory.total", "driver_version", "pcie.link.gen.max", "pcie.link.width.max", "uuid")
 _QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+_STATE_FIELDS = ("uuid", "clocks.sm", "clocks.max.sm", "utilization.gpu", "memory.used")
+_STATE = ("nvidia-smi", f"--query-gpu={','.join(_STATE_FIELDS)}", "--format=csv,noheader,nounits")
+# The driver counts the second before; a GPU that nobody uses says 0, one that has just been opened a few percent.
+_IDLE_SHARE = 0.05
 _TOPOLOGY = ("nvidia-smi", "topo", "-m")
 # PCIe 3.0 moves 8 GT/s per lane with 128b/130b coding, about 1 GB/s per direction; each later generation twice that
 # (PCI-SIG, PCI Express base specifications 3.0 to 6.0). Datasheets round the same way.
@@ -116,6 +120,42 @@ def parse_topology(text: str) -> Topology:
             joints |= {(row[0], other): joint for other, joint in zip(names, row[1:], strict=False) if other != row[0]}
     pairs = {pair: joints[pair] for pair in combinations(names, 2) if pair in joints}
     return Topology(names=tuple(names), joints=pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """What a GPU is doing: clocks in MHz, the share of the last second in which a kernel ran, memory in use."""
+
+    clock_mhz: int
+    max_clock_mhz: int
+    busy_share: float
+    used_bytes: int
+
+    @property
+    def clocks(self) -> str:
+        """``SM clock 1755 of 1980 MHz``."""
+        return f"SM clock {self.clock_mhz} of {self.max_clock_mhz} MHz"
+
+    def warnings(self) -> tuple[str, ...]:
+        """What says that other programs use it, asked before a measurement begins."""
+        if self.busy_share <= _IDLE_SHARE:
+            return ()
+        return (
+            f"The GPU was busy for {self.busy_share:.0%} of the second before the measurement, and "
+            f"{format_bytes(self.used_bytes)} of its memory were in use: another program runs there, and times are as "
+            "uncertain as their spread says. End that program, or choose another GPU with --device, and measure again.",
+        )
+
+
+def find_gpu_state(host: Host, uuid: str) -> GpuState | None:
+    """What the GPU of a uuid is doing by the driver; None where it does not say."""
+    for line in host.run(_STATE, _QUERY_TIMEOUT_S).output.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        figures = [int(cell) for cell in cells[1:] if cell.isdigit()]
+        if len(figures) == len(_STATE_FIELDS) - 1 and cells[0].removeprefix("GPU-") == uuid.removeprefix("GPU-"):
+            clock, max_clock, busy, used = figures
+            return GpuState(clock_mhz=clock, max_clock_mhz=max_clock, busy_share=busy / 100, used_bytes=used * 2**20)
+    return None
 
 
 def check_gpus(host: Host) -> Iterator[Finding]:

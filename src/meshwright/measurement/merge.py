@@ -36,6 +36,7 @@ def merge_measurements(old: Measurements, new: Measurements) -> Measurements:
             {(row.kind, row.num_ranks, row.num_bytes): row for row in (*old.transfers, *new.transfers)}.values()
         ),
         overhead_s=new.overhead_s or old.overhead_s,
+        host_call_s=new.host_call_s or old.host_call_s,
         batches=tuple({(row.model, row.batch_size): row for row in (*old.batches, *new.batches)}.values()),
     )
 

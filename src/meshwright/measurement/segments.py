@@ -55,7 +55,7 @@ def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tupl
     whole = slice_graph(graph, [(0, len(graph.layers))])[0]
     if _needed_bytes(graph, whole, batch_size) <= max_bytes:
         return (_segment(source, whole, batch_size),)
-    chosen = _covering_layers(graph, batch_size)
+    chosen = covering_layers(graph, [op_key(graph, op, batch_size) for op in graph.ops])
     needed = sum(_needed_bytes(graph, stage, batch_size) for stage in chosen)
     if needed > max_bytes:
         raise MeasurementError(
@@ -65,11 +65,12 @@ def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tupl
     return tuple(_segment(source, stage, batch_size) for stage in chosen)
 
 
-def _covering_layers(graph: Graph, batch_size: int) -> list[StageSlice]:
+def covering_layers(graph: Graph, keys_of_ops: Sequence[str]) -> list[StageSlice]:
+    """Layers in order, each that has an op of a key that no layer before it had; ``keys_of_ops``: by op."""
     covered: set[str] = set()
     chosen = []
     for stage in slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))]):
-        keys = {op_key(graph, graph.ops[i], batch_size) for i in stage.ops}
+        keys = {keys_of_ops[i] for i in stage.ops}
         if keys - covered:
             covered |= keys
             chosen.append(stage)

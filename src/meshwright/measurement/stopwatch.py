@@ -92,8 +92,11 @@ class SegmentRunner:
         self._hooks = _created_nodes(roots)
         return elapsed
 
-    def timed_backward(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Run the backward with a clock at every autograd node; seconds per op, and the part that is AccumulateGrad."""
+    def timed_backward(self, *, after_start: bool = False) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Run the backward with a clock at every autograd node; seconds per op, and the part that is AccumulateGrad.
+
+        ``after_start``: from when the first node begins, which on a device is in another thread.
+        """
         total, accumulate = np.zeros(len(self.names)), np.zeros(len(self.names))
         hooks, self._hooks = self._hooks, []
         results, self._results = self._results, []
@@ -104,8 +107,13 @@ class SegmentRunner:
         order: list[int] = []
         for index, (node, _) in enumerate(hooks):
             node.register_hook(stamp_hook(index, stamps, order))
+        begun: list[int] = []
+        if after_start:
+            for root in {item.grad_fn for item in results if item.grad_fn is not None}:
+                root.register_prehook(lambda _gradients: begun.append(time.perf_counter_ns()))
         start = time.perf_counter_ns()
         torch.autograd.backward(results, self._seeds)
+        start = begun[0] if begun else start
         gaps = np.diff(np.array([start, *stamps], np.float64)) - overhead_ns
         for index, gap in zip(order, np.maximum(gaps, 0.0) / 1e9, strict=True):
             node, slot = hooks[index]

@@ -1,9 +1,11 @@
 """The measurements of one device (`meshwright.spec.Measurements`, JSON) as rows of the table, and back, without loss.
 
-    op           aten.linear.default   forward, backward, accumulate      shapes: the key's brackets
-    optimizer    optimizer.adamw       step                               shapes: elements, tensors
+    op           aten.linear.default   forward, backward, accumulate,     shapes: the key's brackets
+                                       forward_host, backward_host
+    optimizer    optimizer.adamw       step, step_host                    shapes: elements, tensors
     transfer     send, all_reduce, ... "", host (processor's seconds)     shapes: bytes, ranks, ... of one node
     overhead     runtime.instruction   host
+    call         host.call             host
     batch        model.gpt-tiny        "", the median                     shapes: batch_size
                                        "", the samples' percentiles       shapes: batch_size, percentile (90, 99)
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _OVERHEAD = "runtime.instruction"
+_CALL = "host.call"
 _OPTIMIZER = "optimizer."
 _MODEL = "model."
 _TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
@@ -80,6 +83,8 @@ def to_measurements(records: Records, device: str) -> Measurements:
                 forward_s=seconds(op, shapes, "forward"),
                 backward_s=seconds(op, shapes, "backward"),
                 accumulate_s=seconds(op, shapes, "accumulate"),
+                forward_issue_s=seconds(op, shapes, "forward_host"),
+                backward_issue_s=seconds(op, shapes, "backward_host"),
                 spread=float(rows.spread[times[op, shapes, "forward"]]),
                 num_samples=int(rows.num_samples[times[op, shapes, "forward"]]),
             )
@@ -89,6 +94,7 @@ def to_measurements(records: Records, device: str) -> Measurements:
         optimizers=tuple(_optimizers(rows)),
         transfers=tuple(_transfers(rows, times)),
         overhead_s=seconds(_OVERHEAD, "", "host"),
+        host_call_s=seconds(_CALL, "", "host"),
         batches=tuple(_batches(rows, times)),
     )
 
@@ -99,13 +105,21 @@ def _rows(table: Measurements) -> Iterator[Row]:
         name, shapes = _split_key(op.key)
         about = {**usual, "op": name, "shapes": shapes, "dtype": _dtype(shapes), "num_samples": op.num_samples}
         yield {**about, "phase": "forward", "seconds": op.forward_s, "spread": op.spread}
-        for phase, seconds in (("backward", op.backward_s), ("accumulate", op.accumulate_s)):
+        for phase, seconds in (
+            ("backward", op.backward_s),
+            ("accumulate", op.accumulate_s),
+            ("forward_host", op.forward_issue_s),
+            ("backward_host", op.backward_issue_s),
+        ):
             if seconds:
                 yield {**about, "phase": phase, "seconds": seconds}
     for step in table.optimizers:
         shapes = named_shapes(elements=step.num_elements, tensors=step.num_tensors)
         about = {**usual, "op": f"{_OPTIMIZER}{step.kind}", "shapes": shapes, "dtype": step.dtype}
-        yield {**about, "phase": "step", "seconds": step.seconds, "empty": not (step.num_elements and step.num_tensors)}
+        about["empty"] = not (step.num_elements and step.num_tensors)
+        yield {**about, "phase": "step", "seconds": step.seconds}
+        if step.issue_s:
+            yield {**about, "phase": "step_host", "seconds": step.issue_s}
     for transfer in table.transfers:
         about = {**usual, "op": transfer.kind, "shapes": _group(transfer.num_bytes, transfer.num_ranks)}
         about["empty"] = not transfer.num_bytes
@@ -114,6 +128,8 @@ def _rows(table: Measurements) -> Iterator[Row]:
             yield {**about, "phase": "host", "seconds": transfer.host_s}
     if table.overhead_s:
         yield {**usual, "op": _OVERHEAD, "phase": "host", "seconds": table.overhead_s}
+    if table.host_call_s:
+        yield {**usual, "op": _CALL, "phase": "host", "seconds": table.host_call_s}
     for batch in table.batches:
         about = {**usual, "op": f"{_MODEL}{batch.model}", "num_samples": batch.num_samples}
         yield {**about, "shapes": _batch(batch.batch_size), "seconds": batch.seconds}
@@ -122,6 +138,8 @@ def _rows(table: Measurements) -> Iterator[Row]:
 
 
 def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
+    issued = rows.where(phase="step_host")
+    issue_s = {(op, shapes, dtype): s for op, shapes, dtype, s in _columns(issued, "op shapes dtype seconds")}
     for op, shapes, dtype, seconds in _columns(rows.where(phase="step"), "op shapes dtype seconds"):
         sizes = parse_sizes(shapes) or {}
         if op.startswith(_OPTIMIZER) and sizes.keys() == {"elements", "tensors"}:
@@ -131,6 +149,7 @@ def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
                 num_elements=sizes["elements"],
                 num_tensors=sizes["tensors"],
                 seconds=seconds,
+                issue_s=issue_s.get((op, shapes, dtype), 0.0),
             )
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # A row on its way into the table: some of its columns.
 Row = dict[str, Any]
 
-PHASES = ("", "forward", "backward", "accumulate", "step", "host")
+PHASES = ("", "forward", "backward", "accumulate", "step", "host", "forward_host", "backward_host", "step_host")
 FLAGS = ("noop", "plateau")
 # What makes two rows measurements of the same thing.
 IDENTITY = ("op", "phase", "shapes", "dtype", "device", "software", "kernel")

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.cost import CostModel
-from meshwright.cost.host_issue import host_factor
 from meshwright.program import Bucket, Fold, as_run
 from meshwright.simulator.host_issue import issued_run
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions
@@ -112,7 +111,7 @@ def _list_parts(
             parts = list_parts(priced[key], Opcode(int(section.opcode[row])), int(places[row]))
             duration_ps = int(prices.duration_ps[cost_class])
             if parts.issued_s is not None:
-                factor = host_factor(cost.cluster.nodes[cost.cluster.node_index(device)], cost.end)
+                factor = cost.host_factor(device)
                 done_ps, issued_ps, earliest_ps = issue_parts(parts, duration_ps, factor)
                 moments, is_issued[cost_class] = np.stack([done_ps, issued_ps, earliest_ps]), True
             else:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
-from meshwright.cost.host_issue import host_factor
 from meshwright.cost.memory import FIRST, LAST, backend_of, library_workspaces
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
@@ -126,7 +125,7 @@ class _Pricer:
         self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
         self._collected: dict[int, tuple[int, ...]] = {}
         devices = [cost.cluster.device_kind(rank) for rank in self._device_of]
-        factors = [host_factor(cost.cluster.nodes[cost.cluster.node_index(rank)], cost.end) for rank in self._device_of]
+        factors = [cost.host_factor(rank) for rank in self._device_of]
         machines = {(kind.name, factor): kind for kind, factor in zip(devices, factors, strict=True)}
         self._kinds = kinds = list(machines.values())
         numbers = {machine: number for number, machine in enumerate(machines)}

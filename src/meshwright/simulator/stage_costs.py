@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.cost.host_issue import load_host_calls, optimizer_issue_seconds
+from meshwright.cost.host_issue import load_host_calls
 from meshwright.cost.optimizers import default_loop, trainable_elements
 from meshwright.program import Bucket, HostPiece
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
@@ -187,7 +187,7 @@ def step_issue(
     calls, optimizer = load_host_calls(), plan.workload.optimizer
     count, step_s = len(trainable_elements(graph, parameters)), 0.0
     if not steps_on_host(plan):
-        step_s = optimizer_issue_seconds(count, optimizer, default_loop(optimizer, on_gpu=True))
+        step_s = cost.optimizer_issue_s(count, optimizer)
     if isinstance(plan, Plan):
         # The norm and clipping by it, and unscaling: a loop over all tensors each.
         step_s += count * (2 * plan.exchange.clip_norm + plan.scales_loss) * calls.foreach_operation_s

@@ -42,7 +42,8 @@ class OpMeasurement:
     """Typical seconds of one op's forward and backward; ``spread`` is (p90 - p10) / median of the forward.
 
     ``backward_s`` is that of a first microbatch, whose gradients become the parameters' own; ``accumulate_s`` is what
-    adding to gradients that are already there takes on top.
+    adding to gradients that are already there takes on top. ``forward_issue_s`` and ``backward_issue_s`` are what the
+    host takes to issue them to a device that runs them later, inside of a model; 0 where that was not measured.
     """
 
     key: str
@@ -51,24 +52,32 @@ class OpMeasurement:
     num_samples: int
     spread: float = 0.0
     accumulate_s: float = 0.0
+    forward_issue_s: float = 0.0
+    backward_issue_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (_are_times(self.forward_s, self.backward_s, self.accumulate_s) and _sound(self.spread)):
+        times = (self.forward_s, self.backward_s, self.accumulate_s, self.forward_issue_s, self.backward_issue_s)
+        if not (_are_times(*times) and _sound(self.spread)):
             raise MeasurementError(f"Op {self.key!r} has {_EXPECTED}; measure again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMeasurement:
-    """Seconds of one optimizer step over ``num_elements`` parameters in ``num_tensors`` tensors."""
+    """Seconds of one optimizer step over ``num_elements`` parameters in ``num_tensors`` tensors.
+
+    ``kind`` is `Optimizer.name`, of torch's loop over the tensors; ``adamw.fused`` and ``adamw.foreach`` are those of
+    its kernels over many. ``issue_s``: what the host takes to issue the step to a device; 0 where not measured.
+    """
 
     kind: str
     dtype: str
     num_elements: int
     num_tensors: int
     seconds: float
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (_are_times(self.seconds) and _sound(self.num_elements, self.num_tensors)):
+        if not (_are_times(self.seconds, self.issue_s) and _sound(self.num_elements, self.num_tensors)):
             raise MeasurementError(f"Optimizer step {self!r} is impossible: {_EXPECTED}; measure again.")
 
 
@@ -123,7 +132,8 @@ class Measurements:
     """What was measured on one kind of device, and under which conditions.
 
     ``device`` is the name of the device kind. ``overhead_s``: seconds of the host that the runtime spends per
-    instruction. ``batches``: inference of whole models.
+    instruction. ``batches``: inference of whole models. ``host_call_s``: seconds of this host to issue an addition of
+    two small tensors in a loop, as of a node in a cluster file; 0 where that was not measured.
     """
 
     device: str
@@ -135,13 +145,15 @@ class Measurements:
     transfers: tuple[TransferMeasurement, ...] = ()
     overhead_s: float = 0.0
     batches: tuple[BatchMeasurement, ...] = ()
+    host_call_s: float = 0.0
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not _are_times(self.overhead_s):
+        if not _are_times(self.overhead_s, self.host_call_s):
             raise MeasurementError(
-                f"A host's overhead of {self.overhead_s} s is impossible: {_EXPECTED}; measure again."
+                f"A host's overhead of {self.overhead_s} s and call of {self.host_call_s} s are impossible: "
+                f"{_EXPECTED}; measure again."
             )
 
 

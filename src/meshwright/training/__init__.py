@@ -3,11 +3,13 @@
 from meshwright.training.batches import measure_batches_here
 from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
 from meshwright.training.check import check_losses, refuse_unchecked
+from meshwright.training.device_table import device_table_here
 from meshwright.training.dry import DryRun, FakeModel, dry_run
 from meshwright.training.feed import Feed
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 from meshwright.training.launch import run_plan, torchrun_command
 from meshwright.training.measure import measure_here
+from meshwright.training.measure_device import DeviceRun, choose_device, measure_device_here
 from meshwright.training.metrics import watching
 from meshwright.training.outcome import Outcome, judge_run
 from meshwright.training.rank import leave, run_rank, started_by_torchrun
@@ -16,6 +18,7 @@ from meshwright.training.trainer import Trainer, prepare
 
 __all__ = [
     "Calibration",
+    "DeviceRun",
     "DryRun",
     "FakeModel",
     "Feed",
@@ -25,7 +28,9 @@ __all__ = [
     "Trainer",
     "calibrate_here",
     "check_losses",
+    "choose_device",
     "correct_table",
+    "device_table_here",
     "dry_run",
     "judge_run",
     "leave",
@@ -33,6 +38,7 @@ __all__ = [
     "make_batches",
     "make_optimizer",
     "measure_batches_here",
+    "measure_device_here",
     "measure_here",
     "prepare",
     "refuse_unchecked",

@@ -35,18 +35,24 @@ def measure_here(
     events = events or NullSink()
     if reference is not None:
         captured_model(reference, sizes, None)  # a model that cannot be captured is refused here, not in the processes
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    overhead_s = measure_overhead()
-    torch.set_num_threads(threads)
     return measure_machine(
         partial(op_source, reference, sizes) if reference is not None else None,
         microbatch_sizes,
         num_ranks=num_ranks,
         repeats=repeats,
-        overhead_s=overhead_s,
+        overhead_s=host_overhead(),
         events=events,
     )
+
+
+def host_overhead() -> float:
+    """Seconds of the host per instruction of the runtime, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure_overhead()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:

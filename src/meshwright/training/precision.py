@@ -33,7 +33,7 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan | Placement)
 Batch = tuple[Any, Any]
 Capture = Callable[..., Captured]
 # Families of ops whose floating inputs torch wants in one type.
-_OF_ONE_TYPE = ("product", "convolution", "attention", "recurrent", "norm")
+OF_ONE_TYPE = ("product", "convolution", "attention", "recurrent", "norm")
 
 
 def cast_type(plan: Plan | Placement) -> torch.dtype | None:
@@ -81,7 +81,7 @@ def capture_in_precision(
 def _mixes_types(graph: Graph) -> bool:
     """Whether some op has inputs of several floating types that torch wants in one; tracing does not check it."""
     for op in graph.ops:
-        if family_of(op) in _OF_ONE_TYPE:
+        if family_of(op) in OF_ONE_TYPE:
             types = {graph.tensors[i].dtype for i in op.inputs} & FLOAT_DTYPES
             if len(types) > 1:
                 return True

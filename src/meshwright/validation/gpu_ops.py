@@ -1,7 +1,7 @@
 """Single ops measured on an H100, and the model of GPU kernels that is fitted to them.
 
-validation/data/h100_ops.csv   own measurement; `data/README.md` says how
-cost/models/gpu.json           what ``scripts/renew_gpu_model.py`` fits to it
+validation/data/h100_ops.parquet   a table of the device, as `meshwright measure --device-table` writes it of others
+cost/models/gpu.json               what ``scripts/renew_gpu_model.py`` fits to it
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from meshwright.cost.gpu.fit import MeasuredOp, MeasuredStep, fit_gpu
 from meshwright.cost.gpu.rates import GpuModel
 from meshwright.cost.kernels import Kernel, shipped_model
 from meshwright.cost.optimizers import OptimizerLoop
+from meshwright.records.device_table import read_device_row
+from meshwright.records.table import parse_sizes
 from meshwright.spec import DeviceKind, load_cluster
-from meshwright.validation.datasets import load_table
+from meshwright.validation.datasets import load_records
 
-_LOOPS: dict[str, OptimizerLoop] = {"AdamW.fused": "fused", "AdamW.foreach": "foreach"}
+_LOOPS: dict[str, OptimizerLoop] = {"optimizer.adamw.fused": "fused", "optimizer.adamw.foreach": "foreach"}
 
 
 def measured_kind() -> DeviceKind:
@@ -23,29 +25,26 @@ def measured_kind() -> DeviceKind:
 
 def load_ops() -> list[MeasuredOp]:
     """The ops with their seconds."""
+    rows = load_records("h100_ops")
+    columns = zip(rows.op, rows.shapes, rows.kernel, rows.dtype, rows.seconds.tolist(), strict=True)
+    found = ((read_device_row(op, shapes, kernel), dtype, seconds) for op, shapes, kernel, dtype, seconds in columns)
     return [
-        MeasuredOp(
-            op=row["op"],
-            dtype=row["dtype"],
-            shapes=tuple(tuple(int(size) for size in shape.split("x")) for shape in row["shapes"].split()),
-            seconds=float(row["seconds"]),
-        )
-        for row in load_table("h100_ops")
-        if row["shapes"]
+        MeasuredOp(op=read[0], dtype=dtype, shapes=read[1], seconds=seconds)
+        for read, dtype, seconds in found
+        if read is not None
     ]
 
 
 def load_optimizer_steps() -> list[MeasuredStep]:
     """Steps of AdamW over many tensors at once."""
+    rows = load_records("h100_ops")
+    columns = zip(rows.op, rows.shapes, rows.dtype, rows.seconds.tolist(), strict=True)
     return [
         MeasuredStep(
-            loop=_LOOPS[row["op"]],
-            dtype=row["dtype"],
-            num_elements=int(row["num_elements"]),
-            seconds=float(row["seconds"]),
+            loop=_LOOPS[op], dtype=dtype, num_elements=(parse_sizes(shapes) or {})["elements"], seconds=seconds
         )
-        for row in load_table("h100_ops")
-        if row["op"] in _LOOPS
+        for op, shapes, dtype, seconds in columns
+        if op in _LOOPS
     ]
 
 

@@ -16,7 +16,7 @@ from meshwright.cli.plan.files import files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
 from meshwright.cli.plan.rewriting import mark_rewritten, plan_rewritten
-from meshwright.cli.planning import as_written, choose_batch, choose_precision, print_misfit, read_prices
+from meshwright.cli.planning import as_written, choose_batch, choose_precision, priced_by, print_misfit, read_prices
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders
@@ -118,7 +118,6 @@ def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:
 
 def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
     """The problem that a request poses. Raises what is wrong with it before anything is searched."""
-    from meshwright.cost import load_cost_model, read_software
     from meshwright.planner import Choices, Problem, list_shardings, within_budget
 
     machine = request.machine
@@ -146,7 +145,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
             precision=precision,
             optimizer=Optimizer.named(request.optimizer),
         ),
-        cost=load_cost_model(machine, request.measurements, precision, read_software(request.software)),
+        cost=priced_by(machine, request.measurements, precision, request.software),
         choices=Choices(
             num_devices=counts,
             num_stages=() if request.stages is None else (request.stages,),
@@ -177,7 +176,6 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
 
 def _replan(request: PlanRequest, events: EventSink | None) -> Found:
     """Find a plan anew for the machines as they are now, from one for the machines as they were."""
-    from meshwright.cost import load_cost_model, read_software
     from meshwright.planner import Limits, replan
     from meshwright.planner.replanning import DEADLINE_S
     from meshwright.spec import Plan, read_document
@@ -189,7 +187,7 @@ def _replan(request: PlanRequest, events: EventSink | None) -> Found:
     moved = replace(earlier, model=request.model, cluster=request.cluster)
     graph_for = graphs_of(request.model, request.sizes, mode=earlier.workload.kind, target=planned_target(moved))
     software = recall_software(earlier, request.software)
-    cost = load_cost_model(request.machine, measurements, earlier.workload.precision, read_software(software))
+    cost = priced_by(request.machine, measurements, earlier.workload.precision, software)
     deadline_s = DEADLINE_S if request.deadline is None else request.deadline
     limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
     plans = replan(moved, graph_for, cost, memory=request.memory, prices=read_prices(request.prices), limits=limits)

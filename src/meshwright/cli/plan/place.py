@@ -12,7 +12,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graphs_of
 from meshwright.cli.output import print_tables
 from meshwright.cli.placements import placement_tables, rank_rows
-from meshwright.cli.planning import choose_batch, choose_precision
+from meshwright.cli.planning import choose_batch, choose_precision, priced_by
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import NoFeasiblePlanError, PlanError
 from meshwright.spec.files import refuse_replacing
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 def place_ops(request: PlanRequest) -> None:
     """Place every op of a model, print what it is worth beside one device, and write it."""
-    from meshwright.cost import load_cost_model, read_software
     from meshwright.planner import Constraints, place, seconds_on_one_device
     from meshwright.report import describe_workload, workload_row
     from meshwright.simulator import simulate_plan
@@ -49,7 +48,7 @@ def place_ops(request: PlanRequest) -> None:
     workload = Workload(
         kind=graph.mode, global_batch=batch, precision=precision, optimizer=Optimizer.named(request.optimizer)
     )
-    cost = load_cost_model(machine, request.measurements, precision, read_software(request.software))
+    cost = priced_by(machine, request.measurements, precision, request.software)
     devices = range(min(machine.num_ranks, *(ranks or [machine.num_ranks])))
     if ranks and ranks[0] > machine.num_ranks:
         raise PlanError(

@@ -12,6 +12,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graph_of_plan
 from meshwright.cli.output import grid_width, print_tables
 from meshwright.cli.pages import page_path, provenance, put_page
+from meshwright.cli.planning import priced_by
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders, compare, compared_schedules
@@ -50,7 +51,6 @@ def run_simulate(request: SimulateRequest) -> None:
     if request.form() == "deployment":
         simulate_serving(request.plan, request)
         return
-    from meshwright.cost import load_cost_model, read_software
     from meshwright.report import check_ranks
 
     chosen = traced_ranks(request.trace, request.trace_ranks)
@@ -62,7 +62,7 @@ def run_simulate(request: SimulateRequest) -> None:
     measurements = recall_measurements(document, request.plan, request.measurements, request.cluster)
     machine = load_cluster(request.cluster or document.cluster)
     software = recall_software(document, request.software)
-    cost = load_cost_model(machine, measurements, document.workload.precision, read_software(software))
+    cost = priced_by(machine, measurements, document.workload.precision, software)
     case = _Case(request, document, graph_of_plan(document, request.graph), cost, load_scenarios(request.scenario))
     if request.sweep:
         run_sweep(request, document, case.whole, cost, case.scenario, case.settings)

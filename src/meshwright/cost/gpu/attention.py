@@ -61,7 +61,7 @@ _EFFICIENT, _EFFICIENT_FLOAT32 = 1.8, 3.0
 # mask, softmax, whether a row is empty (two reads), where, dropout, product; back the same, softmax by two kernels, and
 # the sum for the mask. At the share of the bandwidth that softmax reaches (`models/gpu.json`: 0.7 to 0.9).
 _SCORES, _HEADS, _KERNELS, _SCORES_SHARE = (12, 16), (3.5, 4.25), (13, 16), 0.8
-# The share of the peak in float32 that products of scores reach (`h100_ops.csv`: bmm, median).
+# The share of the peak in float32 that products of scores reach (`h100_ops.parquet`: bmm, median).
 _SCORES_RATE = 0.57
 _AMPERE, _HOPPER, _AFTER_BLACKWELL = 8.0, 9.0, 11.0
 # FlashAttention reaches 25 to 40 % of an A100's peak, FlashAttention-2 50 to 73 % (Dao 2023, abstract): the middles.

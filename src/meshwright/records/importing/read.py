@@ -18,7 +18,7 @@ from meshwright.records.importing.alpa import read_database, read_results
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.pipedream import read_profile
 from meshwright.records.importing.public import NUMBERS, public_columns, read_public
-from meshwright.records.importing.trace import is_trace, read_trace
+from meshwright.records.importing.trace import is_trace, read_trace, without_bare_numbers
 from meshwright.records.one_device import from_measurements
 from meshwright.records.text_files import parse_csv, read_unpacked
 from meshwright.spec import DocumentError, Measurements, decode_document
@@ -51,7 +51,7 @@ def import_file(path: Path | str, *, device: str | None = None) -> Imported:
     if content.startswith(b"\x80"):
         return read_database(content, device=_named(device, path), source=path.name)
     if content.lstrip()[:1] in (b"{", b"["):
-        return _json(parse_data(content, path.with_suffix(".json")), path, device)
+        return _json(parse_data(without_bare_numbers(content), path.with_suffix(".json")), path, device)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -11,6 +11,7 @@ others rows ``aten.NAME`` with the inputs in the form of a captured op. The trac
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ _NO_TIME = "ops whose start or duration is negative or no number"
 _ODD_KERNELS = "ops with a kernel whose duration is negative or no number"
 _NOT_TENSORS = "ops with inputs that cannot be (negative sizes, texts that are none)"
 _EMPTY = "ops on tensors without elements"
+# Libkineto prints figures as C++ does, so that a division by zero among them (blocks per multiprocessor) is no JSON.
+# Texts are matched first and stay.
+_BARE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:inf|infinity|nan)\b', re.IGNORECASE | re.DOTALL)
+_ANY_BARE = re.compile(rb"[:,\[]\s*-?(?:inf|infinity|nan)\b", re.IGNORECASE)
 # The profiler counts nanoseconds in 64 bits and writes microseconds.
 _MAX_NANOSECONDS = 2**63
 
@@ -62,6 +67,13 @@ class _Event:
     end: float
     arguments: dict[str, Any]
     kernels: list[tuple[float, str]] = field(default_factory=list)
+
+
+def without_bare_numbers(content: bytes) -> bytes:
+    """The text of a trace with ``null`` for each ``inf``, ``Infinity`` or ``NaN``; every other text as it is."""
+    if b'"traceEvents"' not in content or _ANY_BARE.search(content) is None:
+        return content
+    return _BARE.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", content)
 
 
 def is_trace(data: Any) -> bool:

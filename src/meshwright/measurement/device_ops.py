@@ -1,0 +1,227 @@
+"""How long each distinct op takes on a device: alone, forward and backward, with tensors of its own.
+
+    forward      on inputs that are read again and again, as the op before has just written them
+    backward     one call of autograd for all gradients that are wanted; what the forward kept is read in turns from as
+                 many copies as exceed the device's cache, since a model comes back to it long after
+    accumulate   each gradient of a parameter added to one that is there
+
+No op needs the rest of the model, so that a model of any size is timed on one device. Rows are handed on as they come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from meshwright.measurement.allocation import is_out_of_memory
+from meshwright.measurement.device_clock import DeviceClock, Sample
+from meshwright.spec import EventSink, MeasurementError, NullSink, OpMeasurement
+
+# Copies of what a backward reads, at most, and together as many times the cache as leave nothing of one in it.
+_MOST_COPIES, _CACHES = 8, 2
+# After an error of this kind nothing runs on the device any more.
+_FATAL = ("device-side assert", "illegal memory access", "unspecified launch failure")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """A tensor to be made: ``bound`` is above all its values where it holds whole numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    requires_grad: bool = False
+    bound: int = 2
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        """Noise of this form on a device."""
+        dtype = getattr(torch, self.dtype)
+        strides = self.strides or _contiguous(self.shape)
+        # What was expanded is one element along those dims.
+        held = [1 if stride == 0 else size for size, stride in zip(self.shape, strides, strict=True)]
+        value = torch.empty_strided(held, strides, dtype=dtype, device=device)
+        if dtype.is_floating_point or dtype.is_complex:
+            return value.normal_().expand(self.shape).requires_grad_(self.requires_grad)
+        return value.random_(0, 2 if dtype is torch.bool else max(self.bound, 1)).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOp:
+    """An op to be timed: ``module(*feeds)`` returns its outputs. ``key``: its row in the table.
+
+    ``state``: the dtypes of the module's parameters and buffers, by name. ``differentiable``: which outputs get a
+    gradient. ``is_view``: the forward starts no kernel. ``is_in_place``: it writes into its first input.
+    """
+
+    key: str
+    module: fx.GraphModule
+    feeds: tuple[Feed, ...]
+    state: Mapping[str, str]
+    differentiable: tuple[bool, ...]
+    is_view: bool = False
+    is_in_place: bool = False
+
+
+def measure_device_ops(
+    ops: Iterable[DeviceOp],
+    clock: DeviceClock,
+    write: Callable[[OpMeasurement], None],
+    *,
+    issued: Mapping[str, tuple[float, float]] | None = None,
+    events: EventSink | None = None,
+) -> dict[str, str]:
+    """Time ops one after the other and hand each row to ``write``; returns what was left out and why, by key.
+
+    ``issued``: seconds of the host for forward and backward by key, as far as they are known.
+    Raises MeasurementError where an op leaves the device unusable.
+    """
+    sink, chosen = events or NullSink(), list(ops)
+    left_out = {}
+    for done, op in enumerate(chosen):
+        try:
+            forward, backward, accumulate = _time(op, clock)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            if any(words in str(error) for words in _FATAL):
+                raise MeasurementError(
+                    f"{op.key} left {clock.device} unusable ({reason}). What was timed before is in the table; report "
+                    "the op, and measure again on a machine where it runs."
+                ) from error
+            left_out[op.key] = "out of memory" if is_out_of_memory(error) else reason
+            clock.release()
+            continue
+        forward_issue_s, backward_issue_s = (issued or {}).get(op.key, (0.0, 0.0))
+        write(
+            OpMeasurement(
+                key=op.key,
+                forward_s=forward.seconds,
+                backward_s=backward.seconds,
+                accumulate_s=accumulate,
+                num_samples=forward.num_samples or backward.num_samples,
+                spread=max(forward.spread, backward.spread),
+                forward_issue_s=forward_issue_s,
+                backward_issue_s=backward_issue_s,
+            )
+        )
+        clock.release()
+        sink.progress("measure ops", done + 1, len(chosen))
+    return left_out
+
+
+def _time(op: DeviceOp, clock: DeviceClock) -> tuple[Sample, Sample, float]:
+    """Forward, backward, and seconds of adding to gradients."""
+    nothing = Sample(seconds=0.0, spread=0.0, num_samples=0)
+    trained = any(op.differentiable)
+    with clock.side(), torch.set_grad_enabled(trained):
+        copies = [_Copy(op, clock.device)]
+        forward = nothing if op.is_view else clock.time([copies[0].forward])
+        if not trained:
+            return forward, nothing, 0.0
+        while len(copies) < _num_copies(copies[0].num_bytes, clock.cache_bytes):
+            copies.append(_Copy(op, clock.device))
+        for copy in copies:
+            copy.keep()
+        backward = clock.time([copy.backward for copy in copies]) if copies[0].wanted else nothing
+        gradients = [torch.zeros_like(p) for p in copies[0].module.parameters() if p.requires_grad]
+        del copies
+        return forward, backward, math.fsum(_time_adding(gradient, clock) for gradient in gradients)
+
+
+def _time_adding(gradient: torch.Tensor, clock: DeviceClock) -> float:
+    other = torch.zeros_like(gradient)
+    return clock.time([lambda: gradient.add_(other)]).seconds
+
+
+def _num_copies(num_bytes: int, cache_bytes: int) -> int:
+    return min(max(math.ceil(_CACHES * cache_bytes / max(num_bytes, 1)), 1), _MOST_COPIES)
+
+
+class _Copy:
+    """An op with memory of its own."""
+
+    def __init__(self, op: DeviceOp, device: torch.device) -> None:
+        self.module = materialised(op.module, op.state, device)
+        self._bases = [feed.make(device) for feed in op.feeds]
+        self._differentiable, self._is_in_place = op.differentiable, op.is_in_place
+        self._outputs: list[torch.Tensor] = []
+        self._seeds: list[torch.Tensor] = []
+        held = (*self._bases, *self.module.parameters(), *self.module.buffers())
+        self.num_bytes = sum(value.numel() * value.element_size() for value in held)
+        self.wanted = [value for value in (*self._bases, *self.module.parameters()) if value.requires_grad]
+        self._feeds = self._enter()
+
+    def forward(self) -> Any:
+        """Run the op; what it returns is dropped."""
+        return self.module(*self._feeds)
+
+    def keep(self) -> None:
+        """Run the op and keep what its backward needs."""
+        self._feeds = self._enter()
+        outputs = self.module(*self._feeds)
+        chosen = zip(outputs, self._differentiable, strict=True)
+        self._outputs = [value for value, wanted in chosen if wanted and value.requires_grad]
+        self._seeds = [torch.ones_like(value) for value in self._outputs]
+
+    def backward(self) -> Any:
+        """Run the backward of what was kept; it is kept on."""
+        return torch.autograd.grad(self._outputs, self.wanted, self._seeds, retain_graph=True, allow_unused=True)
+
+    def _enter(self) -> list[torch.Tensor]:
+        if not self._is_in_place:
+            return self._bases
+        return [_Entry.apply(base) if base.requires_grad else base for base in self._bases]
+
+
+class _Entry(torch.autograd.Function):
+    """A value that another op has made, which may be written into; its backward starts no kernel."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> DeviceOp:
+    """A conversion of so many elements from one type to another, or (``adds``) a sum into what is there."""
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    source = Feed(shape=(elements,), strides=None, dtype=read)
+    feeds: tuple[Feed, ...] = (source, source) if adds else (source,)
+    if adds:
+        made = graph.call_function(torch.ops.aten.add_.Tensor, (value, graph.placeholder("other")))
+        key = f"aten.add_.Tensor({elements}:{read},{elements}:{read}|00)"
+    else:
+        made = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": getattr(torch, written)})
+        key = f"aten._to_copy.default({elements}:{read};dtype=torch.{written}|0)"
+    graph.output((made,))
+    module = fx.GraphModule(nn.Module(), graph)
+    return DeviceOp(key=key, module=module, feeds=feeds, state={}, differentiable=(False,))
+
+
+def materialised(module: fx.GraphModule, state: Mapping[str, str], device: torch.device) -> fx.GraphModule:
+    """The same module with small random parameters and buffers of ones on a device, of the given dtypes."""
+    made = fx.GraphModule(module, module.graph)
+    for name, held in (*module.named_parameters(), *module.named_buffers()):
+        dtype = getattr(torch, state.get(name, str(held.dtype).removeprefix("torch.")))
+        value: torch.Tensor
+        if isinstance(held, nn.Parameter):
+            value = torch.empty_strided(held.shape, held.stride(), dtype=dtype, device=device).normal_(std=0.02)
+            value = nn.Parameter(value, requires_grad=held.requires_grad)
+        else:
+            value = torch.ones(held.shape, dtype=dtype, device=device)
+        # The new module's own owners of attributes, whose values it shared so far.
+        owner, _, leaf = name.rpartition(".")
+        setattr(made.get_submodule(owner), leaf, value)
+    return made
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -1,0 +1,233 @@
+"""Measure a CUDA device for a model: every distinct op by itself, and what the host takes to issue them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from meshwright.host import Host, find_gpu_state, name_gpu
+from meshwright.measurement import (
+    CudaClock,
+    DeviceClock,
+    measure_call,
+    measure_device_ops,
+    measure_device_optimizers,
+    measure_issue,
+    measure_links,
+    merge_measurements,
+)
+from meshwright.records import to_measurements
+from meshwright.spec import (
+    EventSink,
+    MeasurementError,
+    Measurements,
+    OpMeasurement,
+)
+from meshwright.spec.precision import SIMULATED_ONLY, Precision, numbers_of
+from meshwright.training.device_ops import ModelOps, capture_unallocated
+from meshwright.training.measure import Sizes, host_overhead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRun:
+    """What was measured; ``left_out``: why, by key. ``num_kept``: rows that the table had already."""
+
+    table: Measurements
+    left_out: dict[str, str] = field(default_factory=dict)
+    num_kept: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def measure_device_here(
+    reference: str | None,
+    microbatch_sizes: Sequence[int],
+    *,
+    precisions: Sequence[str] = (),
+    sizes: Sizes = (),
+    device: str = "cuda:0",
+    repeats: int = 10,
+    known: Measurements | None = None,
+    save: Callable[[Measurements], object] = lambda _: None,
+    events: EventSink | None = None,
+) -> DeviceRun:
+    """Measure ops of the model (if one is named), optimizers, and the links among the GPUs of this host.
+
+    ``known``: the table that the rows are for, whose rows of this device and torch are not taken again; ``save`` gets
+    the whole table every few rows. ``precisions``: by default that in which plans for this device are made.
+    Raises MeasurementError for a table of another device, for a precision that no device computes in, and with what the
+    device raises; and what loading or capturing the model raises.
+    """
+    place, empty = empty_table(device)
+    _refuse_other(known, empty)
+    words = tuple(precisions) or (default_precision(place),)
+    for word in words:
+        _check_precision(word)
+    uuid = str(torch.cuda.get_device_properties(place).uuid)
+    before = find_gpu_state(Host(), uuid)
+    links = _links(events)
+    clock = CudaClock(place, repeats)
+    run = measure_on(
+        clock,
+        replace(empty, transfers=links, overhead_s=host_overhead()),
+        reference,
+        microbatch_sizes,
+        precisions=words,
+        sizes=sizes,
+        repeats=repeats,
+        known=known,
+        save=save,
+        events=events,
+    )
+    after = find_gpu_state(Host(), uuid)
+    told = [f"{state.clocks} {when}" for state, when in ((before, "before"), (after, "after")) if state is not None]
+    table = replace(run.table, conditions="; ".join((run.table.conditions, *told)))
+    save(table)
+    return replace(run, table=table, warnings=before.warnings() if before is not None else ())
+
+
+def measure_on(
+    clock: DeviceClock,
+    empty: Measurements,
+    reference: str | None,
+    microbatch_sizes: Sequence[int],
+    *,
+    precisions: Sequence[str],
+    sizes: Sizes = (),
+    repeats: int = 10,
+    known: Measurements | None = None,
+    save: Callable[[Measurements], object] = lambda _: None,
+    events: EventSink | None = None,
+) -> DeviceRun:
+    """As `measure_device_here`, by a clock of any device; ``empty`` names it and holds what was measured before."""
+    writer = _Writer(empty, known, save)
+    writer.put(host_call_s=measure_call(clock))
+    left_out: dict[str, str] = {}
+    for size in microbatch_sizes if reference is not None else ():
+        captured = capture_unallocated(str(reference), sizes, size)
+        for word in precisions:
+            model = ModelOps(captured, numbers_of(word), size, clock.device)
+            missing = [op for op in model.ops() if op.key not in writer.kept]
+            writer.num_kept += len(model.keys) - len(missing)
+            if not missing:
+                continue
+            issued = _issue(model, clock, repeats, left_out, events)
+            chosen = (*missing, *model.moves(writer.kept))
+            left_out |= measure_device_ops(chosen, clock, writer.add, issued=issued, events=events)
+    if not writer.has_optimizers:
+        dtypes = dict.fromkeys(numbers_of(word).states for word in precisions)
+        gradients = dict.fromkeys(numbers_of(word).gradients for word in precisions)
+        rows = measure_device_optimizers(clock, states=tuple(dtypes), gradients=tuple(gradients), events=events)
+        writer.put(optimizers=rows)
+    return DeviceRun(table=writer.save(), left_out=left_out, num_kept=writer.num_kept)
+
+
+def default_precision(device: torch.device) -> Precision:
+    """That of plans for a kind of device: mixed where bfloat16 is faster than float32."""
+    return "mixed" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+
+
+class _Writer:
+    """The table as it grows: rows that are known stay, and it is saved every few seconds."""
+
+    def __init__(
+        self,
+        empty: Measurements,
+        known: Measurements | None,
+        save: Callable[[Measurements], object],
+        every_s: float = 2.0,
+    ) -> None:
+        self._table = empty if known is None else merge_measurements(known, empty)
+        self._rows = {row.key: row for row in self._table.ops}
+        self._save, self._every_s, self._saved = save, every_s, time.monotonic()
+        same = known is not None and known.software == empty.software
+        self.kept = frozenset(self._rows) if same else frozenset()
+        self.has_optimizers = same and any(row.issue_s for row in self._table.optimizers)
+        self.num_kept = 0
+
+    def add(self, row: OpMeasurement) -> None:
+        self._rows[row.key] = row
+        if time.monotonic() - self._saved > self._every_s:
+            self.save()
+
+    def put(self, **rows: Any) -> None:
+        self._table = merge_measurements(self._table, replace(self._table, ops=(), **rows))
+        self.save()
+
+    def save(self) -> Measurements:
+        self._table = replace(self._table, ops=tuple(self._rows.values()))
+        self._save(self._table)
+        self._saved = time.monotonic()
+        return self._table
+
+
+def _issue(
+    model: ModelOps,
+    clock: DeviceClock,
+    repeats: int,
+    left_out: dict[str, str],
+    events: EventSink | None,
+) -> dict[str, tuple[float, float]]:
+    """Seconds of the host by key; layers that do not run are left out, and prices of theirs stay predicted."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, make in model.segments():
+        try:
+            taken = measure_issue([make], clock, repeats=repeats, surrounding=model.surrounding, events=events)
+        except Exception as error:
+            left_out[f"issuing of layer {name}"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            clock.release()
+            continue
+        found = {**taken, **found}
+    return found
+
+
+def empty_table(device: str) -> tuple[torch.device, Measurements]:
+    """The device, and a table of nothing measured there."""
+    if device not in {f"cuda:{index}" for index in range(torch.cuda.device_count())}:
+        raise MeasurementError(
+            f"Ops were to be timed on device {device!r}; torch sees {torch.cuda.device_count()} CUDA devices here. "
+            "Give cpu, or cuda:0 and so on."
+        )
+    place = torch.device(device)
+    name = torch.cuda.get_device_name(place)
+    return place, Measurements(
+        device=name_gpu(name),
+        software=f"torch {torch.__version__}, Python {platform.python_version()}",
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        conditions=f"{name}, CUDA {torch.version.cuda}; each op by itself, by CUDA graphs",
+    )
+
+
+def _refuse_other(known: Measurements | None, empty: Measurements) -> None:
+    """Refuse a table of another device before anything is timed."""
+    if known is not None:
+        merge_measurements(known, empty)
+
+
+def _check_precision(word: str) -> None:
+    if numbers_of(word).products or word in SIMULATED_ONLY:
+        raise MeasurementError(
+            f"The precision {word!r} was given; ops are timed in types that torch multiplies in by itself. Measure "
+            "float32 for tf32 and mixed for float8 and mixed-float16: what differs is predicted."
+        )
+
+
+def _links(events: EventSink | None) -> tuple[Any, ...]:
+    """Collectives among the GPUs of this host over NCCL; none where there is one GPU."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return ()
+    rows = measure_links(num_ranks=count, events=events)
+    return to_measurements(rows, str(rows.device[0])).transfers
+
+
+def choose_device(device: str | None) -> str:
+    """Where ops are timed: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
+    if device is None:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return "cuda:0" if device == "cuda" else device
