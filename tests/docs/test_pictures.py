@@ -45,6 +45,11 @@ def test_the_picture_of_endless_schedules_is_what_the_simulator_says(drawn):
     assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/endless_schedules.py"
 
 
+def test_the_picture_of_compiled_layers_is_what_prices_say(drawn):
+    compiled = drawn("compiled")
+    assert compiled.PICTURE.read_text() == compiled.draw(), "run python docs/pictures/compiled.py"
+
+
 def test_the_picture_of_found_orders_is_what_the_simulator_says(drawn):
     found = drawn("found")
     assert found.PICTURE.read_text() == found.draw(), "run python docs/pictures/found.py"

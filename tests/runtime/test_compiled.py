@@ -81,7 +81,8 @@ def test_a_layer_that_torch_cannot_compile_runs_as_it_is():
     wanted = module(*source.inputs, *source.targets)[0]
     compiled = compile_units(module, graph, compilation)
     # With errors for warnings, torch stops at one of its own while it prepares its message.
-    with warnings.catch_warnings(action="ignore"), fresh_cache(), torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+    lacking = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with warnings.catch_warnings(action="ignore"), fresh_cache(), lacking:
         found = compiled(*source.inputs, *source.targets)[0]
     assert torch.equal(found, wanted)
     ((reason, count),) = compilation.left_out.items()

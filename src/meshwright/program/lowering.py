@@ -34,8 +34,8 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     check_plan(plan, graph)
     local = lower_graph(graph, plan.sharding, plan.recompute, compiled=parts_of_layers(plan))
     workload = own_workload(plan.workload, plan.sharding)
-    own = {"graph_hash": local.content_hash, "workload": workload}
-    return replace(plan, **own, sharding=UNSHARDED, recompute=(), compiled=False), local
+    plan = replace(plan, graph_hash=local.content_hash, workload=workload)
+    return replace(plan, sharding=UNSHARDED, recompute=(), compiled=False), local
 
 
 def own_workload(workload: Workload, sharding: Sharding) -> Workload:

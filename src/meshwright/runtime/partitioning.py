@@ -1,7 +1,8 @@
 """What a compiled unit keeps for its backward: torch's choice, but for masks of what it hands on.
 
-A unit that ends with a rectifier could keep a mask of a byte for each element, which torch prefers to the output of four.
-But the output is kept anyway, by the unit that reads it; and on CPUs inductor writes such masks ten times as slowly.
+A unit that ends with a rectifier could keep a mask of a byte for each element, which torch prefers to the output of
+four. But the output is kept anyway, by the unit that reads it; and on CPUs inductor writes such masks slowly: a tiny
+residual network trained at half the speed (2026-11-28, two cores).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.host_issue import load_host_calls
-from meshwright.cost.optimizers import default_loop, trainable_elements
+from meshwright.cost.optimizers import trainable_elements
 from meshwright.program import Bucket, HostPiece
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
