@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.gpu.launches import copied, sum_of
 from meshwright.cost.gpu.rates import Launch
+from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds
 from meshwright.cost.table import roofline_interval
 from meshwright.cost.traits import family_of, operator_name
@@ -28,7 +29,6 @@ from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from meshwright.cost.gpu.rates import GpuModel
-    from meshwright.cost.prices import OpPrice
     from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
@@ -148,11 +148,32 @@ def _conversions(
             own = widths.of(i)
             if own < made:
                 backward.append(copied(graph.tensors[i].num_elements(batch_size), made, own))
-    if trained and numbers.gradient_bytes > numbers.value_bytes:
+    if trained:
+        copies, widened = _widened(graph, op, numbers)
+        backward += copies
+    return forward, backward, widened
+
+
+def _widened(graph: Graph, op: Op, numbers: Numbers) -> tuple[list[Launch], float]:
+    """Copies of gradients of parameters to a wider type, and bytes that adding to such gradients moves on top."""
+    copies, widened = [], 0.0
+    if numbers.gradient_bytes > numbers.value_bytes:
         for i in dict.fromkeys(op.inputs):
             tensor = graph.tensors[i]
             if tensor.role == "parameter" and tensor.requires_grad:
                 elements = tensor.num_elements(0)
-                backward.append(copied(elements, numbers.value_bytes, numbers.gradient_bytes))
+                copies.append(copied(elements, numbers.value_bytes, numbers.gradient_bytes))
                 widened += 3 * elements * (numbers.gradient_bytes - numbers.value_bytes)
-    return forward, backward, widened
+    return copies, widened
+
+
+def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, gpu: GpuModel | None) -> OpPrice | None:
+    """The price of copying an op's gradients of parameters to their wider type on a GPU; None where there is none."""
+    if gpu is None or graph.mode != "training":
+        return None
+    copies, _ = _widened(graph, op, numbers)
+    if not copies:
+        return None
+    basis, interval = gpu.basis_on(kind)
+    seconds = OpSeconds(forward_s=0.0, backward_s=gpu.seconds(copies, kind), accumulate_s=0.0)
+    return price_around(seconds, interval, basis)

@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.conversions import is_tf32_by_default, op_type, product_type, with_conversions
+import numpy as np
+
+from meshwright.cost.conversions import (
+    is_tf32_by_default,
+    op_type,
+    product_type,
+    widened_gradients,
+    with_conversions,
+)
+from meshwright.cost.fusion.prices import ClassPrices, price_compiled
 from meshwright.cost.gpu.prices import price_launches
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.host_issue import issue_seconds
@@ -18,6 +27,7 @@ from meshwright.cost.kernels import Asked, price_kernels, shipped_model
 from meshwright.cost.memory import backend_of
 from meshwright.cost.prices import gather_prices
 from meshwright.cost.table import price_op
+from meshwright.cost.traits import family_of
 from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
 
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
     from meshwright.cost.table import OpTable
     from meshwright.cost.teams import TeamPrices
     from meshwright.cost.traced import TracedOps
-    from meshwright.spec import DeviceKind, Graph
+    from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
 
 
@@ -71,6 +81,7 @@ def price_sizes(
         ]
         asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
     prices: list[list[OpPrice]] = [list(some.prices) for some in asked]
+    dense = prices
     widths = Widths(graph=graph, values=None if numbers.autocast else numbers.value_bytes, single=classes.single)
     gpu = shipped_gpu() if is_modelled(usual) else None
     if gpu is not None:
@@ -78,6 +89,10 @@ def price_sizes(
         prices = [
             price_launches(gpu, some, each, types, widths, usual, sources.software)
             for some, each in zip(asked, predicted, strict=True)
+        ]
+        dense = [
+            [_without_beside(*parts) for parts in zip(ops, some.prices, each, priced, strict=True)]
+            for some, each, priced in zip(asked, predicted, prices, strict=True)
         ]
     prices = [
         [
@@ -92,7 +107,24 @@ def price_sizes(
             issue_seconds(graph, op, asked[0].batch_size, dtype, key, numbers).times(sources.software.host_factor)
             for op, dtype, key in zip(ops, types, asked[0].keys, strict=True)
         ]
-    return [
-        gather_prices(each, classes.class_of, graph, sources.teams.op_exchanges(graph, size), slowdown, issued)
-        for size, each in zip(batch_sizes, prices, strict=True)
-    ]
+    gathered = []
+    for size, each, kept in zip(batch_sizes, prices, dense, strict=True):
+        exchanges = sources.teams.op_exchanges(graph, size)
+        if not graph.compiled:
+            gathered.append(gather_prices(each, classes.class_of, graph, exchanges, slowdown, issued))
+            continue
+        widened = [widened_gradients(graph, op, usual, numbers, gpu) for op in ops]
+        known = ClassPrices(alone=each, dense=kept if gpu is not None else each, widened=widened, issued=issued)
+        found = price_compiled(
+            graph, size, classes, known, types, usual, numbers, widths, gpu, sources.software.host_factor
+        )
+        own = np.arange(len(graph.ops))
+        gathered.append(
+            gather_prices(found.prices, own, graph, exchanges, slowdown, found.issued, classes.class_of)
+        )
+    return gathered
+
+
+def _without_beside(op: Op, bound: OpPrice, predicted: OpPrice, priced: OpPrice) -> OpPrice:
+    """The price of an op's product or convolution alone, on a GPU; of other ops, and of what was measured, all of it."""
+    return predicted if family_of(op) in ("product", "convolution") and bound.basis == "roofline" else priced

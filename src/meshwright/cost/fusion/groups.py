@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # torch/_inductor/config.py, choices.py: max_fusion_size; how far apart loops may be that only read the same.
 _MOST_LOOPS, _MOST_BETWEEN, _ROUNDS = 64, 64, 10
+# Elements of so many bytes are narrow.
+_NARROW = 2
 # The least bytes that are worth it (score_fusion_memory_threshold).
 _LEAST_SHARED = 10
 # MixOrderReduction.can_fuse: elements, rows, rows per column, columns.
@@ -38,18 +40,21 @@ class Kernel:
 
     ``members``: ops from the start of the unit, each with whether it is its backward (in a kernel of the backward,
     False: it is computed again). ``read``, ``written``: bytes that enter and leave, each tensor once. ``rows``: elements
-    of a row that it sums, 0 without; ``columns``: of a matrix over whose rows it sums. ``extern``: not generated.
+    of a row that it sums, 0 without; ``columns``: of a matrix over whose ``summed`` rows it sums. ``fresh``: bytes of
+    ``read`` that the kernel before has just written. ``narrow``: most bytes are of elements of two bytes or less.
+    ``extern``: not generated.
     """
 
     backward: bool
     members: frozenset[tuple[int, bool]]
     read: float
     written: float
-    width: int
+    narrow: bool
+    fresh: float = 0.0
     rows: int = 0
     columns: int = 0
+    summed: int = 0
     extern: bool = False
-    scatters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +176,12 @@ def _fuse(
     for _ in range(_ROUNDS):
         if not _round(groups, of, device):
             break
-    found = []
-    for group in _sorted(groups, of):
-        found.append(_kernel(values, group, groups, kept, start, backward=backward))
-    return tuple(found)
+    ordered = _sorted(groups, of)
+    made = [set(), *(group.made for group in ordered)]
+    return tuple(
+        _kernel(values, group, groups, kept, start, fresh, backward=backward)
+        for group, fresh in zip(ordered, made, strict=False)
+    )
 
 
 def _sorted(groups: dict[int, _Group], of: list[int]) -> list[_Group]:
@@ -301,24 +308,37 @@ def _cycles(groups: dict[int, _Group], of: list[int], first: int, second: int) -
 
 
 def _kernel(
-    values: Sequence[Value], group: _Group, groups: dict[int, _Group], kept: set[int], start: int, *, backward: bool
+    values: Sequence[Value],
+    group: _Group,
+    groups: dict[int, _Group],
+    kept: set[int],
+    start: int,
+    fresh: set[int],
+    *,
+    backward: bool,
 ) -> Kernel:
     elsewhere = {buffer for other in groups.values() if other is not group for buffer, _ in other.reads}
     read: dict[int, int] = {}
     for (buffer, _), size in group.reads.items():
         if buffer not in group.made:
             read[buffer] = min(read.get(buffer, 0) + size, values[buffer].num_bytes)
-    written = sum(size for (buffer, _), size in group.writes.items() if buffer in elsewhere or buffer in kept)
+    written: dict[int, int] = {}
+    for (buffer, _), size in group.writes.items():
+        if buffer in elsewhere or buffer in kept:
+            written[buffer] = written.get(buffer, 0) + size
+    moved = [(values[buffer].width, size) for each in (read, written) for buffer, size in each.items()]
+    narrow = sum(size for width, size in moved if width <= _NARROW)
     computed = {i for loop in group.loops for i in loop.values if values[i].op >= 0}
     sums = [loop for loop in group.loops if loop.rnumel > 1]
     return Kernel(
         backward=backward,
         members=frozenset((values[i].op - start, values[i].backward) for i in computed),
         read=float(sum(read.values())),
-        written=float(written),
-        width=max((values[i].width for i in (*read, *group.made)), default=4),
+        written=float(sum(written.values())),
+        narrow=2 * narrow > sum(size for _, size in moved),
+        fresh=float(sum(size for buffer, size in read.items() if buffer in fresh)),
         rows=max((loop.rnumel for loop in sums if loop.in_rows), default=0),
         columns=max((loop.numel for loop in sums if not loop.in_rows), default=0),
+        summed=max((loop.rnumel for loop in sums if not loop.in_rows), default=0),
         extern=group.extern,
-        scatters=any(loop.scatters for loop in group.loops),
     )

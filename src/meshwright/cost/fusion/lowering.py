@@ -214,8 +214,9 @@ class _Lowering:
             values=source.values, numel=max((self.values[i].elements for i in value.inputs[1:]), default=1),
             reads=source.reads, scatters=True,
         )
-        loop.reads[target.buffer, (index,)] = value.num_bytes
-        loop.writes[index, ()] = value.num_bytes
+        # Only what is put there is read and written.
+        put = min(value.num_bytes, loop.numel * value.width)
+        loop.reads[target.buffer, (index,)] = loop.writes[index, ()] = put
         self.loops.append(loop)
         self.of[index] = (_Storage(index, buffer=index), ())
 
