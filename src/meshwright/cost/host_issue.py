@@ -222,9 +222,7 @@ def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> OpSecon
     if extern:
         own = calls.compiled.extern_backward_s if backward else calls.compiled.extern_s
     seconds = count * (calls.compiled_speed * own + calls.launch_s)
-    return OpSeconds(
-        forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0.0
-    )
+    return OpSeconds(forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0.0)
 
 
 def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: OptimizerLoop) -> float:

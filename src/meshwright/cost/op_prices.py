@@ -20,6 +20,7 @@ from meshwright.cost.conversions import (
     with_conversions,
 )
 from meshwright.cost.fusion.prices import ClassPrices, price_compiled
+from meshwright.cost.gpu.padding import price_padded, without_odd_sizes
 from meshwright.cost.gpu.prices import price_launches
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.host_issue import issue_seconds
@@ -41,8 +42,12 @@ if TYPE_CHECKING:
     from meshwright.cost.table import OpTable
     from meshwright.cost.teams import TeamPrices
     from meshwright.cost.traced import TracedOps
-    from meshwright.spec import DeviceKind, Graph, Op
+    from meshwright.spec import DeviceKind, Graph
     from meshwright.spec.precision import Numbers
+
+
+# Kernels of these have others beside them, which inductor fuses.
+_WITH_OTHERS = ("product", "convolution")
 
 
 class OpSources(NamedTuple):
@@ -90,10 +95,19 @@ def price_sizes(
             price_launches(gpu, some, each, types, widths, usual, sources.software)
             for some, each in zip(asked, predicted, strict=True)
         ]
-        dense = [
-            [_without_beside(*parts) for parts in zip(ops, some.prices, each, priced, strict=True)]
-            for some, each, priced in zip(asked, predicted, prices, strict=True)
-        ]
+        if graph.compiled:
+            even = price_kernels(sources.kernels or shipped_model(), without_odd_sizes(gpu).products, asked, usual)
+            dense = [
+                [
+                    price_padded(odd, aligned, key, dtype, gpu, usual)
+                    if family_of(op) in _WITH_OTHERS and bound.basis == "roofline"
+                    else priced
+                    for op, bound, odd, aligned, priced, key, dtype in zip(
+                        ops, some.prices, *parts, some.keys, arithmetic, strict=True
+                    )
+                ]
+                for some, *parts in zip(asked, predicted, even, prices, strict=True)
+            ]
     prices = [
         [
             with_conversions(price, graph, op, size, usual, numbers, gpu, widths, added)
@@ -119,12 +133,5 @@ def price_sizes(
             graph, size, classes, known, types, usual, numbers, widths, gpu, sources.software.host_factor
         )
         own = np.arange(len(graph.ops))
-        gathered.append(
-            gather_prices(found.prices, own, graph, exchanges, slowdown, found.issued, classes.class_of)
-        )
+        gathered.append(gather_prices(found.prices, own, graph, exchanges, slowdown, found.issued, classes.class_of))
     return gathered
-
-
-def _without_beside(op: Op, bound: OpPrice, predicted: OpPrice, priced: OpPrice) -> OpPrice:
-    """The price of an op's product or convolution alone, on a GPU; of other ops, and of what was measured, all of it."""
-    return predicted if family_of(op) in ("product", "convolution") and bound.basis == "roofline" else priced

@@ -12,17 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.lowering import Read, Stored, lower
-from meshwright.cost.fusion.partition import kept_values
-from meshwright.cost.fusion.written import ORDERED, write_unit
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.fusion.written import Device, Value
-    from meshwright.cost.widths import Widths
-    from meshwright.spec import Graph
-    from meshwright.spec.precision import Numbers
+    from meshwright.cost.fusion.lowering import Read, Stored
+    from meshwright.cost.fusion.values import Device, Value
 
 # torch/_inductor/config.py, choices.py: max_fusion_size; how far apart loops may be that only read the same.
 _MOST_LOOPS, _MOST_BETWEEN, _ROUNDS = 64, 64, 10
@@ -57,85 +51,6 @@ class Kernel:
     extern: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """The kernels of a unit in the order in which they are launched, forward and backward."""
-
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
-
-
-def fuse_unit(
-    graph: Graph,
-    start: int,
-    stop: int,
-    batch_size: int,
-    numbers: Numbers,
-    widths: Widths,
-    later: frozenset[int],
-    device: Device = "cuda",
-) -> Unit:
-    """The kernels of ops ``start:stop`` compiled together. ``later``: tensors of theirs that others read."""
-    written = write_unit(graph, start, stop, batch_size, numbers, widths, later, device)
-    values, num_forward = written.values, written.num_forward
-    kept = kept_values(written) if written.backward_yields else set()
-    kept |= {i for i in range(num_forward) if values[i].sort == ORDERED and values[i].inputs[0] in kept}
-    early = [i for i in range(num_forward) if values[i].sort != "given"]
-    from_before = [i for i in kept if i >= num_forward and values[i].sort != "given"]
-    needed = _needed(values, [*written.forward_yields, *kept], set())
-    order = [i for i in early if i in needed] + _order(values, from_before, set(range(num_forward)))
-    given = [i for i, value in enumerate(values) if value.sort == "given"]
-    yields = list(dict.fromkeys([*written.forward_yields, *(i for i in kept if values[i].sort != "given")]))
-    forward = _fuse(values, *lower(values, order, given, yields, device), start, device, backward=False)
-    held = kept | set(given)
-    back = _order(values, written.backward_yields, held)
-    leaving = list(dict.fromkeys(written.backward_yields))
-    backward = _fuse(values, *lower(values, back, held, leaving, device), start, device, backward=True)
-    return Unit(forward=forward, backward=backward)
-
-
-def _needed(values: Sequence[Value], wanted: Sequence[int], held: set[int]) -> set[int]:
-    found: set[int] = set()
-    todo = [i for i in wanted if i not in held]
-    while todo:
-        index = todo.pop()
-        if index not in found:
-            found.add(index)
-            todo += [i for i in values[index].inputs if i not in held]
-    return found
-
-
-def _order(values: Sequence[Value], wanted: Sequence[int], held: set[int]) -> list[int]:
-    """What has to be made for some values, each thing right before it is first needed."""
-    needed = _needed(values, wanted, held)
-    found: dict[int, None] = {}
-
-    def visit(index: int) -> None:
-        todo = [index]
-        while todo:
-            current = todo[-1]
-            missing = [i for i in values[current].inputs if i in needed and i not in found]
-            if missing:
-                todo += reversed(missing)
-            else:
-                found.setdefault(todo.pop())
-
-    late = _late(values)
-    for index in sorted(needed):
-        if late[index]:
-            visit(index)
-    for index in sorted(needed):
-        visit(index)
-    return list(found)
-
-
-def _late(values: Sequence[Value]) -> list[bool]:
-    late: list[bool] = []
-    for value in values:
-        late.append((value.sort == "given" and value.backward) or any(late[i] for i in value.inputs))
-    return late
-
-
 class _Group:
     """Loops that are one kernel."""
 
@@ -161,7 +76,7 @@ class _Group:
         return {**self.reads, **self.writes}
 
 
-def _fuse(
+def fuse(
     values: Sequence[Value], loops: list[Stored], kept: set[int], start: int, device: Device, *, backward: bool
 ) -> tuple[Kernel, ...]:
     writers: dict[int, list[int]] = {}
@@ -211,12 +126,14 @@ def _round(groups: dict[int, _Group], of: list[int], device: Device) -> bool:
     for keys in users.values():
         for place, first in enumerate(keys):
             for second in keys[place + 1 :]:
-                if (first, second) not in pairs and (score := _score(groups[first], groups[second], device)) is not None:
+                if (first, second) not in pairs and (
+                    score := _score(groups[first], groups[second], device)
+                ) is not None:
                     pairs[first, second] = score
     fused = False
     for first, second in sorted(pairs, key=pairs.__getitem__, reverse=True):
         one, two = of[first], of[second]
-        if one == two or (one, two) != (first, second) and _score(groups[one], groups[two], device) is None:
+        if one == two or ((one, two) != (first, second) and _score(groups[one], groups[two], device) is None):
             continue
         if _cycles(groups, of, one, two):
             continue

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.written import EXTERNS, REDUCTIONS, VIEWS
+from meshwright.cost.fusion.values import EXTERNS, IMAGE_DIMS, ORDERED, REDUCTIONS, VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from meshwright.cost.fusion.written import Device, Value
+    from meshwright.cost.fusion.values import Device, Value
 
 # What is read: a buffer, and how a view looks at it (`Value.turn`s, outermost last).
 Read = tuple[int, tuple[object, ...]]
@@ -27,6 +27,8 @@ _ALL_READS = {"cuda": 8, "cpu": 12}
 _OPS = {"cuda": 30, "cpu": 50}
 # unroll_reductions_threshold: shorter sums are written out, element by element.
 _UNROLLED = 8
+# A product has two factors; what comes behind is added.
+_FACTORS = 2
 # Sums over the last elements of memory, whose rows a kernel goes through one after the other.
 _IN_ROWS = frozenset({"rows", "groups", "pixels", "all"})
 
@@ -35,7 +37,7 @@ _IN_ROWS = frozenset({"rows", "groups", "pixels", "all"})
 class Stored:
     """One loop: for each of ``numel`` elements over ``rnumel`` others, the values computed in it, reads and writes.
 
-    Reads and writes are bytes; ``after`` are buffers that have to be there, ``extern``: not generated. ``in_rows``: it
+    Reads and writes are bytes; ``extern``: not generated. ``in_rows``: it
     sums over what lies beside each other in memory. ``counts``: elements of what it reads.
     """
 
@@ -61,13 +63,19 @@ class _Storage:
 
 
 def lower(
-    values: Sequence[Value], order: Sequence[int], given: Collection[int], yielded: Sequence[int], device: Device
+    values: Sequence[Value],
+    order: Sequence[int],
+    given: Collection[int],
+    yielded: Sequence[int],
+    device: Device,
+    outputs: Collection[int] = (),
 ) -> tuple[list[Stored], set[int]]:
     """The loops of a pass that makes the values of ``order`` from those that are ``given``; ``yielded`` leave it.
 
-    Beside them the buffers of what leaves it.
+    ``outputs``: those of them whose order in memory is not inductor's to choose. Beside the loops the buffers of what
+    leaves it.
     """
-    lowering = _Lowering(values, order, yielded, device)
+    lowering = _Lowering(values, order, yielded, device, outputs)
     for index in given:
         lowering.hold(index)
     for index in order:
@@ -78,12 +86,21 @@ def lower(
 
 
 class _Lowering:
-    def __init__(self, values: Sequence[Value], order: Sequence[int], yielded: Sequence[int], device: Device) -> None:
+    def __init__(
+        self,
+        values: Sequence[Value],
+        order: Sequence[int],
+        yielded: Sequence[int],
+        device: Device,
+        outputs: Collection[int],
+    ) -> None:
         self.values, self.device = values, device
         self.loops: list[Stored] = []
         self.of: dict[int, tuple[_Storage, tuple[object, ...]]] = {}
         self.users: dict[int, set[int]] = {}
         self.yielded = frozenset(yielded)
+        images = any(values[index].sort == ORDERED for index in order)
+        self.turned = {index for index in outputs if images and len(values[index].shape) == IMAGE_DIMS}
         for index in order:
             for source in values[index].inputs:
                 self.users.setdefault(source, set()).add(index)
@@ -103,7 +120,7 @@ class _Lowering:
             loop.writes[index, ()] = value.num_bytes
         elif value.sort in EXTERNS or (value.sort == "adding" and self.device == "cpu"):
             loop = Stored(values={index}, numel=value.elements, extern=True)
-            for source in dict.fromkeys(value.inputs):
+            for source in dict.fromkeys(self._read_by(index, value)):
                 self._read(loop.reads, source)
             if value.sort not in ("several", "random"):
                 loop.writes[index, ()] = value.num_bytes
@@ -122,6 +139,21 @@ class _Lowering:
             if value.sort == "window":
                 self.store(self.of[index][0])
         self._store_if_reused(index)
+
+    def _read_by(self, index: int, value: Value) -> tuple[int, ...]:
+        """What a kernel that is not generated reads.
+
+        On GPUs a bias is left to what is computed with the product, where that is all element by element
+        (torch/_inductor/fx_passes/post_grad.py, unfuse_bias_add_to_pointwise); its few bytes are not counted there.
+        """
+        has_bias = value.sort == "extern" and not value.backward and len(value.inputs) > _FACTORS
+        if self.device == "cpu" or not has_bias or not self._is_read_by_elements(index):
+            return value.inputs
+        return value.inputs[:_FACTORS]
+
+    def _is_read_by_elements(self, index: int) -> bool:
+        users = [self.values[user].sort for user in self.users.get(index, ())]
+        return index not in self.yielded and all(sort in ("point", "copy") or sort in REDUCTIONS for sort in users)
 
     def store(self, storage: _Storage) -> None:
         """Give a value a buffer, if it has none."""
@@ -174,6 +206,8 @@ class _Lowering:
                     made.reads[key] = max(made.reads.get(key, 0), num_bytes)
                 continue
             num_bytes = self._seen(storage, source)
+            if storage.buffer in self.turned:
+                turns = (ORDERED, *turns)
             if value.sort in ("lookup", "gather"):
                 # Elements at places that only values say.
                 num_bytes = min(num_bytes, value.elements * self.values[source].width)
@@ -211,8 +245,10 @@ class _Lowering:
         self.store(target)
         source = self._inline(index, value.inputs[1:])
         loop = Stored(
-            values=source.values, numel=max((self.values[i].elements for i in value.inputs[1:]), default=1),
-            reads=source.reads, scatters=True,
+            values=source.values,
+            numel=max((self.values[i].elements for i in value.inputs[1:]), default=1),
+            reads=source.reads,
+            scatters=True,
         )
         # Only what is put there is read and written.
         put = min(value.num_bytes, loop.numel * value.width)

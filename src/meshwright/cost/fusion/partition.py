@@ -13,10 +13,10 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.written import EXTERNS, ORDERED, REDUCTIONS, VIEWS
+from meshwright.cost.fusion.values import EXTERNS, ORDERED, REDUCTIONS, VIEWS
 
 if TYPE_CHECKING:
-    from meshwright.cost.fusion.written import Value, Written
+    from meshwright.cost.fusion.values import Value, Written
 
 _SEEN_THROUGH = VIEWS | {ORDERED}
 _RECOMPUTED = frozenset({"point", "copy", "gather", "fill"}) | REDUCTIONS | _SEEN_THROUGH
@@ -40,10 +40,7 @@ class _Cut:
             for source in dict.fromkeys(value.inputs):
                 self.users[source].append(index)
         count = len(self.values)
-        self.late = [False] * count
-        for index, value in enumerate(self.values):
-            given = value.sort == "given" and value.backward
-            self.late[index] = given or any(self.late[i] for i in value.inputs)
+        self.late = written.is_late()
         self.early = [False] * count
         todo = [i for i in written.forward_yields if not self.late[i]]
         while todo:
@@ -60,7 +57,7 @@ class _Cut:
 
     def solve(self) -> set[int]:
         """The values cut."""
-        flow = _Flow(2 * len(self.values) + 2)
+        flow = Flow(2 * len(self.values) + 2)
         source, sink = 2 * len(self.values), 2 * len(self.values) + 1
         banned = self._banned()
         for index, value in enumerate(self.values):
@@ -149,7 +146,7 @@ class _Cut:
         return last
 
 
-class _Flow:
+class Flow:
     """Maximum flow by shortest augmenting paths (Dinic)."""
 
     def __init__(self, num_nodes: int) -> None:

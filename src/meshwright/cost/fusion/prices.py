@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.fusion.groups import fuse_unit
+from meshwright.cost.fusion.unit import fuse_unit
 from meshwright.cost.gpu.launches import sum_of
 from meshwright.cost.gpu.rates import Launch
 from meshwright.cost.host_issue import kernel_issue_seconds, unit_issue_seconds
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from meshwright.cost.classes import OpClasses
-    from meshwright.cost.fusion.groups import Kernel, Unit
+    from meshwright.cost.fusion.groups import Kernel
+    from meshwright.cost.fusion.unit import Unit
+    from meshwright.cost.fusion.values import Device
     from meshwright.cost.gpu.rates import GpuModel
     from meshwright.cost.prediction import Basis
     from meshwright.cost.widths import Widths
@@ -118,8 +120,12 @@ class _Pricer:
     def price(self, start: int, stop: int) -> None:
         """Price the ops of one unit."""
         unit = self._fused(start, stop)
-        dense = {(op, kernel.backward) for kernel in (*unit.forward, *unit.backward) if kernel.extern
-                 for op, _ in kernel.members}
+        dense = {
+            (op, kernel.backward)
+            for kernel in (*unit.forward, *unit.backward)
+            if kernel.extern
+            for op, _ in kernel.members
+        }
         shares = _Shares(self, unit, start, dense)
         for op in range(start, stop):
             alone = self.known.alone[self.of[op]]
@@ -148,7 +154,7 @@ class _Pricer:
         wiring = tuple(tuple(local.setdefault(i, len(local)) for i in (*op.inputs, *op.outputs)) for op in ops)
         key = (tuple(self.of[start:stop]), wiring, tuple(sorted(local[i] for i in later)))
         if key not in self.units:
-            device = "cuda" if self.gpu is not None else "cpu"
+            device: Device = "cuda" if self.gpu is not None else "cpu"
             self.units[key] = fuse_unit(
                 self.graph, start, stop, self.batch_size, self.numbers, self.widths, later, device
             )
@@ -171,10 +177,12 @@ class _Pricer:
         ]
 
     def _launched(self, launches: Sequence[Launch], *, backward: bool) -> OpPrice:
-        assert self.gpu is not None  # noqa: S101 - for the type checker; callers have one
+        assert self.gpu is not None
         seconds = self.gpu.seconds(launches, self.kind)
         basis, interval = self.gpu.basis_on(self.kind)
-        passes = OpSeconds(forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0)
+        passes = OpSeconds(
+            forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0
+        )
         return price_around(passes, interval, basis)
 
     def bytes_alone(self, index: int, *, backward: bool) -> float:

@@ -6,418 +6,263 @@ autocast are values like others. An operator without a rule is a kernel of its o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from meshwright.cost.autocast import cast_inputs, compute_type
+from meshwright.cost.fusion.making import Maker
 from meshwright.cost.fusion.rules import Made, fusion_rules
+from meshwright.cost.fusion.values import IMAGE_DIMS, ORDERED, Value, Written
 from meshwright.cost.traits import family_of, is_in_place, is_view, operator_name
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from meshwright.cost.fusion.rules import Steps
+    from meshwright.cost.fusion.values import Device, Shape, Turn
     from meshwright.cost.widths import Widths
-    from meshwright.spec import Graph
+    from meshwright.spec import Graph, Op
     from meshwright.spec.precision import Numbers
 
-Shape = tuple[int, ...]
-Device = Literal["cuda", "cpu"]
-# What stores nothing of its own.
-VIEWS = frozenset({"view", "turned"})
-# A copy in another order that autograd does not see: what is kept of its input is the copy.
-ORDERED = "ordered"
-REDUCTIONS = frozenset({"rows", "channels", "groups", "pixels", "all", "to", "reduced"})
-EXTERNS = frozenset({"extern", "several", "random", "part"})
-# Statistics are float32 whatever they are of.
-_SINGLE_BYTES = 4
-_IMAGE_DIMS = 4
 # Where attention has its mask.
 _MASK = 3
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Value:
-    """A value: the op and pass that make it (``op`` -1: given to the unit), how, from what, and how large it is.
-
-    ``shape`` in elements of ``width`` bytes; ``reduced``: elements that one of its own is made of. ``ops`` counts the
-    operations of an element. ``turn`` tells how a view looks at its input where that is not in the same order.
-    """
-
-    op: int
-    backward: bool
-    sort: str
-    inputs: tuple[int, ...]
-    shape: Shape
-    width: int
-    ops: int = 1
-    heavy: bool = False
-    turn: tuple[object, ...] = ()
-    parameter: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes."""
-        return self.elements * self.width
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Written:
-    """The values of a unit, in order; the first ``num_forward`` are the forward's. ``yielded``: what leaves each pass."""
-
-    values: list[Value]
-    num_forward: int = 0
-    forward_yields: list[int] = field(default_factory=list)
-    backward_yields: list[int] = field(default_factory=list)
+# Views that read in another order than memory has; parts of a tensor; views that add or leave out dims of one element.
+_TURNING = frozenset(["transpose", "permute", "t", "chunk", "split", "slice", "select", "narrow", "unbind"])
+_PARTS = frozenset(["slice", "select", "narrow"])
+_ALONGSIDE = frozenset(["squeeze", "unsqueeze"])
+_JOINING = frozenset(["cat", "stack"])
+# What copies where it cannot be a view.
+_RESHAPING = frozenset(["flatten", "reshape", "view", "transpose", "permute"])
+# Writing a part into zeros takes so many operations for each element.
+_PUT_OPS = 4
 
 
 def write_unit(
-    graph: Graph, start: int, stop: int, batch_size: int, numbers: Numbers, widths: Widths, later: frozenset[int],
+    graph: Graph,
+    start: int,
+    stop: int,
+    batch_size: int,
+    numbers: Numbers,
+    widths: Widths,
+    later: frozenset[int],
     device: Device = "cuda",
 ) -> Written:
     """Write out ops ``start:stop``; ``later``: tensors of theirs that others read."""
     writer = _Writer(graph, batch_size, numbers, widths, device)
     for op in range(start, stop):
         writer.forward(op)
-    written = writer.written
-    written.num_forward = len(written.values)
-    left = [i for op in range(start, stop) for i in graph.ops[op].outputs if i in later]
+    num_forward = len(writer.values)
+    left = [i for op in graph.ops[start:stop] for i in op.outputs if i in later]
     changed = [op for op in graph.ops[start:stop] if is_in_place(op) and graph.tensors[op.inputs[0]].role == "buffer"]
-    written.forward_yields += [writer.of[i] for i in (*left, *(op.outputs[0] for op in changed))]
+    yields = [writer.of[i] for i in (*left, *(op.outputs[0] for op in changed))]
+    backward_yields: list[int] = []
     if graph.mode == "training":
         for i in left:
             if graph.tensors[i].requires_grad:
-                # The gradient that comes in.
                 writer.gradients[i] = [writer.given(i, backward=True)]
         for op in reversed(range(start, stop)):
-            writer.backward(op)
-        written.backward_yields += writer.leave()
-    return written
+            writer.run_backward(op)
+        backward_yields = writer.leave()
+    return Written(
+        values=writer.values,
+        num_forward=num_forward,
+        forward_yields=[*yields, *writer.updated],
+        backward_yields=backward_yields,
+    )
 
 
-class _Writer:
+class _Writer(Maker):
+    """``of``: the value of each tensor; ``gradients``: so far, of each; ``updated``: buffers that ops write."""
+
     def __init__(self, graph: Graph, batch_size: int, numbers: Numbers, widths: Widths, device: Device) -> None:
-        self.device = device
+        super().__init__()
         self.graph, self.batch_size, self.numbers, self.widths = graph, batch_size, numbers, widths
-        self.written = Written(values=[])
+        self.device = device
         self.of: dict[int, int] = {}
         self.gradients: dict[int, list[int]] = {}
+        self.updated: list[int] = []
         self._inner: dict[int, dict[str, int]] = {}
-        self._given: list[int] = []
-        self._casts: dict[tuple[int, int], int] = {}
-        self._ordered: dict[int, int] = {}
-        self._op, self._backward = -1, False
+        self._copies: dict[tuple[str, int], int] = {}
 
     def forward(self, index: int) -> None:
+        """Write out the forward of an op."""
         op = self.graph.ops[index]
-        self._op, self._backward = index, False
-        names: dict[str, int] = {}
-        wanted = compute_type(self.graph, op, self.numbers.autocast) if self.numbers.autocast else ""
-        casts = cast_inputs(self.graph, op, self.numbers.autocast) if self.numbers.autocast else []
-        for place, i in enumerate(op.inputs):
-            value = self.of.get(i)
-            if value is None:
-                value = self.given(i)
-            if i in casts:
-                value = self._cast(value, DTYPE_BYTES[wanted])
-            names[f"x{place}"] = value
-        if family_of(op) == "convolution":
-            names.update(self._channels_last(names))
-        self._inner[index] = names
+        self.op, self.backward = index, False
+        names = self._inner[index] = self._inputs(op)
         name = operator_name(op)
-        if self._looks(index):
+        if self._looks(op):
             for place, i in enumerate(op.outputs):
-                turn = (op.kind, op.attributes, place) if name in _TURNING else ()
-                self.of[i] = names[f"y{place}"] = self._view(names["x0"], i, turn)
-            return
-        rule = fusion_rules().get(self._rule_name(index))
-        if rule is None or (name == "dropout" and family_of(op) == "view" and dict(op.attributes).get("p") == "0.0"):
-            rule = _UNKNOWN
-        if name in ("flatten", "reshape", "view", "transpose", "permute"):
-            rule = fusion_rules()["contiguous"]
-        if name in ("cat", "stack"):
+                names[f"y{place}"] = self.view(names["x0"], self._sizes_of(i)[0], self._turn(op, place))
+        elif name in _JOINING:
             parts = tuple(names[f"x{place}"] for place in range(len(op.inputs)))
-            self.of[op.outputs[0]] = names["y0"] = self._add("cat", parts, *self._sizes(op.outputs[0]))
-            return
-        self._names_for(index, names)
-        self._run(rule[0], names)
+            names["y0"] = self.add("cat", parts, *self._sizes_of(op.outputs[0]))
+        else:
+            self._name_shapes(op)
+            rules, rule = fusion_rules(), self._rule_name(op)
+            alone = (("y0", Made(sort="extern", inputs=tuple(names), like="y0")),)
+            self.run(rules[rule][0] if rule in rules else alone, names)
         for place, i in enumerate(op.outputs):
             if f"y{place}" not in names:
-                names[f"y{place}"] = self._add("view", (names["y0"],), *self._sizes(i))
+                names[f"y{place}"] = self.add("view", (names["y0"],), *self._sizes_of(i))
             self.of[i] = names[f"y{place}"]
-        self.written.forward_yields += [names[u] for u in ("u3", "u4") if u in names]
+        self.updated += [names[name] for name in ("u3", "u4") if name in names]
 
-    def backward(self, index: int) -> None:
+    def run_backward(self, index: int) -> None:
+        """Write out the backward of an op, if a gradient comes and one is wanted."""
         op = self.graph.ops[index]
         found = {place: self._sum(self.gradients.pop(i)) for place, i in enumerate(op.outputs) if i in self.gradients}
         wanted = [place for place, i in enumerate(op.inputs) if self.graph.tensors[i].requires_grad]
         if not found or not wanted:
             return
-        self._op, self._backward = index, True
-        names = dict(self._inner[index])
-        names.update((f"g{place}", value) for place, value in found.items())
+        self.op, self.backward = index, True
+        names = {**self._inner[index], **{f"g{place}": value for place, value in found.items()}}
         name = operator_name(op)
-        rule = fusion_rules().get(self._rule_name(index))
-        if self._looks(index):
-            made = self._viewed_back(index, names, found)
-        elif name in ("flatten", "reshape", "view", "transpose", "permute"):
-            made = {0: self._view(names["g0"], op.inputs[0], (name,) if name in _TURNING else ())}
-        elif name in ("cat", "stack"):
-            made = {place: self._view(names["g0"], op.inputs[place], (op.kind, place)) for place in wanted}
+        if self._looks(op):
+            made = {0: self._view_backward(op, names, found)}
+        elif name in _JOINING:
+            made = {
+                place: self.view(names["g0"], self._sizes_of(op.inputs[place])[0], (name, place)) for place in wanted
+            }
+        elif name in _RESHAPING:
+            made = {0: self.view(names["g0"], self._sizes_of(op.inputs[0])[0], (name,) if name in _TURNING else ())}
         else:
-            steps = rule[1] if rule is not None else tuple(
-                (f"d{place}", Made(sort="extern" if place == wanted[0] else "part", like=f"x{place}",
-                 inputs=tuple(n for n in names if n[0] in "xg") if place == wanted[0] else (f"d{wanted[0]}",)))
-                for place in wanted
-            )
-            self._names_for(index, names)
-            self._run(_needed(steps, {f"d{place}" for place in wanted}), names)
-            made = {place: names[f"d{place}"] for place in wanted if f"d{place}" in names}
-            if family_of(op) == "attention":
-                # Gradients lie in memory as what they are of.
-                made = {place: self._as(value, names[f"x{place}"]) for place, value in made.items()}
+            made = self._by_rule(op, names, wanted)
         for place, value in made.items():
             i = op.inputs[place]
-            own = self._own_width(i)
-            if self.written.values[value].width != own and self.graph.tensors[i].dtype in FLOAT_DTYPES:
-                value = self._add("point", (value,), self.written.values[value].shape, own)
-            self.gradients.setdefault(i, []).append(value)
+            floating = self.graph.tensors[i].dtype in FLOAT_DTYPES
+            own = self.as_wide(value, self._gradient_width(i)) if floating else value
+            self.gradients.setdefault(i, []).append(own)
 
     def leave(self) -> list[int]:
         """Gradients of what was given to the unit."""
-        self._op = -1
-        return [self._sum(values) for i, values in self.gradients.items() if values]
+        return [self._sum(values) for values in self.gradients.values()]
 
     def given(self, tensor: int, *, backward: bool = False) -> int:
-        shape, width = self._sizes(tensor)
-        parameter = self.graph.tensors[tensor].role in ("parameter", "buffer", "constant")
-        value = Value(
-            op=-1, backward=backward, sort="given", inputs=(), shape=shape, width=width, ops=0, parameter=parameter
+        """A tensor, or its gradient, that comes from outside."""
+        shape, width = self._sizes_of(tensor)
+        held = self.graph.tensors[tensor].role in ("parameter", "buffer", "constant")
+        self.values.append(
+            Value(op=-1, backward=backward, sort="given", inputs=(), shape=shape, width=width, ops=0, parameter=held)
         )
-        self.written.values.append(value)
-        if not backward:
-            self.of[tensor] = len(self.written.values) - 1
-        return len(self.written.values) - 1
+        return len(self.values) - 1
 
-    def _rule_name(self, index: int) -> str:
-        op = self.graph.ops[index]
+    def _inputs(self, op: Op) -> dict[str, int]:
+        """What an op reads, in the types and orders that it is read in."""
+        lower = self.numbers.autocast
+        casts = cast_inputs(self.graph, op, lower) if lower else []
+        names = {}
+        for place, i in enumerate(op.inputs):
+            if i not in self.of:
+                self.of[i] = self.given(i)
+            value = self.of[i]
+            if i in casts:
+                value = self._copied("cast", value, DTYPE_BYTES[compute_type(self.graph, op, lower)])
+            if family_of(op) == "convolution" and self._in_another_order(value):
+                value = self._copied(ORDERED, value, self.values[value].width)
+            names[f"x{place}"] = value
+        return names
+
+    def _in_another_order(self, value: int) -> bool:
+        """Whether what a convolution reads comes from outside, with its channels not last."""
+        shape, source = self.values[value].shape, self.values[self.base(value)]
+        return len(shape) == IMAGE_DIMS and any(size > 1 for size in shape[2:]) and source.sort == "given"
+
+    def _copied(self, sort: str, value: int, width: int) -> int:
+        """A copy of what an op reads, which all that read it so share."""
+        key = (sort, value)
+        if key not in self._copies:
+            made = "point" if sort == "cast" else sort
+            self._copies[key] = self.add(made, (value,), self.values[value].shape, width)
+        return self._copies[key]
+
+    def _rule_name(self, op: Op) -> str:
         name, given = operator_name(op), dict(op.attributes)
+        if name in _RESHAPING:
+            return "contiguous"
         if name == "gelu" and given.get("approximate") == "tanh":
             return "gelu_by_tanh"
         if family_of(op) == "attention" and self.device == "cpu":
             masked = len(op.inputs) > _MASK and self.graph.tensors[op.inputs[_MASK]].requires_grad
-            return "attention_in_steps" if masked or given.get("dropout_p", "0.0") != "0.0" else name
+            dropped = given.get("dropout_p", "0.0") != "0.0"
+            return "attention_in_steps" if masked or dropped else "attention_on_processors"
         return name
 
-    def _own_width(self, tensor: int) -> int:
-        if self.graph.tensors[tensor].role == "parameter":
-            return self.numbers.value_bytes
-        return self.widths.of(tensor)
+    def _by_rule(self, op: Op, names: dict[str, int], wanted: list[int]) -> dict[int, int]:
+        """Gradients of an op's inputs by place."""
+        rules, rule = fusion_rules(), self._rule_name(op)
+        if rule in rules:
+            steps = _needed(rules[rule][1], {f"d{place}" for place in wanted})
+        else:
+            read = tuple(name for name in names if name[0] in "xg")
+            parts = [(f"d{place}", Made(sort="part", inputs=("e",), like=f"x{place}")) for place in wanted]
+            steps = (("e", Made(sort="several", inputs=read)), *parts)
+        self._name_shapes(op)
+        self.run(steps, names)
+        made = {place: names[f"d{place}"] for place in wanted if f"d{place}" in names}
+        if family_of(op) == "attention":
+            # Gradients lie in memory as what they are of.
+            for place, value in made.items():
+                turns = [turn for turn in self.turns_of(names[f"x{place}"]) if turn[0] != "chunk"]
+                made[place] = self.view(value, self.values[value].shape, turns[-1]) if turns else value
+        return made
 
-    def _sizes(self, tensor: int) -> tuple[Shape, int]:
-        shape = tuple(extent.at(self.batch_size) for extent in self.graph.tensors[tensor].shape)
-        return shape, self.widths.of(tensor)
+    def _view_backward(self, op: Op, names: dict[str, int], found: dict[int, int]) -> int:
+        """The gradient of what a view looks at."""
+        name, shape = operator_name(op), self._sizes_of(op.inputs[0])[0]
+        first = next(iter(found.values()))
+        value = self.values[first]
+        if len(op.outputs) > 1:
+            return self.add("cat", tuple(found.values()), shape, value.width)
+        if name in _PARTS and value.elements < self.values[names["x0"]].elements:
+            return self.add("point", (first,), shape, value.width, ops=_PUT_OPS)
+        if name.startswith(("expand", "broadcast")):
+            return self.reduce("to", first, shape)
+        turn = () if name in _PARTS else self._turn(op, 0)
+        merges = not turn and len(shape) < len(value.shape) and name not in _ALONGSIDE
+        if merges and self.turns_of(first):
+            return self.add("copy", (first,), shape, value.width)
+        return self.view(first, shape, turn)
 
-    def _looks(self, index: int) -> bool:
-        op = self.graph.ops[index]
+    def _turn(self, op: Op, place: int) -> Turn:
+        name = operator_name(op)
+        return (name, op.attributes, place) if name in _TURNING else ()
+
+    def _looks(self, op: Op) -> bool:
+        """Whether an op makes a view, of the type of what it looks at."""
         if not op.inputs or not op.outputs or not is_view(self.graph, op):
             return False
         return self.widths.of(op.inputs[0]) == self.widths.of(op.outputs[0])
 
-    def _view(self, value: int, tensor: int, turn: tuple[object, ...]) -> int:
+    def _gradient_width(self, tensor: int) -> int:
+        """Bytes of an element of a gradient; one of a parameter is made wider behind the unit."""
+        is_parameter = self.graph.tensors[tensor].role == "parameter"
+        return self.numbers.value_bytes if is_parameter else self.widths.of(tensor)
+
+    def _sizes_of(self, tensor: int) -> tuple[Shape, int]:
         shape = tuple(extent.at(self.batch_size) for extent in self.graph.tensors[tensor].shape)
-        seen = self.written.values[value]
-        return self._add("turned" if turn else "view", (value,), shape, seen.width, turn=turn)
+        return shape, self.widths.of(tensor)
 
-    def _viewed_back(self, index: int, names: dict[str, int], found: dict[int, int]) -> dict[int, int]:
-        op = self.graph.ops[index]
-        name, source = operator_name(op), op.inputs[0]
-        shape = self._sizes(source)[0]
-        first = next(iter(found.values()))
-        if len(op.outputs) > 1:
-            return {0: self._add("cat", tuple(found.values()), shape, self.written.values[first].width)}
-        if name in ("slice", "select", "narrow"):
-            if self.written.values[first].elements == self.written.values[names["x0"]].elements:
-                return {0: self._view(first, source, ())}
-            return {0: self._add("point", (first,), shape, self.written.values[first].width, ops=4)}
-        if name.startswith(("expand", "broadcast")):
-            return {0: self._reduce("to", first, shape)}
-        turn = (op.kind, op.attributes, 0) if name in _TURNING else ()
-        if not turn and len(shape) < len(self.written.values[first].shape) and name not in _ALONGSIDE and self._turned(first):
-            return {0: self._add("copy", (first,), shape, self.written.values[first].width)}
-        return {0: self._view(first, source, turn)}
-
-    def _as(self, value: int, like: int) -> int:
-        while self.written.values[like].sort in VIEWS:
-            given = self.written.values[like]
-            if given.turn and given.turn[0] != "chunk":
-                return self._add("turned", (value,), self.written.values[value].shape, self.written.values[value].width, turn=given.turn)
-            like = given.inputs[0]
-        return value
-
-    def _turned(self, value: int) -> bool:
-        """Whether a value is not in the order of its elements in memory."""
-        turns: list[object] = []
-        chain = [value]
-        while self.written.values[chain[-1]].sort in VIEWS:
-            chain.append(self.written.values[chain[-1]].inputs[0])
-        for index in reversed(chain):
-            turn = self.written.values[index].turn
-            if turn and turns and turns[-1] == turn:
-                turns.pop()
-            elif turn:
-                turns.append(turn)
-        return bool(turns)
-
-    def _names_for(self, index: int, names: dict[str, int]) -> None:
-        """Stand-ins for the shapes of outputs and of what an op keeps, which no value has yet."""
-        op = self.graph.ops[index]
+    def _name_shapes(self, op: Op) -> None:
         kept = [i for i in op.saved if self.graph.tensors[i].role == "saved"]
-        self._shapes = {f"y{place}": self._sizes(i) for place, i in enumerate(op.outputs)}
-        self._shapes |= {f"s{place}": self._sizes(i) for place, i in enumerate(kept)}
+        self.shapes = {f"y{place}": self._sizes_of(i) for place, i in enumerate(op.outputs)}
+        self.shapes |= {f"s{place}": self._sizes_of(i) for place, i in enumerate(kept)}
         if family_of(op) == "attention":
-            query, key = self._sizes(op.inputs[0]), self._sizes(op.inputs[1])
-            self._shapes["scores"] = ((*query[0][:-1], key[0][-2]), query[1])
+            query, key = self._sizes_of(op.inputs[0]), self._sizes_of(op.inputs[1])
+            self.shapes["scores"] = ((*query[0][:-1], key[0][-2]), query[1])
 
-    def _run(self, steps: Steps, names: dict[str, int]) -> None:
-        for name, made in steps:
-            value = self._make(made, names)
-            if value is not None:
-                names[name] = value
-
-    def _make(self, made: Made, names: dict[str, int]) -> int | None:
-        inputs = []
-        for item in made.inputs:
-            value = names.get(item) if isinstance(item, str) else self._make(item, names)
-            if value is not None:
-                inputs.append(value)
-        if not inputs and made.sort not in ("fill", "several"):
-            return None
-        values = self.written.values
-        shape, width = _broadcast([values[i] for i in inputs])
-        if made.like in names:
-            shape, width = values[names[made.like]].shape, values[names[made.like]].width
-        elif made.like:
-            if made.like not in self._shapes:
-                return None
-            shape, width = self._shapes[made.like]
-        width = made.num_bytes or width
-        first = inputs[0] if inputs else -1
-        match made.sort:
-            case "to":
-                like = values[inputs[1]] if len(inputs) > 1 else None
-                if like is None:
-                    return None
-                return self._reduce("to", first, like.shape)
-            case "rows":
-                return self._reduce("rows", first, (*values[first].shape[:-1], 1))
-            case "channels":
-                first_shape = values[first].shape
-                return self._reduce("channels", first, (1, first_shape[1], *(1 for _ in first_shape[2:])))
-            case "groups":
-                shape = shape if made.like else (values[first].shape[0], 32, *(1 for _ in values[first].shape[2:]))
-                return self._reduce("groups", first, shape)
-            case "pixels":
-                given = values[first].shape
-                return self._reduce("pixels", first, (*given[:2], *(1 for _ in given[2:])))
-            case "all":
-                return self._reduce("all", first, ())
-            case "reduced":
-                return self._reduce("reduced", first, shape, width)
-            case "beside":
-                rank = len(values[inputs[1]].shape)
-                return self._add("view", (first,), (1, values[first].elements, *(1,) * (rank - 2)), values[first].width)
-            case "view" | "scatter" | "adding":
-                shape, width = values[first].shape, values[first].width
-                return self._add(made.sort, tuple(inputs), shape, width)
-        return self._add(made.sort, tuple(inputs), shape, width, ops=made.ops, heavy=made.heavy)
-
-    def _reduce(self, sort: str, value: int, shape: Shape, width: int = 0) -> int:
-        given = self.written.values[value]
-        count = 1
-        for size in shape:
-            count *= size
-        if count == given.elements:
-            return value if given.shape == shape else self._add("view", (value,), shape, given.width)
-        statistic = max(given.width, _SINGLE_BYTES) if sort in ("rows", "channels", "groups", "all") else given.width
-        return self._add(sort, (value,), shape, width or statistic)
-
-    def _channels_last(self, names: dict[str, int]) -> dict[str, int]:
-        """What a convolution reads, in the order that inductor gives it: what comes from outside is copied."""
-        found = {}
-        for name in ("x0", "x1"):
-            value = self.written.values[names[name]]
-            source = self._base(names[name])
-            beside = all(size == 1 for size in value.shape[2:])
-            if len(value.shape) == _IMAGE_DIMS and not beside and self.written.values[source].sort == "given":
-                found[name] = self._ordered.setdefault(source, -1)
-                if found[name] < 0:
-                    found[name] = self._ordered[source] = self._add(ORDERED, (names[name],), value.shape, value.width)
-        return found
-
-    def _base(self, value: int) -> int:
-        """What a value is a view, a cast or a copy of."""
-        while self.written.values[value].sort in VIEWS:
-            value = self.written.values[value].inputs[0]
-        return value
-
-    def _cast(self, value: int, width: int) -> int:
-        if (value, width) not in self._casts:
-            given = self.written.values[value]
-            self._casts[value, width] = self._add("point", (value,), given.shape, width)
-        return self._casts[value, width]
-
-    def _sum(self, values: Sequence[int]) -> int:
+    def _sum(self, values: list[int]) -> int:
+        """The sum of gradients, which is no op's."""
+        op, self.op, self.backward = self.op, -1, True
         total = values[0]
         for other in values[1:]:
-            self._op, kept = -1, self._op
-            self._backward = True
-            total = self._add("point", (total, other), self.written.values[total].shape, self.written.values[total].width)
-            self._op = kept
+            total = self.add("point", (total, other), self.values[total].shape, self.values[total].width)
+        self.op = op
         return total
-
-    def _add(
-        self,
-        sort: str,
-        inputs: tuple[int, ...],
-        shape: Shape,
-        width: int,
-        ops: int = 1,
-        heavy: bool = False,
-        turn: tuple[object, ...] = (),
-    ) -> int:
-        self.written.values.append(
-            Value(
-                op=self._op, backward=self._backward, sort=sort, inputs=inputs, shape=shape, width=width,
-                ops=ops, heavy=heavy, turn=turn,
-            )
-        )
-        return len(self.written.values) - 1
-
-
-# Views that read in another order than memory has.
-# Views that only add or leave out dims of one element.
-_ALONGSIDE = frozenset({"squeeze", "unsqueeze"})
-_TURNING = frozenset("""transpose permute t chunk split slice select narrow unbind split_with_sizes""".split())
-_UNKNOWN = ((("y0", Made(sort="extern", inputs=("x0", "x1", "x2", "x3"), like="y0")),), ())
 
 
 def _needed(steps: Steps, wanted: set[str]) -> Steps:
     """The steps that the wanted gradients need."""
     kept = []
     for name, made in reversed(steps):
-        if name in wanted or not name.startswith("d"):
-            if not name.startswith("d") and name not in wanted:
-                continue
+        if name in wanted:
             kept.append((name, made))
             wanted |= _names(made)
     return tuple(reversed(kept))
@@ -428,12 +273,3 @@ def _names(made: Made) -> set[str]:
     for item in made.inputs:
         found |= {item} if isinstance(item, str) else _names(item)
     return found
-
-
-def _broadcast(values: Sequence[Value]) -> tuple[Shape, int]:
-    """Shape and width of what is made from some values, element by element."""
-    if not values:
-        return (), _SINGLE_BYTES
-    rank = max(len(value.shape) for value in values)
-    padded = [(1,) * (rank - len(value.shape)) + value.shape for value in values]
-    return tuple(max(sizes) for sizes in zip(*padded, strict=True)), max(value.width for value in values)
