@@ -52,12 +52,19 @@ Members = frozenset[tuple[int, bool]]
 
 # What does not compute: views, and conversions of type.
 _VIEWS = frozenset(
-    ["view", "permute", "slice", "expand", "squeeze", "unsqueeze", "select", "split", "_unsafe_view", "getitem", "t", "alias", "split_with_sizes", "reshape", "convert_element_type", "full", "detach"]
+    [
+        *("view", "permute", "slice", "expand", "squeeze", "unsqueeze", "select", "split", "_unsafe_view", "getitem"),
+        *("t", "alias", "split_with_sizes", "reshape", "convert_element_type", "full", "detach"),
+    ]
 )
 _CASTS = ("aten.to.dtype", "aten.type_as.default")
 # Kernels that inductor calls. Where one realizes its input, inductor names it among the origins of that, too.
 _CALLED = frozenset(
-    ["convolution", "convolution_backward", "mm", "addmm", "bmm", "native_dropout", "native_dropout_default", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"]
+    [
+        *("convolution", "convolution_backward", "mm", "addmm", "bmm", "native_dropout", "native_dropout_default"),
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ]
 )
 
 

@@ -3,9 +3,9 @@
     .venv/bin/python scripts/measure_host_issue.py [--compiled]
 
 Models have layers of width 8, so that a forward and a backward are nothing but calls. Each is timed with and without
-autocast; the figures of a call forward and of a node backward are geometric means over them. With ``--compiled`` the table is that of
-units compiled by inductor, chains of products with and without sines between: what a unit takes is what further units
-add, what a kernel takes is what further kernels add.
+autocast; the figures of a call forward and of a node backward are geometric means over them. With ``--compiled`` the
+table is that of units compiled by inductor, chains of products with and without sines between: what a unit takes is
+what further units add, what a kernel takes is what further kernels add.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def test_the_cut_is_minimal(seed):
         flow.add(int(start), int(end), float(capacities[start, end]))
     behind = flow.cut(0, nodes - 1)
     most = maximum_flow(csr_array(capacities.astype(np.int32)), 0, nodes - 1).flow_value
-    assert nodes - 1 in behind and (0 not in behind or most == 0)
+    assert nodes - 1 in behind
+    assert 0 not in behind
     crossing = sum(capacities[i, j] for i in range(nodes) for j in behind if i not in behind)
     assert crossing == most
 
@@ -121,7 +122,8 @@ def test_graphs_without_compiled_layers_are_priced_as_ever():
     before = cost.price_ops(plain, BATCH, kind)
     compiled = cost.price_ops(GPT, BATCH, kind)
     again = CostModel(cluster=H100, precision="amp").price_ops(plain, BATCH, kind)
-    assert np.array_equal(before.forward_s, again.forward_s) and np.array_equal(before.issue_s, again.issue_s)
+    for column in ("forward_s", "backward_s", "accumulate_s", "issue_s", "low_s", "high_s"):
+        np.testing.assert_array_equal(getattr(before, column), getattr(again, column))
     assert compiled.total().seconds < before.total().seconds
     assert np.array_equal(compiled.accumulate_s, before.accumulate_s)
 

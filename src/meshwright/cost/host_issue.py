@@ -17,7 +17,7 @@ kernel each, give both:
 
 A compiled unit is one call and one node of autograd's graph, and issues its kernels from a wrapper that inductor wrote:
 
-    forward      unit_s + extern kernels · extern_s + generated kernels · generated_s          each + launch_s per kernel
+    forward      unit_s + extern kernels · extern_s + generated kernels · generated_s + kernels · launch_s
     backward     unit_backward_s + extern kernels · extern_backward_s + ...
 
 Those seconds are of a CPU without a device, too (``compiled`` of ``host_issue.toml``), and scaled by its speed.

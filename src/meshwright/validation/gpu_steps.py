@@ -5,9 +5,8 @@
     bound by the host       the same for all other rows, against the nearest of a step in a row and one that is waited
                             for: hosts and waits move these by a fifth either way
     forward, backward       parts of the simulated first step, against those of steps that are waited for
-
-    compiled                the simulated step with compiled layers, against steps in a row of the whole model compiled by
-                            torch, whose loss was not
+    compiled                the simulated step with compiled layers, against steps in a row of the whole model
+                            compiled by torch, whose loss was not
 
 Rows: ``data/steps_cuda.csv``, ``data/steps_cuda_compiled.csv``. No constant of the cost model comes from them.
 """

@@ -33,10 +33,10 @@ class Kernel:
     """One kernel of a pass: the ops and passes that are computed in it, in the order of the unit's ops.
 
     ``members``: ops from the start of the unit, each with whether it is its backward (in a kernel of the backward,
-    False: it is computed again). ``read``, ``written``: bytes that enter and leave, each tensor once. ``rows``: elements
-    of a row that it sums, 0 without; ``columns``: of a matrix over whose ``summed`` rows it sums. ``fresh``: bytes of
-    ``read`` that the kernel before has just written. ``narrow``: most bytes are of elements of two bytes or less.
-    ``extern``: not generated.
+    False: it is computed again). ``read``, ``written``: bytes that enter and leave, each tensor once. ``rows``:
+    elements of a row that it sums, 0 without; ``columns``: of a matrix over whose ``summed`` rows it sums. ``fresh``:
+    bytes of ``read`` that the kernel before has just written. ``narrow``: most bytes are of elements of two bytes or
+    less. ``extern``: not generated.
     """
 
     backward: bool
@@ -79,6 +79,7 @@ class _Group:
 def fuse(
     values: Sequence[Value], loops: list[Stored], kept: set[int], start: int, device: Device, *, backward: bool
 ) -> tuple[Kernel, ...]:
+    """The kernels of a pass in an order in which they can run; ``kept``: buffers that leave it."""
     writers: dict[int, list[int]] = {}
     before: list[set[int]] = []
     for order, loop in enumerate(loops):

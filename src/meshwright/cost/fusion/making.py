@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.values import VIEWS, Value
+from meshwright.cost.fusion.values import REDUCTIONS, VIEWS, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Maker:
         if made.sort in ("to", "beside") and len(inputs) < len(made.inputs):
             return None
         shape, width = self._sizes(made, inputs, names)
-        if made.sort == "to" or made.sort in _SHAPES or made.sort == "reduced":
+        if made.sort in REDUCTIONS:
             return self.reduce(made.sort, inputs[0], shape, width if made.sort == "reduced" else 0)
         sort = "view" if made.sort in ("beside", "spread") else made.sort
         return self.add(sort, inputs, shape, width, ops=made.ops, heavy=made.heavy)
@@ -61,8 +61,8 @@ class Maker:
         if made.sort in _OF_FIRST:
             return given[0].shape, given[0].width
         shape, width = _broadcast(given)
-        if made.sort in _SHAPES:
-            shape = _SHAPES[made.sort](given[0].shape)
+        if made.sort in REDUCTIONS:
+            shape = _summed_to(made.sort, given[0].shape)
         if made.like:
             like = self.values[names[made.like]] if made.like in names else None
             shape, width = (like.shape, like.width) if like is not None else self.shapes[made.like]
@@ -134,17 +134,20 @@ class Maker:
         return value
 
 
-def _channel(shape: Shape) -> Shape:
-    return (1, shape[1], *(1 for _ in shape[2:]))
-
-
-_SHAPES = {
-    "rows": lambda shape: (*shape[:-1], 1),
-    "channels": _channel,
-    "groups": lambda shape: (shape[0], min(_GROUPS, shape[1]), *(1 for _ in shape[2:])),
-    "pixels": lambda shape: (*shape[:2], *(1 for _ in shape[2:])),
-    "all": lambda _: (),
-}
+def _summed_to(sort: str, shape: Shape) -> Shape:
+    """What a sum of a sort leaves of a shape."""
+    beside = (1,) * (len(shape) - 2)
+    match sort:
+        case "rows":
+            return (*shape[:-1], 1)
+        case "channels":
+            return (1, shape[1], *beside)
+        case "groups":
+            return (shape[0], min(_GROUPS, shape[1]), *beside)
+        case "pixels":
+            return (*shape[:2], *beside)
+        case _:
+            return ()
 
 
 def _broadcast(values: Sequence[Value]) -> tuple[Shape, int]:

@@ -53,7 +53,7 @@ class Value:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Written:
-    """The values of a unit in order, of which the first ``num_forward`` are the forward's, and what leaves each pass."""
+    """The values of a unit in order, first ``num_forward`` of the forward, and what leaves each pass."""
 
     values: list[Value] = field(default_factory=list)
     num_forward: int = 0
