@@ -18,8 +18,9 @@ from meshwright.cost.fusion.rules import fusion_rules
 from meshwright.cost.host_issue import load_host_calls
 from meshwright.cost.traits import is_view, operator_name, passes_of
 from meshwright.cost.widths import Widths
-from meshwright.spec import load_cluster, load_shipped_graph
+from meshwright.spec import Measurements, OpMeasurement, load_cluster, load_shipped_graph
 from meshwright.spec.compiled_units import compiled_units
+from meshwright.spec.measurements import op_key
 from meshwright.spec.precision import numbers_of
 
 GPT = replace(load_shipped_graph("gpt-tiny"), compiled=True)
@@ -195,3 +196,19 @@ def test_what_is_computed_again_is_compiled_too():
     last = layer.stop - 1
     assert 0 < again.again_s[last] <= kept.forward_s[layer.start : layer.stop].sum()
     assert again.backward_s[last] == pytest.approx(kept.backward_s[last] + again.again_s[last])
+
+
+def test_what_was_measured_on_a_gpu_is_scaled_by_bytes():
+    """A kernel takes the share of what its ops took, and no rate of another device's."""
+    kind = H100.device_kind(0)
+    plain = replace(GPT, compiled=False)
+    start, stop = compiled_units(GPT)[1]
+    gelu = next(op for op in range(start, stop) if operator_name(GPT.ops[op]) == "gelu")
+    took = OpMeasurement(key=op_key(plain, plain.ops[gelu], BATCH), forward_s=1e-3, backward_s=2e-3, num_samples=9)
+    table = Measurements(device=kind.name, software="torch", date="2026-11-28", ops=(took,))
+    prices = CostModel(cluster=H100, measurements=table).price_ops(GPT, BATCH, kind)
+    unit, _ = unit_of(GPT, 1)
+    kernel = next(item for item in unit.forward if item.members == {(gelu - start, False)})
+    alone = passes_of(GPT, GPT.ops[gelu], BATCH, "float32").forward.num_bytes
+    assert prices.forward_s[gelu] == pytest.approx(1e-3 * (kernel.read + kernel.written) / alone)
+    assert prices.basis[gelu] == "transferred"

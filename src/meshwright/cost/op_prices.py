@@ -122,13 +122,16 @@ def price_sizes(
             for op, dtype, key in zip(ops, types, asked[0].keys, strict=True)
         ]
     gathered = []
-    for size, each, kept in zip(batch_sizes, prices, dense, strict=True):
+    for size, each, kept, some in zip(batch_sizes, prices, dense, asked, strict=True):
         exchanges = sources.teams.op_exchanges(graph, size)
         if not graph.compiled:
             gathered.append(gather_prices(each, classes.class_of, graph, exchanges, slowdown, issued))
             continue
+        measured = [bound.basis != "roofline" for bound in some.prices]
         widened = [widened_gradients(graph, op, usual, numbers, gpu) for op in ops]
-        known = ClassPrices(alone=each, dense=kept if gpu is not None else each, widened=widened, issued=issued)
+        known = ClassPrices(
+            alone=each, dense=kept if gpu is not None else each, widened=widened, issued=issued, measured=measured
+        )
         found = price_compiled(
             graph, size, classes, known, types, usual, numbers, widths, gpu, sources.software.host_factor
         )

@@ -46,20 +46,23 @@ if TYPE_CHECKING:
 _NONE = OpSeconds(forward_s=0.0, backward_s=0.0, accumulate_s=0.0)
 # Row sums by the rate of the op that has them.
 _ROW_SORTS = {"rms_norm": "rms_norm", "softmax": "softmax", "log_softmax": "softmax", "cross_entropy_loss": "softmax"}
-# Rows that fill a device whatever is summed over them: the longest that were fitted.
-_LONG = 11008
 # torch/_inductor/choices.py, reduction_split_factor: sums of fewer columns per multiprocessor are split, if of so many
 # rows.
 _COLUMNS_EACH, _LEAST_SPLIT = 64, 128
 
 
 class ClassPrices(NamedTuple):
-    """Of each class of ops: its price as it runs alone, and that of what it has of kernels that are not generated."""
+    """Of each class of ops: its price as it runs alone, and that of what it has of kernels that are not generated.
+
+    ``widened``: of copying its gradients of parameters to a wider type; ``issued``: seconds of the host; ``measured``:
+    whether its price is from a measurement or a trace.
+    """
 
     alone: Sequence[OpPrice]
     dense: Sequence[OpPrice]
     widened: Sequence[OpPrice | None]
     issued: Sequence[OpSeconds]
+    measured: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +194,11 @@ class _Pricer:
         passes = passes_of(self.graph, op, self.batch_size, self.types[self.of[index]])
         return passes.backward.num_bytes if backward else passes.forward.num_bytes
 
+    def is_measured(self, kernel: Kernel, start: int) -> bool:
+        """Whether all that a kernel computes in its pass was measured."""
+        own = [op for op, backward in kernel.members if backward == kernel.backward]
+        return bool(own) and all(self.known.measured[self.of[start + op]] for op in own)
+
     def launched(self, kernel: Kernel, start: int) -> OpPrice:
         """The price of a generated kernel on a GPU."""
         width, hot = 2 if kernel.narrow else 4, kernel.fresh
@@ -201,7 +209,8 @@ class _Pricer:
             sort = next((_ROW_SORTS[name] for name in sorted(names) if name in _ROW_SORTS), "layer_norm")
             launches = [Launch(sort=sort, width=width, row=kernel.rows, cold=cold, hot=hot)]
         elif kernel.columns:
-            launches = [Launch(sort="column_sum", width=width, row=_LONG, cold=cold, hot=hot)]
+            longest = self.gpu.rate("column_sum", width).rows[-1] if self.gpu is not None else 1
+            launches = [Launch(sort="column_sum", width=width, row=longest, cold=cold, hot=hot)]
         elif not kernel.read:
             launches = [Launch(sort="filling", width=width, cold=cold)]
         if self._is_split(kernel):
@@ -243,7 +252,7 @@ class _Shares:
 
     def price(self, kernel: Kernel) -> OpPrice:
         """The price of a generated kernel."""
-        if self.pricer.gpu is not None:
+        if self.pricer.gpu is not None and not self.pricer.is_measured(kernel, self.start):
             return self.pricer.launched(kernel, self.start)
         moved, alone, seconds = kernel.read + kernel.written, 0.0, [_NONE, _NONE, _NONE]
         bases: set[Basis] = {"transferred"}
