@@ -37,6 +37,8 @@ class Maker:
             value = self._make(made, names)
             if value is not None:
                 names[name] = value
+                if name in self.shapes and self.values[value].op == self.op:
+                    self.values[value].width = self.shapes[name][1]
 
     def _make(self, made: Made, names: dict[str, int]) -> int | None:
         found = [names.get(item) if isinstance(item, str) else self._make(item, names) for item in made.inputs]
@@ -156,4 +158,7 @@ def _broadcast(values: Sequence[Value]) -> tuple[Shape, int]:
         return (), _SINGLE_BYTES
     rank = max(len(value.shape) for value in values)
     padded = [(1,) * (rank - len(value.shape)) + value.shape for value in values]
-    return tuple(max(sizes) for sizes in zip(*padded, strict=True)), max(value.width for value in values)
+    # Among floats, indices of int64 make nothing wider.
+    widths = [value.width for value in values]
+    narrow = [width for width in widths if width <= _SINGLE_BYTES]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True)), max(narrow or widths)
