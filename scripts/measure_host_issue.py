@@ -1,13 +1,16 @@
-"""Measure what calls take on this CPU, in loops and inside of models; print ``[reference]`` of host_issue.toml.
+"""Measure what calls take on this CPU, in loops and inside of models; print tables of host_issue.toml.
 
-    .venv/bin/python scripts/measure_host_issue.py
+    .venv/bin/python scripts/measure_host_issue.py [--compiled]
 
 Models have layers of width 8, so that a forward and a backward are nothing but calls. Each is timed with and without
-autocast; the figures of a call forward and of a node backward are geometric means over them.
+autocast; the figures of a call forward and of a node backward are geometric means over them. With ``--compiled`` the
+table is that of units compiled by inductor, chains of products with and without sines between: what a unit takes is
+what further units add, what a kernel takes is what further kernels add.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import statistics
 import time
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import fx, nn
 
 from meshwright.capture import capture_model
 from meshwright.cost.host_issue import count_issued
@@ -119,7 +122,73 @@ def mean_of(seconds: list[float], counts: list[int]) -> float:
     return statistics.geometric_mean([took / count for took, count in zip(seconds, counts, strict=True)])
 
 
+class Chain(nn.Module):
+    """Products of square matrices, each with a sine behind it or without."""
+
+    def __init__(self, length: int, *, sines: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(length)])
+        self.sines = sines
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            values = values @ weight
+            values = torch.sin(values) if self.sines else values
+        return values
+
+
+def compiled_passes(units: int, length: int, *, sines: bool) -> tuple[float, float]:
+    """Least seconds of forward and backward through compiled chains, each with code of its own."""
+    chains = [fx.symbolic_trace(Chain(length, sines=sines)) for _ in range(units)]
+    compiled = [torch.compile(chain, fullgraph=True, dynamic=False) for chain in chains]
+    parameters = [weight for chain in chains for weight in chain.parameters()]
+    given = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    gradient = torch.ones(WIDTH, WIDTH)
+    forward, backward = [], []
+    for _ in range(2000):
+        for weight in parameters:
+            weight.grad = None
+        begun = time.perf_counter()
+        values = given
+        for call in compiled:
+            values = call(values)
+        between = time.perf_counter()
+        torch.autograd.backward(values, gradient)
+        forward.append(between - begun)
+        backward.append(time.perf_counter() - between)
+    return min(forward[500:]), min(backward[500:])
+
+
+def compiled_calls() -> dict[str, float]:
+    """Seconds of a unit, and of kernels that are called and generated, forward and backward."""
+    few, many, short, long = 1, 7, 2, 12
+    took = {
+        (units, length, sines): compiled_passes(units, length, sines=sines)
+        for units in (few, many)
+        for length in (short, long)
+        for sines in (False, True)
+    }
+
+    def per_unit(length: int, sines: bool, part: int) -> float:
+        return (took[many, length, sines][part] - took[few, length, sines][part]) / (many - few)
+
+    steps = long - short
+    called = [(per_unit(long, False, part) - per_unit(short, False, part)) / steps for part in (0, 1)]
+    both = [(per_unit(long, True, part) - per_unit(short, True, part)) / steps for part in (0, 1)]
+    return {
+        "unit_s": per_unit(short, False, 0) - short * called[0],
+        "unit_backward_s": per_unit(short, False, 1) - short * called[1],
+        "extern_s": called[0],
+        # A product and the gradient of its weight.
+        "extern_backward_s": called[1] / 2,
+        "generated_s": statistics.mean(together - alone for together, alone in zip(both, called, strict=True)),
+    }
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="What calls take on this CPU.")
+    parser.add_argument("--compiled", action="store_true", help="print the table of compiled units")
+    wants_compiled = parser.parse_args().compiled
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     values, layer = torch.randn(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -128,6 +197,17 @@ def main() -> None:
         "linear_s": loop_seconds(lambda: layer(values), 5000),
         "linear_backward_s": loop_seconds(lambda: layer(values).sum().backward(), 1000),
     }
+    if wants_compiled:
+        print("[compiled]")
+        found = compiled_calls()
+        # The least of what is measured before and behind: the machine may be slower for a while.
+        again = {
+            "call_s": loop_seconds(lambda: values + values, 5000),
+            "linear_s": loop_seconds(lambda: layer(values), 5000),
+        }
+        for key, value in (*((name, min(loops[name], again[name])) for name in again), *found.items()):
+            print(f"{key} = {value:.3e}")
+        return
     names, seconds, counts = [], [], []
     for source in models():
         for autocast in (False, True):

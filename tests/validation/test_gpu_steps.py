@@ -21,6 +21,7 @@ def test_every_row_is_in_the_parts(scores):
         "steps bound by the host": 4,
         "forward": 16,
         "backward": 16,
+        "compiled": 2,
     }
     assert {(score.dataset, score.arm) for score in scores.values()} == {(DATASET, ARM)}
 
@@ -34,6 +35,7 @@ def test_every_row_is_in_the_parts(scores):
         ("steps bound by the host", 42.0),
         ("forward", 19.5),
         ("backward", 18.0),
+        ("compiled", 17.5),
     ],
 )
 def test_what_is_reached_stays_reached(scores, part, reached):

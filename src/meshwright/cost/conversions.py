@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.gpu.launches import copied, sum_of
+from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds
 from meshwright.cost.table import roofline_interval
 from meshwright.cost.traits import family_of, operator_name
@@ -29,7 +30,6 @@ from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from meshwright.cost.gpu.rates import GpuModel, Launch
-    from meshwright.cost.prices import OpPrice
     from meshwright.cost.table import OpTable
     from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Graph, Op
@@ -181,16 +181,35 @@ def moves_beside(
                 backward.append(move(tensor.num_elements(batch_size), width, own))
     if trained and widens and family_of(op) == "pointwise":
         backward += _widened(graph, op, batch_size, widths, cast)
-    if trained and numbers.gradient_bytes > numbers.value_bytes:
+    if trained:
+        copies, widened = _widened_gradients(graph, op, numbers)
+        backward += [*copies, *_sums(graph, op, batch_size, widths, added)]
+    return forward, backward, widened
+
+
+def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, gpu: GpuModel | None) -> OpPrice | None:
+    """The price of copying an op's gradients of parameters to their wider type on a GPU; None where there is none."""
+    if gpu is None or graph.mode != "training":
+        return None
+    copies, _ = _widened_gradients(graph, op, numbers)
+    if not copies:
+        return None
+    basis, interval = gpu.basis_on(kind)
+    backward_s = gpu.seconds([item.launch for item in copies], kind)
+    return price_around(OpSeconds(forward_s=0.0, backward_s=backward_s, accumulate_s=0.0), interval, basis)
+
+
+def _widened_gradients(graph: Graph, op: Op, numbers: Numbers) -> tuple[list[Move], float]:
+    """Copies of gradients of parameters to a wider type, and bytes that adding to such gradients moves on top."""
+    copies, widened = [], 0.0
+    if numbers.gradient_bytes > numbers.value_bytes:
         for i in dict.fromkeys(op.inputs):
             tensor = graph.tensors[i]
             if tensor.role == "parameter" and tensor.requires_grad:
                 elements = tensor.num_elements(0)
-                backward.append(move(elements, numbers.value_bytes, numbers.gradient_bytes))
+                copies.append(Move(elements=elements, read=numbers.value_bytes, written=numbers.gradient_bytes))
                 widened += 3 * elements * (numbers.gradient_bytes - numbers.value_bytes)
-    if trained:
-        backward += _sums(graph, op, batch_size, widths, added)
-    return forward, backward, widened
+    return copies, widened
 
 
 def _widened(graph: Graph, op: Op, batch_size: int, widths: Widths, cast: list[int]) -> list[Move]:

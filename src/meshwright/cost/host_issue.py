@@ -15,6 +15,13 @@ kernel each, give both:
     call_s   = speed · reference.call_s   + launch_s
     linear_s = speed · reference.linear_s + launch_s
 
+A compiled unit is one call and one node of autograd's graph, and issues its kernels from a wrapper that inductor wrote:
+
+    forward      unit_s + extern kernels · extern_s + generated kernels · generated_s + kernels · launch_s
+    backward     unit_backward_s + extern kernels · extern_backward_s + ...
+
+Those seconds are of a CPU without a device, too (``compiled`` of ``host_issue.toml``), and scaled by its speed.
+
 That both launch for as long is assumed: 2 µs more for the product would make the host a fifth faster, and ``engine_s``,
 which is what remains of a backward, longer.
 
@@ -77,6 +84,24 @@ class ReferenceCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCalls:
+    """What compiled units take on a CPU alone whose loops take ``call_s`` and ``linear_s``.
+
+    ``unit_s``: guards, the runtime of ahead-of-time autograd and its node; ``extern_s``: a call of a product with the
+    guards of its weight, backward with the weight's gradient; ``generated_s``: a kernel that inductor wrote.
+    """
+
+    call_s: float
+    linear_s: float
+    unit_s: float
+    unit_backward_s: float
+    extern_s: float
+    extern_backward_s: float
+    generated_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
     """Loops on a CUDA host: an addition, a linear layer, its forward and backward, a step of AdamW per tensor."""
 
@@ -87,13 +112,19 @@ class HostCalls:
     foreach_tensor_s: float
     source: str
     reference: ReferenceCalls
+    compiled: CompiledCalls
 
-    SCHEMA_VERSION: ClassVar[int] = 2
+    SCHEMA_VERSION: ClassVar[int] = 3
 
     @property
     def speed(self) -> float:
         """How many times as long as the reference this host takes, launches aside."""
         return (self.linear_s - self.call_s) / (self.reference.linear_s - self.reference.call_s)
+
+    @property
+    def compiled_speed(self) -> float:
+        """The same against the host on which compiled units were timed."""
+        return (self.linear_s - self.call_s) / (self.compiled.linear_s - self.compiled.call_s)
 
     @property
     def launch_s(self) -> float:
@@ -181,6 +212,24 @@ def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers
         backward_s=issued.nodes * calls.node_s + issued.backward_kernels * calls.launch_s,
         accumulate_s=issued.accumulations * calls.call_s,
     )
+
+
+def unit_issue_seconds(*, trained: bool) -> OpSeconds:
+    """Seconds of the measured host for calling a compiled unit, and for its node in the backward, without kernels."""
+    calls = load_host_calls()
+    backward_s = calls.compiled.unit_backward_s if trained else 0.0
+    unit = OpSeconds(forward_s=calls.compiled.unit_s, backward_s=backward_s, accumulate_s=0.0)
+    return unit.times(calls.compiled_speed)
+
+
+def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> OpSeconds:
+    """Seconds of the measured host for launches of one kernel from a compiled unit, in ``count`` parts."""
+    calls = load_host_calls()
+    own = calls.compiled.generated_s
+    if extern:
+        own = calls.compiled.extern_backward_s if backward else calls.compiled.extern_s
+    seconds = count * (calls.compiled_speed * own + calls.launch_s)
+    return OpSeconds(forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0.0)
 
 
 def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: OptimizerLoop) -> float:

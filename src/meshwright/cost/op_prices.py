@@ -11,7 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.conversions import is_tf32_by_default, op_type, product_type, with_conversions
+import numpy as np
+
+from meshwright.cost.conversions import (
+    is_tf32_by_default,
+    op_type,
+    product_type,
+    widened_gradients,
+    with_conversions,
+)
+from meshwright.cost.fusion.prices import ClassPrices, price_compiled
+from meshwright.cost.gpu.padding import price_padded, without_odd_sizes
 from meshwright.cost.gpu.prices import price_launches
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.host_issue import issue_seconds
@@ -19,6 +29,7 @@ from meshwright.cost.kernels import Asked, price_kernels, shipped_model
 from meshwright.cost.memory import backend_of
 from meshwright.cost.prices import gather_prices
 from meshwright.cost.table import price_op
+from meshwright.cost.traits import family_of
 from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
 
@@ -35,6 +46,10 @@ if TYPE_CHECKING:
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
+
+
+# Kernels of these have others beside them, which inductor fuses.
+_WITH_OTHERS = ("product", "convolution")
 
 
 class OpSources(NamedTuple):
@@ -77,6 +92,7 @@ def price_sizes(
         ]
         asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
     prices: list[list[OpPrice]] = [list(some.prices) for some in asked]
+    dense = prices
     widths = Widths(graph=graph, values=None if numbers.autocast else numbers.value_bytes, single=classes.single)
     gpu = shipped_gpu() if is_modelled(usual) else None
     if gpu is not None:
@@ -85,6 +101,19 @@ def price_sizes(
             price_launches(gpu, some, each, types, widths, usual, sources.software)
             for some, each in zip(asked, predicted, strict=True)
         ]
+        if graph.compiled:
+            even = price_kernels(sources.kernels or shipped_model(), without_odd_sizes(gpu).products, asked, usual)
+            dense = [
+                [
+                    price_padded(odd, aligned, key, dtype, gpu, usual)
+                    if family_of(op) in _WITH_OTHERS and bound.basis == "roofline"
+                    else priced
+                    for op, bound, odd, aligned, priced, key, dtype in zip(
+                        ops, some.prices, *parts, some.keys, arithmetic, strict=True
+                    )
+                ]
+                for some, *parts in zip(asked, predicted, even, prices, strict=True)
+            ]
     prices = [
         [
             with_conversions(price, graph, op, size, usual, numbers, gpu, widths, added, sources.table)
@@ -98,10 +127,23 @@ def price_sizes(
             _issued(graph, op, asked[0].batch_size, dtype, key, numbers, sources).times(sources.software.host_factor)
             for op, dtype, key in zip(ops, types, asked[0].keys, strict=True)
         ]
-    return [
-        gather_prices(each, classes.class_of, graph, sources.teams.op_exchanges(graph, size), slowdown, issued)
-        for size, each in zip(batch_sizes, prices, strict=True)
-    ]
+    gathered = []
+    for size, each, kept, some in zip(batch_sizes, prices, dense, asked, strict=True):
+        exchanges = sources.teams.op_exchanges(graph, size)
+        if not graph.compiled:
+            gathered.append(gather_prices(each, classes.class_of, graph, exchanges, slowdown, issued))
+            continue
+        measured = [bound.basis != "roofline" for bound in some.prices]
+        widened = [widened_gradients(graph, op, usual, numbers, gpu) for op in ops]
+        known = ClassPrices(
+            alone=each, dense=kept if gpu is not None else each, widened=widened, issued=issued, measured=measured
+        )
+        found = price_compiled(
+            graph, size, classes, known, types, usual, numbers, widths, gpu, sources.software.host_factor
+        )
+        own = np.arange(len(graph.ops))
+        gathered.append(gather_prices(found.prices, own, graph, exchanges, slowdown, found.issued, classes.class_of))
+    return gathered
 
 
 def _issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources) -> OpSeconds:

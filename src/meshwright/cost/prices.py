@@ -182,11 +182,13 @@ def gather_prices(
     exchanges: Sequence[OpExchange] = (),
     slowdown: float = 1.0,
     issued: Sequence[OpSeconds] = (),
+    alike: NDArray[np.int64] | None = None,
 ) -> OpPrices:
     """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
 
     ``exchanges`` of ops with other ranks are a part of their prices, of which all else takes ``slowdown`` times as long
-    as usual. ``issued`` is what the host takes for each class. What the graph computes again runs in the backward,
+    as usual. ``issued`` is what the host takes for each class; of ``alike`` classes prices err together, if not all err
+    on their own. What the graph computes again runs in the backward,
     before that of the last op of its range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
@@ -214,7 +216,11 @@ def gather_prices(
         again_s[last] = seconds[ops.start : ops.stop, 0].sum()
     again_s.setflags(write=False)
     groups = np.array(
-        [-1 - _SHARED.index(p.basis) if p.basis in _SHARED else i for i, p in enumerate(prices)], np.int64
+        [
+            -1 - _SHARED.index(price.basis) if price.basis in _SHARED else i
+            for i, price in zip(range(len(prices)) if alike is None else alike, prices, strict=True)
+        ],
+        np.int64,
     )
     return OpPrices(
         forward_s=seconds[:, 0],

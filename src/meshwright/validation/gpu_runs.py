@@ -1,4 +1,7 @@
-"""Training steps of plain PyTorch on an H100 (``data/steps_cuda.csv``), each as a plan for one device."""
+"""Training steps of plain PyTorch on an H100, each as a plan for one device.
+
+``data/steps_cuda.csv``, and ``data/steps_cuda_compiled.csv`` of steps whose model was compiled by torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Precision
     from meshwright.validation.datasets import StepRow
 
-TABLE = "steps_cuda"
+TABLE, COMPILED_TABLE = "steps_cuda", "steps_cuda_compiled"
 _CLUSTER = "1xH100"
 
 
@@ -28,8 +31,11 @@ class GpuRun:
     cost: CostModel
 
 
-def read_run(row: StepRow) -> GpuRun:
-    """The run of a row. The measured loop holds what the model gives, beside the loss, until a step is done."""
+def read_run(row: StepRow, *, compiled: bool = False) -> GpuRun:
+    """The run of a row, with compiled layers or without.
+
+    The measured loop holds what the model gives, beside the loss, until a step is done.
+    """
     graph, cluster = load_graph(row["model"]), load_cluster(_CLUSTER)
     losses = [op for op in graph.ops if (known := operators().get(name_in(op.kind))) and known.output == "loss"]
     graph = replace(graph, outputs=(*graph.outputs, *(op.inputs[0] for op in losses)))
@@ -41,5 +47,6 @@ def read_run(row: StepRow) -> GpuRun:
         workload=Workload(global_batch=int(row["batch_size"]), optimizer=Optimizer(kind="adamw"), precision=precision),
         stages=(StagePlan(start=0, stop=len(graph.layers), ranks=(0,)),),
         num_microbatches=1,
+        compiled=compiled,
     )
     return GpuRun(plan=plan, graph=graph, cluster=cluster, cost=CostModel(cluster=cluster, precision=precision))

@@ -5,13 +5,15 @@
     bound by the host       the same for all other rows, against the nearest of a step in a row and one that is waited
                             for: hosts and waits move these by a fifth either way
     forward, backward       parts of the simulated first step, against those of steps that are waited for
+    compiled                the simulated step with compiled layers, against steps in a row of the whole model
+                            compiled by torch, whose loss was not
 
-Rows: ``data/steps_cuda.csv``. No constant of the cost model comes from them.
+Rows: ``data/steps_cuda.csv``, ``data/steps_cuda_compiled.csv``. No constant of the cost model comes from them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ from meshwright.simulator import simulate_plan
 from meshwright.spec import Opcode
 from meshwright.spec.units import to_seconds
 from meshwright.validation.datasets import load_table
-from meshwright.validation.gpu_runs import TABLE, read_run
+from meshwright.validation.gpu_runs import COMPILED_TABLE, TABLE, read_run
 from meshwright.validation.scores import Score, score_rows
 
 if TYPE_CHECKING:
@@ -75,14 +77,28 @@ def score_gpu_steps() -> tuple[Score, ...]:
         score("steps bound by the host", nearest[~by_device], steps.select(~by_device), 25.0),
         score("forward", _column(rows, "forward_s"), np.array([item.forward_s for item in found])),
         score("backward", _column(rows, "backward_s"), np.array([item.backward_s for item in found])),
+        _score_compiled(),
     )
 
 
-def predict_on_gpu(row: StepRow) -> StepOnGpu:
-    """What `plan` says of a row of ``steps_cuda.csv``."""
-    run = read_run(row)
+def _score_compiled() -> Score:
+    rows = load_table(COMPILED_TABLE)
+    found = [predict_on_gpu(row, compiled=True) for row in rows]
+    steps = Predictions(
+        seconds=np.array([item.seconds for item in found]),
+        low_s=np.array([item.low_s for item in found]),
+        high_s=np.array([item.high_s for item in found]),
+        basis=cast("tuple[Basis, ...]", ("transferred",) * len(rows)),
+    )
+    return score_rows(DATASET, "compiled", ARM, _column(rows, "seconds_in_a_row"), steps)
+
+
+def predict_on_gpu(row: StepRow, *, compiled: bool = False) -> StepOnGpu:
+    """What `plan` says of a row of ``steps_cuda.csv``, or of one whose layers are compiled."""
+    run = read_run(row, compiled=compiled)
     work, kind = run.plan.workload, run.cluster.device_kind(0)
-    ops = run.cost.price_ops(run.graph, work.global_batch, kind)
+    graph = replace(run.graph, compiled=True) if compiled else run.graph
+    ops = run.cost.price_ops(graph, work.global_batch, kind)
     parameters = [i for i, tensor in enumerate(run.graph.tensors) if tensor.role == "parameter"]
     update_s = run.cost.optimizer_seconds(run.graph, parameters, work.optimizer, kind)
     interval = predict_step_interval(run.plan, run.graph, run.cluster, run.cost)

@@ -1,0 +1,164 @@
+"""Making the values of one operator by its rule (``rules.toml``)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from meshwright.cost.fusion.values import REDUCTIONS, VIEWS, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.fusion.rules import Made, Steps
+    from meshwright.cost.fusion.values import Shape, Turn
+
+# Sums of statistics are float32 whatever they are of.
+_STATISTICS = frozenset({"rows", "channels", "groups", "all"})
+_SINGLE_BYTES = 4
+# Channels of a group norm are summed in so many groups (its default in diffusion models).
+_GROUPS = 32
+# Views that are read from the start of memory, whatever they look at, are of these sorts in rules.
+_OF_FIRST = frozenset({"scatter", "adding"})
+
+
+class Maker:
+    """A growing list of values, made for one op and pass after the other."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.op, self.backward = -1, False
+        # Shapes and widths that rules name before there is a value: outputs, what an op keeps.
+        self.shapes: dict[str, tuple[Shape, int]] = {}
+
+    def run(self, steps: Steps, names: dict[str, int]) -> None:
+        """Make the values of a rule, ``names`` of which grow; those whose inputs there are not are left out."""
+        for name, made in steps:
+            value = self._make(made, names)
+            if value is not None:
+                names[name] = value
+                if name in self.shapes and self.values[value].op == self.op:
+                    self.values[value].width = self.shapes[name][1]
+
+    def _make(self, made: Made, names: dict[str, int]) -> int | None:
+        found = [names.get(item) if isinstance(item, str) else self._make(item, names) for item in made.inputs]
+        inputs = tuple(value for value in found if value is not None)
+        if (not inputs and made.sort != "fill") or (made.like and made.like not in names.keys() | self.shapes.keys()):
+            return None
+        if made.sort in ("to", "beside") and len(inputs) < len(made.inputs):
+            return None
+        shape, width = self._sizes(made, inputs, names)
+        if made.sort in REDUCTIONS:
+            return self.reduce(made.sort, inputs[0], shape, width if made.sort == "reduced" else 0)
+        sort = "view" if made.sort in ("beside", "spread") else made.sort
+        return self.add(sort, inputs, shape, width, ops=made.ops, heavy=made.heavy)
+
+    def _sizes(self, made: Made, inputs: Sequence[int], names: dict[str, int]) -> tuple[Shape, int]:
+        """Shape and width of what a rule makes."""
+        given = [self.values[i] for i in inputs]
+        if made.sort == "to":
+            return given[1].shape, given[0].width
+        if made.sort == "beside":
+            return (1, given[0].elements, *(1 for _ in given[1].shape[2:])), given[0].width
+        if made.sort in _OF_FIRST:
+            return given[0].shape, given[0].width
+        shape, width = _broadcast(given)
+        if made.sort in REDUCTIONS:
+            shape = _summed_to(made.sort, given[0].shape)
+        if made.like:
+            like = self.values[names[made.like]] if made.like in names else None
+            shape, width = (like.shape, like.width) if like is not None else self.shapes[made.like]
+        elif made.sort == "view":
+            shape = given[0].shape
+        return shape, made.num_bytes or width
+
+    def reduce(self, sort: str, value: int, shape: Shape, width: int = 0) -> int:
+        """What is left of a value when it is summed to a shape: itself where that is as large."""
+        given = self.values[value]
+        if math.prod(shape) == given.elements:
+            return value if given.shape == shape else self.add("view", (value,), shape, given.width)
+        statistic = max(given.width, _SINGLE_BYTES) if sort in _STATISTICS else given.width
+        return self.add(sort, (value,), shape, width or statistic)
+
+    def add(
+        self,
+        sort: str,
+        inputs: tuple[int, ...],
+        shape: Shape,
+        width: int,
+        *,
+        ops: int = 1,
+        heavy: bool = False,
+        turn: Turn = (),
+    ) -> int:
+        """One more value of the present op and pass; returns its number."""
+        value = Value(
+            op=self.op,
+            backward=self.backward,
+            sort=sort,
+            inputs=inputs,
+            shape=shape,
+            width=width,
+            ops=ops,
+            heavy=heavy,
+            turn=turn,
+        )
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def as_wide(self, value: int, width: int) -> int:
+        """The value in a type of so many bytes: itself, or converted."""
+        given = self.values[value]
+        return value if given.width == width else self.add("point", (value,), given.shape, width)
+
+    def view(self, value: int, shape: Shape, turn: Turn = ()) -> int:
+        """A look at a value, in another order if there is a turn."""
+        return self.add("turned" if turn else "view", (value,), shape, self.values[value].width, turn=turn)
+
+    def turns_of(self, value: int) -> list[Turn]:
+        """How a value looks at memory, by views of views; one and its like again cancel out."""
+        chain = [value]
+        while self.values[chain[-1]].sort in VIEWS:
+            chain.append(self.values[chain[-1]].inputs[0])
+        turns: list[Turn] = []
+        for index in reversed(chain):
+            turn = self.values[index].turn
+            if turn and turns and turns[-1] == turn:
+                turns.pop()
+            elif turn:
+                turns.append(turn)
+        return turns
+
+    def base(self, value: int) -> int:
+        """What a value is a view of."""
+        while self.values[value].sort in VIEWS:
+            value = self.values[value].inputs[0]
+        return value
+
+
+def _summed_to(sort: str, shape: Shape) -> Shape:
+    """What a sum of a sort leaves of a shape."""
+    beside = (1,) * (len(shape) - 2)
+    match sort:
+        case "rows":
+            return (*shape[:-1], 1)
+        case "channels":
+            return (1, shape[1], *beside)
+        case "groups":
+            return (shape[0], min(_GROUPS, shape[1]), *beside)
+        case "pixels":
+            return (*shape[:2], *beside)
+        case _:
+            return ()
+
+
+def _broadcast(values: Sequence[Value]) -> tuple[Shape, int]:
+    """Shape and width of what is made from some values, element by element."""
+    if not values:
+        return (), _SINGLE_BYTES
+    rank = max(len(value.shape) for value in values)
+    padded = [(1,) * (rank - len(value.shape)) + value.shape for value in values]
+    # Among floats, indices of int64 make nothing wider.
+    widths = [value.width for value in values]
+    narrow = [width for width in widths if width <= _SINGLE_BYTES]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True)), max(narrow or widths)

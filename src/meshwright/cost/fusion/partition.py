@@ -1,0 +1,213 @@
+"""Which values of a forward its backward keeps, and which it computes again: a minimum cut of the bytes kept.
+
+Values that only the backward makes lie on one side. Of the others each is cut at the price of its bytes, more the
+farther it is from the backward, and twice where it would not be stored anyway; what inductor does not compute twice
+(products, reductions, what the backward stores, and what is read on both sides of such) is never on the backward's
+side (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from meshwright.cost.fusion.values import EXTERNS, ORDERED, REDUCTIONS, VIEWS
+
+if TYPE_CHECKING:
+    from meshwright.cost.fusion.values import Value, Written
+
+_SEEN_THROUGH = VIEWS | {ORDERED}
+_RECOMPUTED = frozenset({"point", "copy", "gather", "fill"}) | REDUCTIONS | _SEEN_THROUGH
+# What the cut takes to be fused with what reads it, or with what it reads: outputs of a kernel that has several, too.
+_GIVES, _TAKES = _RECOMPUTED | {"random", "part"}, _RECOMPUTED | {"random", "part"}
+_FAR = 10**9
+# solve_min_cut: outputs so much smaller than the inputs are kept; a step farther from the backward weighs so much more.
+_REDUCES, _FARTHER, _FARTHEST = 4, 1.1, 100
+
+
+def kept_values(written: Written) -> set[int]:
+    """The values that are kept for the backward, parameters and what is given to the unit included."""
+    return _Cut(written).solve()
+
+
+class _Cut:
+    def __init__(self, written: Written) -> None:
+        self.values, self.leaving = written.values, frozenset(written.forward_yields)
+        self.users: list[list[int]] = [[] for _ in self.values]
+        for index, value in enumerate(self.values):
+            for source in dict.fromkeys(value.inputs):
+                self.users[source].append(index)
+        count = len(self.values)
+        self.late = written.is_late()
+        self.early = [False] * count
+        todo = [i for i in written.forward_yields if not self.late[i]]
+        while todo:
+            index = todo.pop()
+            if not self.early[index]:
+                self.early[index] = True
+                todo += self.values[index].inputs
+        for index, value in enumerate(self.values):
+            self.early[index] |= value.sort == "given" and not value.backward
+        self.distance = [0] * count
+        for index in reversed(range(count)):
+            if self.early[index]:
+                self.distance[index] = min((self.distance[user] + 1 for user in self.users[index]), default=_FAR)
+
+    def solve(self) -> set[int]:
+        """The values cut."""
+        flow = Flow(2 * len(self.values) + 2)
+        source, sink = 2 * len(self.values), 2 * len(self.values) + 1
+        banned = self._banned()
+        for index, value in enumerate(self.values):
+            if self.late[index]:
+                flow.add(2 * index, sink, math.inf)
+                continue
+            if index in banned:
+                flow.add(source, 2 * index, math.inf)
+            flow.add(2 * index, 2 * index + 1, self._weight(index, value))
+            for user in self.users[index]:
+                flow.add(2 * index + 1, 2 * user, math.inf)
+        behind = flow.cut(source, sink)
+        return {
+            index
+            for index in range(len(self.values))
+            if not self.late[index] and 2 * index not in behind and 2 * index + 1 in behind
+        }
+
+    def _weight(self, index: int, value: Value) -> float:
+        if value.parameter:
+            return 0.0
+        if value.sort in ("several", "random", ORDERED):
+            return math.inf
+        near = max(min(self.distance[index], _FARTHEST), 1)
+        stored = value.sort == "given" or not all(self._fusible(index, user) for user in self.users[index])
+        return float(int(value.num_bytes * _FARTHER**near) * (1 if stored else 2))
+
+    def _fusible(self, first: int, second: int) -> bool:
+        if self.values[second].sort == "cat":
+            return True
+        return self.values[first].sort in _GIVES and self.values[second].sort in _TAKES
+
+    def _banned(self) -> set[int]:
+        found = {i for i, value in enumerate(self.values) if value.sort == "given" or value.sort in EXTERNS}
+        for index, value in enumerate(self.values):
+            if self.early[index] and value.sort not in _SEEN_THROUGH and self._dear(index, value):
+                found.add(index)
+        for index in range(len(self.values)):
+            if self.early[index]:
+                self._ban_far_readers(index, found)
+        return found
+
+    def _dear(self, index: int, value: Value) -> bool:
+        """Whether it is not computed again."""
+        if value.sort not in _RECOMPUTED or self._stored_later(index):
+            return True
+        return value.num_bytes * _REDUCES < sum(self.values[i].num_bytes for i in dict.fromkeys(value.inputs))
+
+    def _stored_later(self, index: int) -> bool:
+        """Whether it leaves the unit, or some kernel of the backward needs it in memory, as itself or as a view."""
+        todo = [index]
+        while todo:
+            current = todo.pop()
+            if current in self.leaving:
+                return True
+            for user in self.users[current]:
+                if not self.early[user] and not self._fusible(current, user):
+                    return True
+                if self.values[user].sort in _SEEN_THROUGH:
+                    todo.append(user)
+        return False
+
+    def _ban_far_readers(self, index: int, banned: set[int]) -> None:
+        """What reads a value on the far side of a kernel that is not fused is not computed again."""
+        readers = [user for user in self.users[index] if self.early[user]]
+        if not readers:
+            return
+        limit = self._first_unfused(readers, max(readers))
+        for user in readers:
+            if user > limit and self._fusible(index, user) and self.values[user].sort not in _SEEN_THROUGH:
+                banned.add(user)
+
+    def _first_unfused(self, readers: list[int], last: int) -> int:
+        heap = [(user, True) for user in readers]
+        heapq.heapify(heap)
+        seen = set(heap)
+        while heap:
+            index, fused = heapq.heappop(heap)
+            if not fused:
+                return index
+            for user in self.users[index]:
+                item = (user, self._fusible(index, user))
+                if self.early[user] and user <= last and item not in seen:
+                    seen.add(item)
+                    heapq.heappush(heap, item)
+        return last
+
+
+class Flow:
+    """Maximum flow by shortest augmenting paths (Dinic)."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.edges: list[list[int]] = [[] for _ in range(num_nodes)]
+        self.to: list[int] = []
+        self.left: list[float] = []
+
+    def add(self, start: int, end: int, capacity: float) -> None:
+        """An edge and its reverse."""
+        for origin, target, amount in ((start, end, capacity), (end, start, 0.0)):
+            self.edges[origin].append(len(self.to))
+            self.to.append(target)
+            self.left.append(amount)
+
+    def cut(self, source: int, sink: int) -> set[int]:
+        """The nodes from which the sink is still reached, of a maximum flow."""
+        while (levels := self._levels(source, sink)) is not None:
+            places = [0] * len(self.edges)
+            while self._push(source, sink, levels, places):
+                pass
+        reached, todo = {sink}, [sink]
+        while todo:
+            node = todo.pop()
+            for edge in self.edges[node]:
+                if self.left[edge ^ 1] > 0 and self.to[edge] not in reached:
+                    reached.add(self.to[edge])
+                    todo.append(self.to[edge])
+        return reached
+
+    def _levels(self, source: int, sink: int) -> list[int] | None:
+        levels = [-1] * len(self.edges)
+        levels[source] = 0
+        todo = deque([source])
+        while todo:
+            node = todo.popleft()
+            for edge in self.edges[node]:
+                if self.left[edge] > 0 and levels[self.to[edge]] < 0:
+                    levels[self.to[edge]] = levels[node] + 1
+                    todo.append(self.to[edge])
+        return levels if levels[sink] >= 0 else None
+
+    def _push(self, source: int, sink: int, levels: list[int], places: list[int]) -> float:
+        path: list[int] = []
+        node = source
+        while True:
+            if node == sink:
+                amount = min(self.left[edge] for edge in path)
+                for edge in path:
+                    self.left[edge] -= amount
+                    self.left[edge ^ 1] += amount
+                return amount
+            while places[node] < len(self.edges[node]):
+                edge = self.edges[node][places[node]]
+                if self.left[edge] > 0 and levels[self.to[edge]] == levels[node] + 1:
+                    break
+                places[node] += 1
+            else:
+                if not path:
+                    return 0.0
+                levels[node] = -1
+                node = self.to[path.pop() ^ 1]
+                continue
+            path.append(edge)
+            node = self.to[edge]

@@ -1,0 +1,307 @@
+"""Seconds of the ops of a graph whose layers are compiled: each kernel once, with one of the ops that it computes.
+
+In forward order the last, backward the one that comes first in the graph, so that marks at the ends of units see all
+that was before; other ops of a kernel take no time. Kernels that inductor does not generate take what their ops take.
+
+    on GPUs       generated kernels at the fitted rates of kernels that torch has (`cost.gpu.rates`): what goes through
+                  rows as the forward of a norm or a softmax of such rows; sums of columns at the rate of the longest
+                  rows, for inductor splits them until they fill the device, and a small kernel adds up the parts; all
+                  else as element-wise ops
+    elsewhere     what the ops of the kernel take on their own, times the bytes that it moves over those that they move;
+                  an op in several kernels is shared out by their bytes, and one that has kernels that are not generated
+                  is with those
+
+Gradients that compiled units hand to each other, or to parameters in a wider type, are added and converted as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.cost.fusion.unit import fuse_unit
+from meshwright.cost.gpu.launches import sum_of
+from meshwright.cost.gpu.rates import Launch
+from meshwright.cost.host_issue import kernel_issue_seconds, unit_issue_seconds
+from meshwright.cost.prediction import BASES
+from meshwright.cost.prices import OpPrice, price_around
+from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.table import TRANSFERRED
+from meshwright.cost.traits import operator_name, passes_of
+from meshwright.spec.compiled_units import compiled_units
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from meshwright.cost.classes import OpClasses
+    from meshwright.cost.fusion.groups import Kernel
+    from meshwright.cost.fusion.unit import Unit
+    from meshwright.cost.fusion.values import Device
+    from meshwright.cost.gpu.rates import GpuModel
+    from meshwright.cost.prediction import Basis
+    from meshwright.cost.widths import Widths
+    from meshwright.spec import DeviceKind, Graph
+    from meshwright.spec.precision import Numbers
+
+_NONE = OpSeconds(forward_s=0.0, backward_s=0.0, accumulate_s=0.0)
+# Row sums by the rate of the op that has them.
+_ROW_SORTS = {"rms_norm": "rms_norm", "softmax": "softmax", "log_softmax": "softmax", "cross_entropy_loss": "softmax"}
+# torch/_inductor/choices.py, reduction_split_factor: sums of fewer columns per multiprocessor are split, if of so many
+# rows.
+_COLUMNS_EACH, _LEAST_SPLIT = 64, 128
+
+
+class ClassPrices(NamedTuple):
+    """Of each class of ops: its price as it runs alone, and that of what it has of kernels that are not generated.
+
+    ``widened``: of copying its gradients of parameters to a wider type; ``issued``: seconds of the host; ``measured``:
+    whether its price is from a measurement or a trace.
+    """
+
+    alone: Sequence[OpPrice]
+    dense: Sequence[OpPrice]
+    widened: Sequence[OpPrice | None]
+    issued: Sequence[OpSeconds]
+    measured: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledPrices:
+    """Prices of all ops, and what the host takes for them; empty of a device that is its own host."""
+
+    prices: list[OpPrice]
+    issued: list[OpSeconds]
+
+
+def price_compiled(
+    graph: Graph,
+    batch_size: int,
+    classes: OpClasses,
+    known: ClassPrices,
+    types: Sequence[str],
+    kind: DeviceKind,
+    numbers: Numbers,
+    widths: Widths,
+    gpu: GpuModel | None,
+    host_factor: float,
+) -> CompiledPrices:
+    """Prices of all ops of a graph with compiled layers. ``types``: in which each class computes."""
+    pricer = _Pricer(graph, batch_size, classes, known, types, kind, numbers, widths, gpu, host_factor)
+    for start, stop in compiled_units(graph):
+        if all(op.phase == "forward" for op in graph.ops[start:stop]):
+            pricer.price(start, stop)
+    return CompiledPrices(prices=pricer.prices, issued=pricer.issued)
+
+
+class _Pricer:
+    def __init__(
+        self,
+        graph: Graph,
+        batch_size: int,
+        classes: OpClasses,
+        known: ClassPrices,
+        types: Sequence[str],
+        kind: DeviceKind,
+        numbers: Numbers,
+        widths: Widths,
+        gpu: GpuModel | None,
+        host_factor: float,
+    ) -> None:
+        self.graph, self.batch_size, self.known, self.types = graph, batch_size, known, types
+        self.kind, self.numbers, self.widths, self.gpu = kind, numbers, widths, gpu
+        self.of = [int(index) for index in classes.class_of]
+        self.prices = [known.alone[index] for index in self.of]
+        self.issued = [known.issued[index] for index in self.of] if known.issued else []
+        self.last_reader: dict[int, int] = {}
+        for index, op in enumerate(graph.ops):
+            self.last_reader.update(dict.fromkeys(op.inputs, index))
+        self.last_reader.update(dict.fromkeys(graph.outputs, len(graph.ops)))
+        self.read: set[int] = set()
+        self.host_factor = host_factor
+        self.units: dict[Hashable, Unit] = {}
+
+    def price(self, start: int, stop: int) -> None:
+        """Price the ops of one unit."""
+        unit = self._fused(start, stop)
+        dense = {
+            (op, kernel.backward)
+            for kernel in (*unit.forward, *unit.backward)
+            if kernel.extern
+            for op, _ in kernel.members
+        }
+        shares = _Shares(self, unit, start, dense)
+        for op in range(start, stop):
+            alone = self.known.alone[self.of[op]]
+            kept = self.known.dense[self.of[op]]
+            here = float((op - start, False) in dense), float((op - start, True) in dense)
+            price = replace(
+                kept,
+                seconds=_part(kept.seconds, alone.seconds, here),
+                low=_part(kept.low, alone.low, here),
+                high=_part(kept.high, alone.high, here),
+            )
+            widened = self.known.widened[self.of[op]]
+            self.prices[op] = _added(price, widened) if widened is not None else price
+        for kernel in (*unit.forward, *unit.backward):
+            if not kernel.extern:
+                self._add(start + _home(kernel, stop - start), shares.price(kernel))
+        for op, launch in self._sums(start, stop):
+            self._add(op, self._launched([launch], backward=True))
+        if self.issued:
+            self._issue(unit, start, stop)
+
+    def _fused(self, start: int, stop: int) -> Unit:
+        ops = self.graph.ops[start:stop]
+        later = frozenset(i for op in ops for i in op.outputs if self.last_reader.get(i, -1) >= stop)
+        local: dict[int, int] = {}
+        wiring = tuple(tuple(local.setdefault(i, len(local)) for i in (*op.inputs, *op.outputs)) for op in ops)
+        key = (tuple(self.of[start:stop]), wiring, tuple(sorted(local[i] for i in later)))
+        if key not in self.units:
+            device: Device = "cuda" if self.gpu is not None else "cpu"
+            self.units[key] = fuse_unit(
+                self.graph, start, stop, self.batch_size, self.numbers, self.widths, later, device
+            )
+        return self.units[key]
+
+    def _sums(self, start: int, stop: int) -> list[tuple[int, Launch]]:
+        """Additions of gradients of what an earlier unit reads, too."""
+        wanted: dict[int, int] = {}
+        for op in range(start, stop):
+            for i in self.graph.ops[op].inputs:
+                if self.graph.tensors[i].requires_grad:
+                    wanted.setdefault(i, op)
+        again = {i: op for i, op in wanted.items() if i in self.read}
+        self.read |= wanted.keys()
+        if self.graph.mode != "training" or self.gpu is None:
+            return []
+        return [
+            (op, sum_of(self.graph.tensors[i].num_elements(self.batch_size), self.widths.of(i)))
+            for i, op in again.items()
+        ]
+
+    def _launched(self, launches: Sequence[Launch], *, backward: bool) -> OpPrice:
+        assert self.gpu is not None
+        seconds = self.gpu.seconds(launches, self.kind)
+        basis, interval = self.gpu.basis_on(self.kind)
+        passes = OpSeconds(
+            forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0
+        )
+        return price_around(passes, interval, basis)
+
+    def bytes_alone(self, index: int, *, backward: bool) -> float:
+        """What an op moves in a pass where it is not compiled."""
+        op = self.graph.ops[index]
+        passes = passes_of(self.graph, op, self.batch_size, self.types[self.of[index]])
+        return passes.backward.num_bytes if backward else passes.forward.num_bytes
+
+    def is_measured(self, kernel: Kernel, start: int) -> bool:
+        """Whether all that a kernel computes in its pass was measured."""
+        own = [op for op, backward in kernel.members if backward == kernel.backward]
+        return bool(own) and all(self.known.measured[self.of[start + op]] for op in own)
+
+    def launched(self, kernel: Kernel, start: int) -> OpPrice:
+        """The price of a generated kernel on a GPU."""
+        width, hot = 2 if kernel.narrow else 4, kernel.fresh
+        cold = kernel.read + kernel.written - hot
+        launches = [Launch(sort="pointwise", width=width, cold=cold, hot=hot)]
+        if kernel.rows:
+            names = {operator_name(self.graph.ops[start + op]) for op, _ in kernel.members}
+            sort = next((_ROW_SORTS[name] for name in sorted(names) if name in _ROW_SORTS), "layer_norm")
+            launches = [Launch(sort=sort, width=width, row=kernel.rows, cold=cold, hot=hot)]
+        elif kernel.columns:
+            longest = self.gpu.rate("column_sum", width).rows[-1] if self.gpu is not None else 1
+            launches = [Launch(sort="column_sum", width=width, row=longest, cold=cold, hot=hot)]
+        elif not kernel.read:
+            launches = [Launch(sort="filling", width=width, cold=cold)]
+        if self._is_split(kernel):
+            launches.append(Launch(sort="pointwise"))
+        return self._launched(launches, backward=kernel.backward)
+
+    def _is_split(self, kernel: Kernel) -> bool:
+        few = kernel.columns < _COLUMNS_EACH * max(self.kind.num_multiprocessors, 1)
+        return bool(kernel.columns) and few and kernel.summed >= _LEAST_SPLIT
+
+    def _add(self, op: int, price: OpPrice) -> None:
+        self.prices[op] = _added(self.prices[op], price)
+
+    def _issue(self, unit: Unit, start: int, stop: int) -> None:
+        factor = self.host_factor
+        for op in range(start, stop):
+            self.issued[op] = replace(_NONE, accumulate_s=self.known.issued[self.of[op]].accumulate_s)
+        called = unit_issue_seconds(trained=bool(unit.backward)).times(factor)
+        self.issued[start] = self.issued[start].plus(replace(called, backward_s=0.0))
+        self.issued[stop - 1] = self.issued[stop - 1].plus(replace(called, forward_s=0.0))
+        for kernel in (*unit.forward, *unit.backward):
+            op, count = start + _home(kernel, stop - start), 2 if self._is_split(kernel) else 1
+            launched = kernel_issue_seconds(count, extern=kernel.extern, backward=kernel.backward)
+            self.issued[op] = self.issued[op].plus(launched.times(factor))
+
+
+class _Shares:
+    """Which part of an op's own seconds is with each kernel, where kernels have no rates of their own."""
+
+    def __init__(self, pricer: _Pricer, unit: Unit, start: int, dense: set[tuple[int, bool]]) -> None:
+        self.pricer, self.start, self.dense = pricer, start, dense
+        self.total: dict[tuple[int, bool], float] = {}
+        for kernel in (*unit.forward, *unit.backward):
+            if not kernel.extern:
+                for op, backward in kernel.members:
+                    if backward == kernel.backward:
+                        key = (op, backward)
+                        self.total[key] = self.total.get(key, 0.0) + kernel.read + kernel.written
+
+    def price(self, kernel: Kernel) -> OpPrice:
+        """The price of a generated kernel."""
+        if self.pricer.gpu is not None and not self.pricer.is_measured(kernel, self.start):
+            return self.pricer.launched(kernel, self.start)
+        moved, alone, seconds = kernel.read + kernel.written, 0.0, [_NONE, _NONE, _NONE]
+        bases: set[Basis] = {"transferred"}
+        for op, backward in kernel.members:
+            if backward != kernel.backward or (op, backward) in self.dense:
+                continue
+            price = self.pricer.known.alone[self.pricer.of[self.start + op]]
+            share = moved / self.total[op, backward] if self.total[op, backward] else 1.0
+            alone += share * self.pricer.bytes_alone(self.start + op, backward=backward)
+            part = (0.0, share, 0.0) if backward else (share, 0.0, 0.0)
+            parts = (price.seconds, price.low, price.high)
+            seconds = [total.plus(each.scaled(*part)) for total, each in zip(seconds, parts, strict=True)]
+            bases.add(price.basis)
+        factor = moved / alone if alone else 1.0
+        own, low, high = (each.times(factor) for each in seconds)
+        return OpPrice(
+            seconds=own,
+            low=_each(min, low, own.times(TRANSFERRED.low)),
+            high=_each(max, high, own.times(TRANSFERRED.high)),
+            basis=max(bases, key=BASES.index),
+        )
+
+
+def _home(kernel: Kernel, stop: int) -> int:
+    """The op of a unit with which a kernel's time stands."""
+    own = [op for op, backward in kernel.members if backward == kernel.backward]
+    if kernel.backward:
+        return min(own, default=stop - 1)
+    return max(own, default=stop - 1)
+
+
+def _part(dense: OpSeconds, alone: OpSeconds, here: tuple[float, float]) -> OpSeconds:
+    return replace(dense.scaled(*here, 0.0), accumulate_s=alone.accumulate_s)
+
+
+def _added(price: OpPrice, more: OpPrice) -> OpPrice:
+    """The price of both together, which rests on what is less sure of them."""
+    bases = [each.basis for each in (price, more) if each.seconds != _NONE]
+    return OpPrice(
+        seconds=price.seconds.plus(more.seconds),
+        low=price.low.plus(more.low),
+        high=price.high.plus(more.high),
+        basis=max(bases or [more.basis], key=BASES.index),
+    )
+
+
+def _each(choose: Callable[[float, float], float], one: OpSeconds, two: OpSeconds) -> OpSeconds:
+    return OpSeconds(
+        forward_s=choose(one.forward_s, two.forward_s),
+        backward_s=choose(one.backward_s, two.backward_s),
+        accumulate_s=choose(one.accumulate_s, two.accumulate_s),
+    )

@@ -1,0 +1,61 @@
+"""Products of odd sizes in compiled units: inductor pads them to what tensor cores load, where that is faster.
+
+A factor of which a size is no multiple of 16 bytes is copied to one that has zeros behind it, and the product of the
+larger sizes is looked at without them (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on by default). Inductor
+measures both; here both are predicted, and padding has to be faster by as much as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from meshwright.cost.gpu.products import alignment
+from meshwright.cost.gpu.rates import Launch
+from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.work.calls import read_call
+from meshwright.cost.work.products import product_sizes
+from meshwright.spec.units import ARITHMETIC_BYTES
+
+if TYPE_CHECKING:
+    from meshwright.cost.gpu.rates import GpuModel
+    from meshwright.cost.prices import OpPrice
+    from meshwright.spec import DeviceKind
+
+# pad_mm.py, should_pad: how many times as long the product of odd sizes has to take.
+_WORTH = 1.1
+_ALIGNED = 8
+_BYTES = 2
+
+
+def without_odd_sizes(model: GpuModel) -> GpuModel:
+    """The model of a device on which no product is of odd sizes."""
+    return replace(model, products=replace(model.products, odd_input=float("inf"), odd_output=float("inf")))
+
+
+def price_padded(odd: OpPrice, aligned: OpPrice, key: str, dtype: str, model: GpuModel, kind: DeviceKind) -> OpPrice:
+    """The price of a product by its key: as it is, or padded, pass by pass; ``aligned``: as if sizes were not odd."""
+    call = read_call(key)
+    if call is None or ARITHMETIC_BYTES.get(dtype) != _BYTES or "conv" in call.operator:
+        return odd
+    m, n, k, count = product_sizes(call)
+    if all(alignment(size) == _ALIGNED for size in (m, n, k)):
+        return odd
+
+    def copies(*factors: tuple[float, float]) -> float:
+        """Seconds to pad the factors of one product, of which a size is odd."""
+        padded = [rows * row for rows, row in factors if min(alignment(rows), alignment(row)) < _ALIGNED]
+        moved = [count * elements * _BYTES for elements in padded]
+        return model.seconds([Launch(sort="pointwise", width=_BYTES, cold=2 * each) for each in moved], kind)
+
+    forward = aligned.seconds.forward_s + copies((m, k), (k, n))
+    backward = aligned.seconds.backward_s + copies((m, n), (n, k)) + copies((m, n), (m, k))
+    factors = [
+        padded / own if own > _WORTH * padded else 1.0
+        for own, padded in ((odd.seconds.forward_s, forward), (odd.seconds.backward_s, backward))
+    ]
+
+    def scaled(seconds: OpSeconds) -> OpSeconds:
+        return seconds.scaled(factors[0], factors[1], 1.0)
+
+    return replace(odd, seconds=scaled(odd.seconds), low=scaled(odd.low), high=scaled(odd.high))
