@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner import Choices, Limits, Problem, evaluate_plan, replan, search_plans
 from meshwright.spec import Workload, load_shipped_graph
-from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.sharding import Sharding
 from tests.simulator.plans import fast_cluster
 
 GRAPH = load_shipped_graph("gpt2-small")
@@ -41,7 +41,7 @@ def test_plans_are_compiled_and_priced_so(method):
 
 
 def test_split_ops_are_compiled_between_exchanges():
-    choices = {"shardings": (UNSHARDED, Sharding(tensor=2))}
+    choices = {"shardings": (Sharding(tensor=2),)}
     best = search_plans(problem_of(compiled=True, **choices), "slicing", Limits(max_plans=8))
     split = [item for item in best.ranked if item.plan.sharding.tensor == 2]
     assert split

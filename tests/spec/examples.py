@@ -268,10 +268,24 @@ MEASUREMENTS = Measurements(
     software="torch 2.13",
     date="2026-11-20",
     conditions="idle",
-    ops=(OpMeasurement(key="k", forward_s=1e-3, backward_s=2e-3, num_samples=5, spread=0.1, accumulate_s=1e-4),),
-    optimizers=(OptimizerMeasurement(kind="adamw", dtype="float32", num_elements=10, num_tensors=2, seconds=1e-4),),
+    ops=(
+        OpMeasurement(
+            key="k",
+            forward_s=1e-3,
+            backward_s=2e-3,
+            num_samples=5,
+            spread=0.1,
+            accumulate_s=1e-4,
+            forward_issue_s=1e-5,
+            backward_issue_s=2e-5,
+        ),
+    ),
+    optimizers=(
+        OptimizerMeasurement(kind="adamw", dtype="float32", num_elements=10, num_tensors=2, seconds=1e-4, issue_s=1e-5),
+    ),
     transfers=(TransferMeasurement(kind="send", num_ranks=2, num_bytes=64, seconds=1e-4, spread=0.2, host_s=1e-5),),
     overhead_s=1e-5,
+    host_call_s=6e-6,
     batches=(BatchMeasurement(model="m", batch_size=2, seconds=1e-3, p90_s=2e-3, p99_s=3e-3, num_samples=20),),
 )
 
