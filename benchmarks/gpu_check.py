@@ -1,4 +1,4 @@
-"""What only a GPU can show: tests, steps beside plain PyTorch, and predictions before and after measuring; in 8 minutes.
+"""What only a GPU can show: tests, steps beside plain PyTorch, predictions before and after measuring; in 8 minutes.
 
     scripts/gpu_check.sh OUT [--device cpu] [--quick] [--seconds 480] [--only TEXT]
 
@@ -191,7 +191,9 @@ class Check:
             self.run([Job(name="predict", command=command, timeout_s=PREDICT_S)], 1)
 
     def note_state(self) -> None:
-        """What the driver says of the device now."""
+        """What the driver says of a GPU now."""
+        if self.rows.here["device"] == "cpu":
+            return
         with suppress(OSError, subprocess.SubprocessError):
             command = ("nvidia-smi", f"--query-gpu={STATE}", "--format=csv,noheader")
             done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -232,6 +234,9 @@ def count_cores() -> int:
 
 def main() -> int:
     options = parse()
+    if options.out.exists() and not options.out.is_dir():
+        print(f"OUT is {options.out}, a file. Give a folder; it is made if need be.", file=sys.stderr)
+        return 2
     environment = {**os.environ}
     folders = [str(ROOT / "src"), str(ROOT / "benchmarks")]
     environment["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH", "")])])
@@ -245,7 +250,7 @@ def main() -> int:
     try:
         (options.out / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"OUT is {options.out}, where no folder can be made ({error.strerror}). Give a folder.", file=sys.stderr)
+        print(f"OUT is {options.out}, which cannot be made ({error.strerror}). Give another.", file=sys.stderr)
         return 2
     held = lock_folder(options.out)
     if held is None:
