@@ -269,6 +269,7 @@ def run_case(case: Case, out: Path, kind: str, rows: RowFile) -> None:
 def time_repeat(case: Case, repeat: int, own: Arm, plain: Arm, rows: RowFile) -> None:
     """A fresh set of pairs, and steps of ours in a row."""
     gc.collect()
+    began = time.time()
     own.issue_s, plain.issue_s = [], []
     own_s, plain_s = paired_ratios(own, plain, int(rows.here["pairs"]))
     columns = {
@@ -278,7 +279,9 @@ def time_repeat(case: Case, repeat: int, own: Arm, plain: Arm, rows: RowFile) ->
         "plain_issue_s": plain.issue_s,
     }
     rounded = {name: [round(value, 7) for value in values] for name, values in columns.items()}
-    rows.add("repeat", case.name, repeat=repeat, in_a_row_s=own.in_a_row(), **rounded)
+    in_a_row_s = own.in_a_row()
+    seconds = time.time() - began
+    rows.add("repeat", case.name, repeat=repeat, began=began, seconds=seconds, in_a_row_s=in_a_row_s, **rounded)
 
 
 def main() -> None:
