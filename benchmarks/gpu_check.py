@@ -2,7 +2,7 @@
 
     scripts/gpu_check.sh OUT [--device cpu] [--quick] [--seconds 480] [--only TEXT]
 
-Jobs are processes: the tests marked `gpu`, one per case (`gpu/case.py`), `meshwright measure` per model and precision,
+Jobs are processes: the tests marked `gpu`, one per case (`gpu/case.py`), `meshwright measure` per model,
 the most important ones first. Their rows go to OUT/rows.jsonl as they come (`gpu/rows.py`), so a second call goes on
 where the first one ended; what was taken on another device, torch or source is taken anew. On a host with many cores
 jobs make themselves ready while another one is timed, which alone has the device then. OUT also gets logs, plans, the
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.report import steps_table, write_report
-from gpu.rows import PAIRS, QUICK_PAIRS, ROOT, Case, RowFile, choose_cases, source_digest
+from gpu.rows import PAIRS, PRECISIONS, QUICK_PAIRS, ROOT, Case, RowFile, choose_cases, source_digest
 
 # Kept from the limit for predictions and the report.
 RESERVE_S = 20.0
@@ -114,21 +114,21 @@ def list_jobs(cases: list[Case], options: argparse.Namespace, rows: RowFile, rea
     tests = (python, "-m", "pytest", "-q", "-m", "gpu", *shared_out, *files)
     jobs = [Job(name="tests", command=tests, timeout_s=TESTS_S, lock="shared")]
     here = json.dumps(rows.here)
-    measuring: dict[str, Job] = {}
+    if options.device == "cpu":  # whose ops are timed in float32
+        how = ("--ranks", "1", "--repeats", "3")
+    else:
+        how = tuple(word for precision in PRECISIONS for word in ("--precision", precision))
+    measuring = {}
     for case in cases:
         command = (python, "-m", "gpu.case", str(out), case.name, "--device", options.device, "--here", here)
         jobs.append(Job(name=case.name, command=command, timeout_s=CASE_S))
-        # A processor's ops are timed in float32, whatever the precision.
-        if case.measuring and (options.device != "cpu" or case.precision == "amp"):
-            how = ("--ranks", "1", "--repeats", "3") if options.device == "cpu" else ("--precision", case.precision)
+        if name := case.measuring:
             command = (python, "-m", "meshwright", "measure", case.model, "-m", str(case.batch), *how)
             command += ("--out", str(out / "measurements.json"))
-            measuring[case.measuring] = Job(name=case.measuring, command=command, timeout_s=MEASURE_S, lock="exclusive")
-    # In amp ops are measured right behind the cases, in other precisions at the end.
+            measuring[name] = Job(name=name, command=command, timeout_s=MEASURE_S, lock="exclusive")
+    # Ops are measured behind the cases in amp, which come first.
     num_amp = 1 + sum(case.precision == "amp" for case in cases)
-    first = [job for name, job in measuring.items() if name.endswith("-amp")]
-    last = [job for name, job in measuring.items() if not name.endswith("-amp")]
-    return [*jobs[:num_amp], *first, *jobs[num_amp:], *last]
+    return [*jobs[:num_amp], *measuring.values(), *jobs[num_amp:]]
 
 
 class Check:
@@ -264,6 +264,8 @@ def main() -> int:
     rows.mend()
     cores = count_cores()
     ready = options.ready if options.ready is not None else READY if cores >= MANY_CORES else 0
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["OMP_NUM_THREADS"] = "1" if options.device == "cpu" else str(max(1, cores // (ready + 1)))
     cases = [case for case in choose_cases(quick) if options.only in case.name]
     if not cases:

@@ -47,9 +47,9 @@ class Case:
 
     @property
     def measuring(self) -> str:
-        """The job that measures its ops; empty where none does."""
+        """The job that measures the model's ops, in all precisions; empty where none does."""
         is_measured = self.model in MEASURED and self.batch in (LARGE.get(self.model), QUICK.get(self.model))
-        return f"measure-{self.model}-{self.batch}-{self.precision}" if is_measured else ""
+        return f"measure-{self.model}-{self.batch}" if is_measured else ""
 
 
 def choose_cases(quick: bool) -> list[Case]:
@@ -126,3 +126,6 @@ class DeviceLock:
 
     def take(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def give_back(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
