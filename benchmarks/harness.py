@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 REPORTS = Path(__file__).parent / "reports"
+# How tables say whether a target was met.
+MET = {None: "", True: "yes", False: "**no**"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,11 @@ def ratio_row(name: str, ours: np.ndarray, theirs: np.ndarray, target: float | N
     )
 
 
+def format_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+
+
 def parse_options(description: str, only: tuple[str, ...] = ()) -> argparse.Namespace:
     """The options of every benchmark: --quick and --json OUT; with sections, --only SECTION."""
     parser = argparse.ArgumentParser(description=description)
@@ -112,13 +119,12 @@ def publish(name: str, rows: list[Row], options: argparse.Namespace, notes: str 
 
     chosen = "".join(f" --only {part}" for part in label.split("-") if part)
     command = f"python benchmarks/{name}.py{chosen}" + (" --quick" if options.quick else "")
-    lines = ["| name | value | baseline | ratio | spread | target | met |", "|---|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         cells = [row.name, f"{row.value:.4g} {row.unit}"]
         cells += ["" if x is None else f"{x:.4g}" for x in (row.baseline, row.ratio, row.spread, row.target)]
-        cells.append({None: "", True: "yes", False: "**no**"}[row.met])
-        lines.append(f"| {' | '.join(cells)} |")
-    table = "\n".join(lines)
+        lines.append([*cells, MET[row.met]])
+    table = format_table(("name", "value", "baseline", "ratio", "spread", "target", "met"), lines)
     print(table)
     if notes:
         print(notes)

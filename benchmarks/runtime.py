@@ -1,11 +1,10 @@
-"""The runtime: real ranks with one pinned thread each, gloo, or one CUDA device. Sections, described each in its file:
+"""The runtime: real ranks with one pinned thread each, gloo. Sections, described each in its file:
 
     speed         benchmarks/running/speed.py: against torch's pipelining and DDP
     compiled      benchmarks/running/compiled.py: compiled layers against torch.compile under DDP and FSDP2
     predictions   benchmarks/running/predictions.py: steps of every kind of plan, as predicted and as measured
     endless       benchmarks/running/endless.py: schedules that never flush against 1F1B, as predicted and as measured
     asynchrony    benchmarks/running/asynchrony.py: the loss that delayed gradients cost, and two repairs
-    device        benchmarks/running/device.py: one CUDA device against plain PyTorch and its prediction
 
 ``--only NAME`` runs one of them and writes a report of its own.
 """
@@ -21,7 +20,7 @@ from harness import parse_options, publish
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-SECTIONS = ("speed", "compiled", "predictions", "endless", "asynchrony", "device")
+SECTIONS = ("speed", "compiled", "predictions", "endless", "asynchrony")
 
 
 def main():
