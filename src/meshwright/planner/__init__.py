@@ -28,10 +28,11 @@ from meshwright.planner.placing.constraints import Constraints
 from meshwright.planner.placing.place import place, seconds_on_one_device
 from meshwright.planner.plans import Coverage, Plans, explain_difference
 from meshwright.planner.prices import within_budget
-from meshwright.planner.problem import Choices, Problem, Setting, list_shardings
+from meshwright.planner.problem import Choices, Problem, Setting
 from meshwright.planner.replanning import replan, replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import DEFAULT_METHOD, search_plans
+from meshwright.planner.shardings import list_shardings
 
 __all__ = [
     "DEFAULT_METHOD",

@@ -158,9 +158,12 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
 
 
 def _hash_of(plan: Plan | Placement) -> str:
-    """Of a plan without its clipping, which is a setting, and without what it was priced with."""
+    """Of a plan without its clipping, which is a setting, and without what it was priced with.
+
+    Compiled layers go on where others stopped, and the other way round.
+    """
     if isinstance(plan, Plan):
-        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False))
+        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False), compiled=False)
     return content_hash(replace(plan, made_with=UNKNOWN))
 
 

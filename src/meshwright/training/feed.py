@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from torch.utils.data import IterableDataset, default_collate
 from meshwright.runtime.coming import Made
 from meshwright.runtime.session import to_device
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+from meshwright.spec.workload import Loader
 
 # A producer that is told to end does so behind the sample that it fetches.
 _JOIN_S = 5.0
@@ -344,3 +347,10 @@ def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torc
     # The producer waits, not the device: whoever takes the tensors finds them whole.
     stream.synchronize()
     return moved
+
+
+def with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
+    """The plan with instructions to load microbatches, where schedules have them; its own depth counts."""
+    if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
+        return plan
+    return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))

@@ -16,7 +16,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,9 @@ from meshwright.spec.placement import Placement, check_fit
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan, with_compiled
 from meshwright.spec.timeline import Timeline
-from meshwright.spec.workload import Loader
 from meshwright.training.agreement import check_same, check_same_batch
 from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
-from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
+from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack, with_loader
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
@@ -102,7 +100,7 @@ def prepare(
         plan = with_compiled(plan, compiled)
     rank, own_device = join_group(choose_device(plan, device))
     if feed is not None:
-        plan = _with_loader(plan, feed)
+        plan = with_loader(plan, feed)
     inputs, targets = unpack(batch)
     infers = plan.workload.kind == "inference"
     if infers:
@@ -400,10 +398,3 @@ def _first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
     cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
     inputs, targets = pytree.tree_unflatten(cut, spec)
     return inputs, targets
-
-
-def _with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
-    """The plan with instructions to load microbatches, where schedules have them; its own depth counts."""
-    if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
-        return plan
-    return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))
