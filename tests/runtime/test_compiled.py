@@ -12,7 +12,6 @@ from torch._inductor.utils import fresh_cache
 from meshwright.capture import capture_model, part
 from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.recompute import checkpoint_ranges
-from meshwright.zoo import load_model
 from tests.rank_results import read_results
 from tests.runtime.compiled_worker import CASES
 
@@ -71,20 +70,53 @@ def _hidden(leads):
 
 
 def test_a_layer_that_torch_cannot_compile_runs_as_it_is():
+    """Forward and backward; a lone product needs no compiler but for the gradient of its bias."""
     torch.manual_seed(0)
-    source = load_model("gpt-tiny")
-    captured = capture_model(source.model, source.inputs, targets=source.targets, loss=source.loss, verify=False)
-    graph = replace(captured.graph, compiled=1)
-    ops, size = range(len(graph.ops)), len(source.inputs[0])
-    module = checkpoint_ranges(part(captured, graph.inputs, graph.outputs, batch_size=size, ops=ops), graph, ops)
+    module, graph, inputs = whole(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.randn(4, 8))
     compilation = Compilation()
-    wanted = module(*source.inputs, *source.targets)[0]
+    wanted = gradients(module, inputs)
     compiled = compile_units(module, graph, compilation)
     # With errors for warnings, torch stops at one of its own while it prepares its message.
     lacking = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with warnings.catch_warnings(action="ignore"), fresh_cache(), lacking:
-        found = compiled(*source.inputs, *source.targets)[0]
-    assert torch.equal(found, wanted)
+        found = gradients(compiled, inputs)
+    for own, other in zip(found, wanted, strict=True):
+        assert torch.equal(own, other)
     ((reason, count),) = compilation.left_out.items()
     assert "No working C++ compiler" in reason
     assert count == compilation.num_units == len(graph.layers)
+
+
+@pytest.mark.timeout(300)
+def test_many_different_units_are_compiled_again():
+    """Torch stops after eight compilations of one function."""
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(4 + i, 5 + i), torch.nn.Tanh()) for i in range(10))
+    )
+    module, graph, inputs = whole(blocks, torch.randn(4, 4), again=True)
+    wanted, compilation = gradients(module, inputs), Compilation()
+    compiled = gradients(compile_units(module, graph, compilation), inputs)
+    assert compilation.left_out == {}
+    assert compilation.num_codes >= 10
+    for own, other in zip(compiled, wanted, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def whole(model, x, *, again=False):
+    """The module of a model's training graph whose layers are to be compiled, that graph, and a batch."""
+    captured = capture_model(
+        model, (x,), targets=(torch.zeros(len(x)),), loss=lambda y, t: (y.sum(1) - t).square().mean()
+    )
+    layers = tuple((layer.start, layer.stop) for layer in captured.graph.layers)
+    graph = replace(captured.graph, compiled=1, recompute=layers if again else ())
+    ops = range(len(graph.ops))
+    made = part(captured, graph.inputs, graph.outputs, batch_size=len(x), ops=ops)
+    return checkpoint_ranges(made, graph, ops), graph, (x, torch.zeros(len(x)))
+
+
+def gradients(module, inputs):
+    """The loss and the gradients of all parameters."""
+    parameters = [*module.parameters()]
+    loss = module(*inputs)[0]
+    return loss, *torch.autograd.grad(loss, parameters)

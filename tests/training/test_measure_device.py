@@ -14,6 +14,7 @@ import torch
 
 from meshwright.cost import CostModel, load_cost_model, other_torch
 from meshwright.cost.host_issue import load_host_calls
+from meshwright.cost.table import is_move
 from meshwright.records import make_records
 from meshwright.spec import (
     MeasurementError,
@@ -24,6 +25,7 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
+from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.training import device_table, measure_device
 from meshwright.training.device_ops import capture_unallocated, index_bounds
 from meshwright.training.device_table import device_table_on
@@ -46,7 +48,9 @@ def few_optimizers(monkeypatch):
 
     def measure(_clock, **options):
         asked.append(options)
-        return STEPS
+        steps = [replace(row, dtype=dtype) for dtype in options["states"] for row in STEPS]
+        copies = [replace(STEPS[0], kind=BUCKET_COPY, dtype=dtype, issue_s=0.0) for dtype in options["gradients"]]
+        return (*steps, *copies)
 
     for module in (measure_device, device_table):
         monkeypatch.setattr(module, "measure_device_optimizers", measure)
@@ -142,6 +146,29 @@ def test_rows_are_saved_as_they_come_and_a_second_call_takes_the_missing_ones(fe
     assert len(few_optimizers) == 1, "nor are optimizers timed again"
     other = replace(again.table, software="torch 2.12.0, Python 3.11")
     assert measured(known=other).num_kept == 0, "another torch keeps nothing"
+
+
+def test_another_precision_gets_optimizers_of_its_own(few_optimizers):
+    first = measured(precisions=["mixed"])
+    measured(precisions=["bfloat16"], known=first.table)
+    types = [(asked["states"], asked["gradients"]) for asked in few_optimizers]
+    assert types == [(("float32",), ("float32",)), (("bfloat16",), ("bfloat16",))]
+
+
+def test_conversions_that_an_interrupt_left_out_come_later():
+    whole = measured(precisions=["amp"]).table
+    ops = tuple(row for row in whole.ops if not is_move(row.key))
+    assert len(ops) < len(whole.ops)
+    again = measured(precisions=["amp"], known=replace(whole, ops=ops)).table
+    assert {row.key for row in again.ops} == {row.key for row in whole.ops}
+
+
+def test_issue_times_that_failed_once_are_taken_again():
+    whole = measured(precisions=["amp"]).table
+    first = whole.ops[0]
+    lost = replace(whole, ops=(replace(first, forward_issue_s=0.0, backward_issue_s=0.0), *whole.ops[1:]))
+    again = {row.key: row for row in measured(precisions=["amp"], known=lost).table.ops}
+    assert again[first.key].forward_issue_s > 0
 
 
 def test_a_table_of_another_device_is_refused_before_anything_is_timed():

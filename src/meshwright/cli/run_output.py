@@ -13,6 +13,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.measure_calibrate import calibration_tables
 from meshwright.cli.models import graph_of_plan
 from meshwright.cli.output import note, print_tables
+from meshwright.cli.planning import priced_by
 from meshwright.cli.recalling import recall_measurements
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
 
 
 def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded: int) -> None:
-    """Raise for a table that the plan cannot go by, or that its run cannot correct."""
-    from meshwright.records import load_measurements
-
+    """Raise for a table that the plan cannot go by, or that its run cannot correct; a note if another torch made it."""
     document = job.read_plan()
     if calibrate and isinstance(document, Plan) and document.compiled:
-        raise typer.BadParameter("--calibrate corrects times of ops, which compiled layers do not have: --no-compile.")
+        raise typer.BadParameter(
+            "--calibrate corrects times of single ops, which compiled layers do not have. Run with --no-compile to "
+            "calibrate."
+        )
     if calibrate and (not isinstance(document, Plan) or num_recorded < 2):
         raise typer.BadParameter("--calibrate fits one recorded step and judges by another, of a plan by layers.")
-    load_measurements(table, load_cluster(document.cluster))
+    priced_by(load_cluster(document.cluster), table, document.workload.precision)
 
 
 # What says something of a step in which nothing is computed.

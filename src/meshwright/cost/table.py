@@ -49,6 +49,11 @@ _CONVERTED = re.compile(r"aten\._to_copy\.default\((\d+):(\w+);dtype=torch\.(\w+
 _ADDED = re.compile(r"aten\.add_\.Tensor\((\d+):(\w+),\1:\2\|00\)")
 
 
+def is_move(key: str) -> bool:
+    """Whether a row of a table is a conversion or a sum beside ops, and no op of a graph."""
+    return bool(_CONVERTED.fullmatch(key) or _ADDED.fullmatch(key))
+
+
 class OpTable:
     """The measured ops of one table, looked up by op and batch size. Immutable after construction."""
 

@@ -4,7 +4,14 @@ from meshwright.measurement.allocation import is_out_of_memory
 from meshwright.measurement.batches import measure_batches
 from meshwright.measurement.device_clock import CudaClock, DeviceClock, Sample
 from meshwright.measurement.device_issue import measure_call, measure_issue
-from meshwright.measurement.device_ops import DeviceOp, Feed, make_move, materialised, measure_device_ops
+from meshwright.measurement.device_ops import (
+    DeviceOp,
+    Feed,
+    make_move,
+    materialised,
+    measure_device_ops,
+    refuse_fatal,
+)
 from meshwright.measurement.device_optimizers import measure_device_optimizers
 from meshwright.measurement.device_table import Sizes as TableSizes
 from meshwright.measurement.device_table import measure_device_table
@@ -51,5 +58,6 @@ __all__ = [
     "measure_rates",
     "measure_transfers",
     "merge_measurements",
+    "refuse_fatal",
     "run_ranks",
 ]

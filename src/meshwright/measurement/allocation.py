@@ -1,4 +1,4 @@
-"""Was memory what was lacking? Torch says it in several ways."""
+"""What an error of torch's says of the device: memory was lacking, or nothing runs there any more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ import torch
 # Torch's allocator for processors has no error of its own (c10/core/impl/alloc_cpu.cpp), nor have NVIDIA's libraries,
 # which allocate for themselves (CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED).
 _WORDS = ("can't allocate memory", "STATUS_ALLOC_FAILED")
+
+
+# Errors of CUDA that stay: every later call fails, too (cudaError_t in the CUDA runtime API).
+_FATAL = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "launch timed out",
+    "ECC error",
+    "hardware stack error",
+)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether a device is unusable for this process from now on."""
+    return any(words in str(error) for words in _FATAL)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from meshwright.measurement.allocation import is_out_of_memory
+from meshwright.measurement.allocation import is_fatal, is_out_of_memory
 from meshwright.measurement.device_clock import DeviceClock, Sample
 from meshwright.spec import EventSink, MeasurementError, NullSink, OpMeasurement
 
 # Copies of what a backward reads, at most, and together as many times the cache as leave nothing of one in it.
 _MOST_COPIES, _CACHES = 8, 2
-# After an error of this kind nothing runs on the device any more.
-_FATAL = ("device-side assert", "illegal memory access", "unspecified launch failure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +85,10 @@ def measure_device_ops(
             forward, backward, accumulate = _time(op, clock)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            if any(words in str(error) for words in _FATAL):
-                raise MeasurementError(
-                    f"{op.key} left {clock.device} unusable ({reason}). What was timed before is in the table; report "
-                    "the op, and measure again on a machine where it runs."
-                ) from error
+            refuse_fatal(error, op.key, clock)
             left_out[op.key] = "out of memory" if is_out_of_memory(error) else reason
             clock.release()
+            sink.progress("measure ops", done + 1, len(chosen))
             continue
         forward_issue_s, backward_issue_s = (issued or {}).get(op.key, (0.0, 0.0))
         write(
@@ -111,6 +106,15 @@ def measure_device_ops(
         clock.release()
         sink.progress("measure ops", done + 1, len(chosen))
     return left_out
+
+
+def refuse_fatal(error: Exception, what: str, clock: DeviceClock) -> None:
+    """Raise MeasurementError for an error after which nothing runs on the device any more."""
+    if is_fatal(error):
+        raise MeasurementError(
+            f"{what} left {clock.device} unusable ({str(error).strip().partition(chr(10))[0][:200]}). What was timed "
+            "before is in the table; report it, and measure again on a machine where it runs."
+        ) from error
 
 
 def _time(op: DeviceOp, clock: DeviceClock) -> tuple[Sample, Sample, float]:

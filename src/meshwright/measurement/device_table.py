@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.measurement.allocation import is_out_of_memory
 from meshwright.measurement.device_clock import DeviceClock
+from meshwright.measurement.device_ops import refuse_fatal
 from meshwright.records.device_table import device_row
 from meshwright.records.table import Row
 from meshwright.spec import EventSink, NullSink
@@ -26,7 +27,7 @@ from meshwright.spec import EventSink, NullSink
 aten = torch.ops.aten
 
 DTYPES = ("bfloat16", "float16", "float32")
-# What is left of a budget when it ends is written; the whole took 4 minutes at most where it was tried.
+# After so many seconds no further operator begins; a second call goes on.
 BUDGET_S = 300.0
 
 
@@ -102,8 +103,10 @@ def measure_device_table(
             with clock.side():
                 taken = clock.time([case.prepare()])
         except (RuntimeError, NotImplementedError) as error:
+            refuse_fatal(error, case.op, clock)
             reason = "out of memory" if is_out_of_memory(error) else str(error).strip().partition("\n")[0][:200]
-            left_out[f"{row['op']} {row['shapes']}"] = reason
+            kernel = f" by {case.kernel}" * bool(case.kernel)
+            left_out[f"{case.op} {row['shapes']} in {case.dtype}{kernel}"] = reason
         else:
             if taken.seconds:
                 write({**row, "seconds": taken.seconds, "spread": taken.spread, "num_samples": taken.num_samples})

@@ -25,8 +25,10 @@ import torch.distributed as dist
 from meshwright.host.processes import reaping
 from meshwright.spec import EventSink, MeasurementError, NullSink
 
-# Seconds that a process gets to end by itself once it was told to.
+# Seconds that a process gets to end by itself when it is asked to.
 _GRACE_S = 2.0
+# A rank whose connection broke may report that before the system has reaped the one that was killed.
+_KILLED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ def _collect(
                 case "result":
                     results[rank] = content
                 case "error":
+                    _refuse_killed(processes)
                     raise MeasurementError(f"Rank {rank} of the measurement failed: {content}")
                 case "progress":
                     sink.progress(*content)
@@ -115,12 +118,25 @@ def _receive(pipe: Connection, process: BaseProcess, rank: int) -> tuple[str, An
         return pipe.recv()
     except EOFError:
         process.join(_GRACE_S)
-        code = process.exitcode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        raise MeasurementError(
-            f"Rank {rank} of the measurement {how} before it had a result. A kill by signal 9 is often the system's "
-            "answer to a lack of memory: measure a smaller batch or fewer ranks."
-        ) from None
+        raise _ended(rank, process.exitcode) from None
+
+
+def _refuse_killed(processes: list[BaseProcess]) -> None:
+    """Raise for a rank that was killed: the error that another one reports is only the end of its connection."""
+    until = time.monotonic() + _KILLED_S
+    while time.monotonic() < until:
+        for rank, process in enumerate(processes):
+            if (code := process.exitcode) is not None and code < 0:
+                raise _ended(rank, code)
+        time.sleep(0.05)
+
+
+def _ended(rank: int, code: int | None) -> MeasurementError:
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+    return MeasurementError(
+        f"Rank {rank} of the measurement {how} before it had a result. A kill by signal 9 is often the system's "
+        "answer to a lack of memory: measure a smaller batch or fewer ranks."
+    )
 
 
 def _run_rank(

@@ -196,7 +196,7 @@ class Problem:
             "exchange": plan.exchange != exchange,
             "recompute": plan.recompute not in ranges,
             "offload": plan.offload not in chosen.offload,
-            "way to run layers (compiled or not)": plan.compiled != self.compiled,
+            "use of torch.compile": plan.compiled != self.compiled,
             "schedule": plan.schedule not in chosen.schedules,
             "number of stages": bool(chosen.num_stages)
             and not {len(plan.stages), len({stage.ranks for stage in plan.stages})} & set(chosen.num_stages),

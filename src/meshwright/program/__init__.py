@@ -21,7 +21,14 @@ from meshwright.program.check import check_program
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
-from meshwright.program.lowering import STAYS_EAGER, as_run, lower_graph, lower_plan, own_workload, unlower_plan
+from meshwright.program.lowering import (
+    STAYS_EAGER,
+    graph_of_program,
+    lower_graph,
+    lower_plan,
+    own_workload,
+    unlower_plan,
+)
 from meshwright.program.offload import PIECES_AT_HAND, HostPiece, host_pieces
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
@@ -76,7 +83,6 @@ __all__ = [
     "ShardedGraph",
     "StageTimes",
     "WrittenOrders",
-    "as_run",
     "build_folded_program",
     "build_placed_program",
     "build_program",
@@ -90,6 +96,7 @@ __all__ = [
     "folded_buckets",
     "fsdp_collectives",
     "gradient_buckets",
+    "graph_of_program",
     "host_pieces",
     "local_microbatches",
     "lower_graph",

@@ -84,7 +84,7 @@ STAYS_EAGER = (
 )
 
 
-def as_run(graph: Graph, program: Program) -> Graph:
+def graph_of_program(graph: Graph, program: Program) -> Graph:
     """The graph of a plan as its program runs it: not compiled where backwards come in two parts."""
     return _eager(graph) if graph.compiled and program.splits_backwards else graph
 

@@ -1,8 +1,8 @@
 """Compile the layers of a rank before its first step: one microbatch of zeros, forward and backward, in every stage.
 
 All ranks compile at the same time, instead of one after the other as a first microbatch reaches them. Nothing is sent
-between stages; replicas that share parameters out gather them together, as in a step. Afterwards weights, buffers,
-gradients and random numbers are as they were.
+between stages; replicas that share parameters out gather them together, as in a step. Afterwards weights, buffers and
+random numbers are as they were, and there are no gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compile_ahead(
     """Run one microbatch of zeros. All processes call it together."""
     compilation = share.model.compilation
     total = compilation.num_codes
-    task = f"compile {format_count(compilation.num_units, 'layer')}"
+    task = f"compile {format_count(total, 'kind', 'kinds')} of layers"
     if total:
         compilation.on_progress = lambda done: events.progress(task, done, total)
         events.progress(task, 0, total)
@@ -47,6 +47,9 @@ def compile_ahead(
     for item, value in zip(buffers, kept, strict=True):
         item.data.copy_(value)
     write_generator(device, generator)
+    if device.type == "cuda":
+        # What the compiler held on to would count as the run's.
+        torch.cuda.empty_cache()
 
 
 def _run(

@@ -11,17 +11,19 @@ What torch cannot compile runs as it is, and `Compilation.left_out` says why.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch_config
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
+from torch._inductor.exc import InductorError
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.runtime.partitioning import UnitPartitioner
@@ -30,14 +32,8 @@ from meshwright.runtime.recompute import Again
 from meshwright.spec.compiled_units import compiled_units
 from meshwright.spec.graph import Graph
 
-# Errors of torch's compiler; inductor's own name is younger than some versions of torch.
-_REFUSALS: tuple[type[Exception], ...] = (TorchDynamoException,)
-try:
-    from torch._inductor.exc import InductorError
-
-    _REFUSALS = (TorchDynamoException, InductorError)
-except ImportError:  # pragma: no cover - before torch 2.7 dynamo's error carries inductor's
-    pass
+# Errors of torch's compiler.
+_REFUSALS = (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
 
 _LONGEST_REASON = 200
 
@@ -57,12 +53,12 @@ class Compilation:
     left_out: Counter[str] = field(default_factory=Counter)
     refused: str = ""
     on_progress: Callable[[int], None] = lambda _: None
-    _codes: dict[object, _Code] = field(default_factory=dict)
+    codes: dict[object, _Code] = field(default_factory=dict)
 
     @property
     def num_codes(self) -> int:
         """Units that differ."""
-        return len(self._codes)
+        return len(self.codes)
 
     def code_of(self, body: fx.GraphModule, given: object, *, draws_random: bool, again: bool = False) -> _Code:
         """The code of a unit that reads tensors of such shapes and types; the same for units that are alike.
@@ -70,19 +66,22 @@ class Compilation:
         ``again``: it is computed again in the backward.
         """
         key = _likeness(body), given, again
-        if key not in self._codes:
-            self._codes[key] = _Code(body, self, draws_random=draws_random, again=again)
+        if key not in self.codes:
+            self.codes[key] = _Code(body, self, draws_random=draws_random, again=again)
         self.num_units += 1
-        self._codes[key].num_units += 1
-        return self._codes[key]
+        self.codes[key].num_units += 1
+        return self.codes[key]
 
 
 class _Code:
-    """A unit's graph, compiled at its first call."""
+    """A unit's graph, compiled at its first call, backward included: what cannot be compiled is known then.
+
+    Units of other strides than the first are compiled when they come.
+    """
 
     def __init__(self, body: fx.GraphModule, compilation: Compilation, *, draws_random: bool, again: bool) -> None:
         options: dict[str, Any] = {"fallback_random": True} if draws_random else {}
-        self._body: Callable[..., Any] = partial(_run_again, body) if again else body
+        self._body: Callable[..., Any] = _again(body, len(compilation.codes)) if again else body
         self._compilation = compilation
         self._compiled = torch.compile(self._body, fullgraph=True, dynamic=False, options=options)
         self._call: Callable[..., Any] = self._first
@@ -95,21 +94,42 @@ class _Code:
     def _first(self, *given: torch.Tensor) -> Any:
         begin = time.perf_counter()
         try:
-            with inductor_config.patch(custom_partitioner_fn=UnitPartitioner()):
-                made, self._call = self._compiled(*given), self._compiled
+            with (
+                # Torch looks at gradients of what is given, which a backward does not leave there.
+                warnings.catch_warnings(action="ignore", category=UserWarning),
+                inductor_config.patch(custom_partitioner_fn=UnitPartitioner()),
+                # A backward runs outside of autocast, as it does without compiling.
+                functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off"),
+            ):
+                made, self._call = self._compiled(*given), self._later
         except _REFUSALS as error:
-            self._compilation.left_out[_reason(error)] += self.num_units
-            self._call = self._body
-            made = self._body(*given)
+            made = self._refuse(error, given)
         self._compilation.seconds += time.perf_counter() - begin
         self._compilation.done += 1
         self._compilation.on_progress(self._compilation.done)
         return made
 
+    def _later(self, *given: torch.Tensor) -> Any:
+        try:
+            return self._compiled(*given)
+        except _REFUSALS as error:
+            return self._refuse(error, given)
 
-def _run_again(body: fx.GraphModule, *given: torch.Tensor) -> Any:
+    def _refuse(self, error: Exception, given: tuple[torch.Tensor, ...]) -> Any:
+        self._compilation.left_out[_reason(error)] += self.num_units
+        self._call = self._body
+        return self._body(*given)
+
+
+def _again(body: fx.GraphModule, number: int) -> Callable[..., Any]:
     """A unit under checkpoint, which torch compiles with it: its backward begins with the unit's ops."""
-    return checkpoint(body, *given, use_reentrant=False) if torch.is_grad_enabled() else body(*given)
+
+    def run(*given: torch.Tensor) -> Any:
+        return checkpoint(body, *given, use_reentrant=False) if torch.is_grad_enabled() else body(*given)
+
+    # Torch counts compilations by code, and stops after a few: each unit has a code of its own.
+    run.__code__ = run.__code__.replace(co_name=f"unit_{number}")
+    return run
 
 
 class CompiledUnit(torch.nn.Module):

@@ -19,6 +19,9 @@ from meshwright.runtime.transport import Layout
 from meshwright.spec.graph import Graph
 from meshwright.spec.slices import StageSlice
 
+# Ops whose result depends on strides.
+_BY_MEMORY = ("aten.as_strided", "aten.set_", "aten.resize")
+
 
 def channel_layouts(
     graph: Graph,
@@ -61,9 +64,10 @@ def takes_channels_last(
     """Whether a graph with convolutions computes the same of images whose channels are last.
 
     Compiled convolutions are several times as fast so, and each unit would convert what it is given. A captured view
-    may not fit the other strides.
+    may not fit the other strides, and some ops read memory in its order.
     """
-    if not any("conv" in op.kind for op in graph.ops):
+    kinds = [op.kind for op in graph.ops]
+    if not any("conv" in kind for kind in kinds) or any(kind.startswith(_BY_MEMORY) for kind in kinds):
         return False
     try:
         _fake_values(graph, make_module(graph.outputs), batch_size, device, autocast, channels_last=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.cost import CostModel
-from meshwright.program import Bucket, Fold, as_run
+from meshwright.program import Bucket, Fold, graph_of_program
 from meshwright.simulator.host_issue import issued_run
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices
@@ -60,7 +60,7 @@ def expand_ops(
     fold: Fold | None = None,
 ) -> OpSpans:
     """The ops of all forwards and backwards of a run; arguments as of `price_program`."""
-    graph = as_run(graph, program)
+    graph = graph_of_program(graph, program)
     buckets = exchanged_buckets(plan, graph, fold)
     devices = fold.ranks if fold else tuple(range(program.num_ranks))
     whole = fold.whole if fold else plan

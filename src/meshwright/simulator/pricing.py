@@ -21,7 +21,7 @@ from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import FIRST, LAST, backend_of, library_workspaces
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
-from meshwright.program import Bucket, Fold, as_run, folded_buckets, gradient_buckets, host_pieces
+from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, graph_of_program, host_pieces
 from meshwright.program.parts import cut_parts
 from meshwright.simulator.alike import find_distinct, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
@@ -73,7 +73,7 @@ def price_program(
             "The plan splits ops or computes again, but its prices were asked for a whole graph. Price what "
             "`form_teams` gives for it."
         )
-    graph = as_run(graph, program)
+    graph = graph_of_program(graph, program)
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
     durations, host, exchanged, takes, frees, issue = zip(*pricer.classes, strict=True)

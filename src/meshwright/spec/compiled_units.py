@@ -3,8 +3,8 @@
 A unit has one backward, so that the gradients of all its parameters come at its end: one unit for a whole stage would
 leave no backward beside which the first of them could be exchanged. Layers are also what fully sharded replicas gather
 and let go (`program.sharding.zero`), and those that repeat share one compilation. Where a stage whose gradients are
-summed in buckets has few layers, these are cut into parts: what leaves last, the gradients of one unit, is what no
-backward hides.
+summed in buckets has few layers, these are cut into parts: the gradients of the last unit are summed after the backward
+has ended.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def _cuts(graph: Graph, start: int, stop: int) -> Iterator[int]:
         close = [
             start + place + 1
             for place, share in enumerate(shares)
-            if abs(share - part / count) < 0.5 / count and _is_apart(graph, start, start + place + 1, stop)
+            if abs(share - part / count) < 0.5 / count and _is_legal_cut(graph, start, start + place + 1, stop)
         ]
         if close:
             # Of equal places the last: views and sums stay with what makes them.
-            yield min(reversed(close), key=lambda cut: _crossing(graph, start, cut, stop))
+            yield min(reversed(close), key=lambda cut: _handed_on(graph, start, cut, stop))
 
 
-def _crossing(graph: Graph, start: int, cut: int, stop: int) -> int:
+def _handed_on(graph: Graph, start: int, cut: int, stop: int) -> int:
     """Elements that are made in a layer before a cut, or read on both sides, and read behind it."""
     behind = {graph.tensors[i].storage for op in graph.ops[cut:stop] for i in op.inputs}
     behind |= {graph.tensors[i].storage for i in graph.outputs}
@@ -100,7 +100,7 @@ def _crossing(graph: Graph, start: int, cut: int, stop: int) -> int:
     return sum(graph.tensors[i].num_elements(1) for i in behind & known if graph.tensors[i].role == "activation")
 
 
-def _is_apart(graph: Graph, start: int, cut: int, stop: int) -> bool:
+def _is_legal_cut(graph: Graph, start: int, cut: int, stop: int) -> bool:
     """Whether nothing that is made before a cut is written behind it."""
     made = {graph.tensors[i].storage for op in graph.ops[start:cut] for i in op.outputs}
     written = {

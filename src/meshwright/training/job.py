@@ -107,9 +107,11 @@ class CompiledLayers:
         if self.refused:
             return [self.refused]
         parts = format_count(self.num_units - sum(self.eager.values()), "part")
-        kinds = format_count(self.num_codes, "different one")
-        told = [f"compiled: {parts} of layers ({kinds}) in {format_seconds(self.seconds)} before the first step"]
-        return told + [f"{format_count(count, 'part')} ran eagerly: {reason}" for reason, count in self.eager.items()]
+        kinds = format_count(self.num_codes, "kind")
+        lines = [
+            f"compiled: {parts} of layers on all ranks ({kinds}), in {format_seconds(self.seconds)} before the first step"
+        ]
+        return lines + [f"{format_count(count, 'part')} ran eagerly: {reason}" for reason, count in self.eager.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

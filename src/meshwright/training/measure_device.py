@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from meshwright.cost.table import is_move
 from meshwright.host import Host, find_gpu_state, name_gpu
 from meshwright.measurement import (
     CudaClock,
@@ -21,6 +22,7 @@ from meshwright.measurement import (
     measure_issue,
     measure_links,
     merge_measurements,
+    refuse_fatal,
 )
 from meshwright.records import to_measurements
 from meshwright.spec import (
@@ -29,6 +31,7 @@ from meshwright.spec import (
     Measurements,
     OpMeasurement,
 )
+from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import SIMULATED_ONLY, Precision, numbers_of
 from meshwright.training.device_ops import ModelOps, capture_unallocated
 from meshwright.training.measure import Sizes, host_overhead
@@ -114,15 +117,16 @@ def measure_on(
             model = ModelOps(captured, numbers_of(word), size, clock.device)
             missing = [op for op in model.ops() if op.key not in writer.kept]
             writer.num_kept += len(model.keys) - len(missing)
-            if not missing:
-                continue
-            issued = _issue(model, clock, repeats, left_out, events)
             chosen = (*missing, *model.moves(writer.kept))
+            if not chosen:
+                continue
+            issued = _issue(model, clock, repeats, left_out, events) if missing else {}
             left_out |= measure_device_ops(chosen, clock, writer.add, issued=issued, events=events)
-    if not writer.has_optimizers:
-        dtypes = dict.fromkeys(numbers_of(word).states for word in precisions)
-        gradients = dict.fromkeys(numbers_of(word).gradients for word in precisions)
-        rows = measure_device_optimizers(clock, states=tuple(dtypes), gradients=tuple(gradients), events=events)
+    states = dict.fromkeys(numbers_of(word).states for word in precisions)
+    gradients = dict.fromkeys(numbers_of(word).gradients for word in precisions)
+    wanted = writer.without_steps(tuple(states)), writer.without_copies(tuple(gradients))
+    if any(wanted):
+        rows = measure_device_optimizers(clock, states=wanted[0], gradients=wanted[1], events=events)
         writer.put(optimizers=rows)
     return DeviceRun(table=writer.save(), left_out=left_out, num_kept=writer.num_kept)
 
@@ -146,9 +150,22 @@ class _Writer:
         self._rows = {row.key: row for row in self._table.ops}
         self._save, self._every_s, self._saved = save, every_s, time.monotonic()
         same = known is not None and known.software == empty.software
-        self.kept = frozenset(self._rows) if same else frozenset()
-        self.has_optimizers = same and any(row.issue_s for row in self._table.optimizers)
+        # Ops that a host issues have a time for that, unless their layer did not run.
+        issued = any(row.forward_issue_s for row in self._rows.values())
+        done = (key for key, row in self._rows.items() if row.forward_issue_s or not issued or is_move(key))
+        self.kept = frozenset(done) if same else frozenset()
+        steps = self._table.optimizers if same else ()
+        self._steps = {row.dtype for row in steps if row.issue_s}
+        self._copies = {row.dtype for row in steps if row.kind == BUCKET_COPY}
         self.num_kept = 0
+
+    def without_steps(self, states: tuple[str, ...]) -> tuple[str, ...]:
+        """Types of optimizer states that were not measured."""
+        return tuple(dtype for dtype in states if dtype not in self._steps)
+
+    def without_copies(self, gradients: tuple[str, ...]) -> tuple[str, ...]:
+        """Types of gradients whose copies into buckets were not measured."""
+        return tuple(dtype for dtype in gradients if dtype not in self._copies)
 
     def add(self, row: OpMeasurement) -> None:
         self._rows[row.key] = row
@@ -179,6 +196,7 @@ def _issue(
         try:
             taken = measure_issue([make], clock, repeats=repeats, surrounding=model.surrounding, events=events)
         except Exception as error:
+            refuse_fatal(error, f"Layer {name}", clock)
             left_out[f"issuing of layer {name}"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
             clock.release()
             continue

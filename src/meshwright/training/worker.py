@@ -156,7 +156,6 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         repair=job_repair(job),
         clip_norm=job.clip_norm,
         device=job.device,
-        compiled=job.compiled,
         events=events if dist.get_rank() == 0 else None,
     )
     compiled = gather_compiled(trainer)

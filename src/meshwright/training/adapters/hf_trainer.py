@@ -345,7 +345,7 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
         "deepspeed": ("the plan's own parallelism", "Leave it out, and plan with --zero for sharded states."),
         "fsdp": ("the plan's own parallelism", "Leave it out, and plan with --zero for sharded states."),
         "parallelism_config": ("the plan's own parallelism", "Leave it out."),
-        "torch_compile": ("the captured model", "Leave it out."),
+        "torch_compile": ("the captured model", "Leave it out, and plan with --compile."),
         "activation_checkpointing": ("the plan's recomputation", "Leave it out, and plan with --recompute."),
         "gradient_checkpointing": ("the plan's recomputation", "Leave it out, and plan with --recompute."),
         "use_liger_kernel": ("the model as it was planned", "Leave it out."),
