@@ -109,7 +109,7 @@ class CompiledLayers:
         parts = format_count(self.num_units - sum(self.eager.values()), "part")
         kinds = format_count(self.num_codes, "kind")
         lines = [
-            f"compiled: {parts} of layers on all ranks ({kinds}), in {format_seconds(self.seconds)} before the first step"
+            f"compiled: {parts} of layers on all ranks ({kinds}), in {format_seconds(self.seconds)} before step 1"
         ]
         return lines + [f"{format_count(count, 'part')} ran eagerly: {reason}" for reason, count in self.eager.items()]
 
