@@ -34,8 +34,10 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     check_plan(plan, graph)
     local = lower_graph(graph, plan.sharding, plan.recompute, compiled=parts_of_layers(plan))
     workload = own_workload(plan.workload, plan.sharding)
-    plan = replace(plan, graph_hash=local.content_hash, workload=workload)
-    return replace(plan, sharding=UNSHARDED, recompute=(), compiled=False), local
+    own = replace(
+        plan, graph_hash=local.content_hash, workload=workload, sharding=UNSHARDED, recompute=(), compiled=False
+    )
+    return own, local
 
 
 def own_workload(workload: Workload, sharding: Sharding) -> Workload:

@@ -108,9 +108,7 @@ class CompiledLayers:
             return [self.refused]
         parts = format_count(self.num_units - sum(self.eager.values()), "part")
         kinds = format_count(self.num_codes, "kind")
-        lines = [
-            f"compiled: {parts} of layers on all ranks ({kinds}), in {format_seconds(self.seconds)} before step 1"
-        ]
+        lines = [f"compiled: {parts} of layers on all ranks ({kinds}), in {format_seconds(self.seconds)} before step 1"]
         return lines + [f"{format_count(count, 'part')} ran eagerly: {reason}" for reason, count in self.eager.items()]
 
 
