@@ -126,7 +126,6 @@ def test_sizes_that_do_not_fit_are_named(run, monkeypatch):
         (["gpt-tiny", "--batches", "1", "--device", "cpu", "--image-size", "8"], 1, "has no image size"),
         (["gtp-tiny", "--batches", "1", "--device", "cpu"], 1, "did you mean 'gpt-tiny'?"),
         (["gpt-tiny", "--batches", "1", "--out", "m.txt"], 1, "end in .json (one device) or .parquet (many)"),
-        (["gpt-tiny", "--device", "cpu"], 2, "--device belongs to --from and --batches"),
     ],
 )
 def test_what_cannot_be_meant(run, tmp_path, words, code, told):

@@ -27,6 +27,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "zoo" / "configs"
 MODELS = {
     "gpt": lambda: load_model("gpt-tiny"),
     "resnet": lambda: load_model("resnet-tiny"),
+    "vgg": lambda: load_model("vgg-tiny"),
     "llama": lambda: load_model(str(CONFIGS / "llama.json"), batch_size=SIZE, sequence_length=8),
     "dropout": lambda: load_model(str(CONFIGS / "gpt2.json"), batch_size=SIZE, sequence_length=8),
 }
@@ -47,6 +48,7 @@ CASES = [
     ("resnet", "again"),
     ("dropout", "again"),
     ("dropout", "stages"),
+    *(("vgg", layout) for layout in ("stages", "zero 3")),
 ]
 
 

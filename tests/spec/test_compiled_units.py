@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.spec import GraphError, compiled_units
+from meshwright.spec import GradientExchange, GraphError, StagePlan, compiled_units
 from meshwright.spec.collective import Collective
-from meshwright.spec.compiled_units import unit_starts
-from tests.graphs import chain_graph
+from meshwright.spec.compiled_units import AS_LAYERS, parts_of_layers, unit_starts
+from tests.graphs import chain_graph, make_plan
 
 
 def test_units_are_layers():
@@ -29,6 +29,27 @@ def test_what_is_computed_again_and_what_exchanges_parts_a_unit():
     exchanging = replace(again, collectives=(inside, at_step))
     assert compiled_units(exchanging) == ((0, 1), (1, 3), (3, 4), (5, 6))
     assert unit_starts(exchanging) == (0, 1, 1, 3, 4, 5)
+
+
+def test_small_layers_are_joined_but_not_where_they_are_gathered():
+    graph = chain_graph(40)
+    joined = compiled_units(replace(graph, compiled=1))
+    # Five of 40 equal weights are an eighth of them.
+    assert joined == tuple((start, start + 5) for start in range(0, 40, 5))
+    assert len(compiled_units(replace(graph, compiled=AS_LAYERS))) == 40
+    frozen = replace(chain_graph(40, frozen=30), compiled=1)
+    assert compiled_units(frozen)[:2] == ((0, 12), (12, 24)), "what is not trained delays no gradient"
+
+
+def test_plans_say_what_is_cut_and_joined():
+    graph = chain_graph(16)
+    stages = (StagePlan(start=0, stop=2, ranks=(0, 1)), StagePlan(start=2, stop=16, ranks=(2,)))
+    plan = replace(make_plan(graph, [(0, 16)], [1], 2), stages=stages)
+    assert parts_of_layers(plan) == 0
+    assert parts_of_layers(replace(plan, compiled=True)) == 4
+    alone = replace(plan, compiled=True, stages=(replace(stages[1], start=0, ranks=(0,)),))
+    assert parts_of_layers(alone) == 1
+    assert parts_of_layers(replace(alone, exchange=GradientExchange(zero=3))) == AS_LAYERS
 
 
 def test_a_graph_with_its_own_backward_is_not_compiled():

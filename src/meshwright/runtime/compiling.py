@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -159,11 +159,12 @@ def compile_units(module: torch.nn.Module, graph: Graph, compilation: Compilatio
 def _compile_inside(module: fx.GraphModule, graph: Graph, compilation: Compilation) -> None:
     for number, (start, stop) in enumerate(compiled_units(graph)):
         nodes = [node for node in module.graph.nodes if (own := find_ops(node)) and start <= own[0] and own[1] < stop]
-        if {op for node in nodes for op in _ops_of(node)} != set(range(start, stop)):
+        ops = {op for node in nodes for op in _ops_of(node)}
+        if all(graph.ops[op].replicable for op in ops):
             # Of other stages' layers a stage computes a few ops again.
             continue
         calls = {str(node.target): module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
-        wrap = _wrapper(graph, range(start, stop), compilation)
+        wrap = _wrapper(graph, sorted(ops), compilation)
         again = [name for name, item in calls.items() if isinstance(item, Again)]
         for name in again:
             module.add_submodule(name, wrap(cast("Again", calls[name]).body, again=True))
@@ -171,7 +172,7 @@ def _compile_inside(module: fx.GraphModule, graph: Graph, compilation: Compilati
             enclose(module, f"compiled_{number}", nodes, wrap, ())
 
 
-def _wrapper(graph: Graph, ops: range, compilation: Compilation) -> Callable[..., CompiledUnit]:
+def _wrapper(graph: Graph, ops: Sequence[int], compilation: Compilation) -> Callable[..., CompiledUnit]:
     draws_random = any(graph.ops[op].random for op in ops)
     read = [graph.tensors[i] for op in ops for i in graph.ops[op].inputs]
     given = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in read)

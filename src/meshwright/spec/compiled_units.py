@@ -1,10 +1,11 @@
-"""Which ops of a graph are compiled together: those of a layer or of a part of it, and never more.
+"""Which ops of a graph are compiled together: those of a layer, of a part of it, or of a few small layers.
 
 A unit has one backward, so that the gradients of all its parameters come at its end: one unit for a whole stage would
 leave no backward beside which the first of them could be exchanged. Layers are also what fully sharded replicas gather
 and let go (`program.sharding.zero`), and those that repeat share one compilation. Where a stage whose gradients are
 summed in buckets has few layers, these are cut into parts: the gradients of the last unit are summed after the backward
-has ended.
+has ended. Elements of an ``nn.Sequential`` are layers of an op or two, between which there is much to fuse: neighbours
+are joined while a unit has few ops and few of the weights, but not where layers are gathered.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ if TYPE_CHECKING:
 _LEAST_UNITS = 8
 # A product or two in each part of a block.
 _MOST_PARTS = 4
+# Ops of a unit of joined layers: a convolution, its norm and what follows, a few times over. Blocks have more.
+_FEW_OPS = 12
+# Layers are units as they are.
+AS_LAYERS = -1
 
 
 def parts_of_layers(plan: Plan) -> int:
-    """Into how many parts each layer of a plan is cut to be compiled; 0 where none is compiled."""
+    """Into how many parts each layer of a plan is cut to be compiled, 1: small ones are joined.
+
+    `AS_LAYERS` where layers are gathered (ZeRO 2 and 3), 0 where none is compiled.
+    """
     if not plan.compiled:
         return 0
-    in_buckets = plan.exchange.zero < 2
-    counts = [stage.stop - stage.start for stage in plan.stages if len(stage.ranks) > 1 and in_buckets]
+    if plan.exchange.zero >= 2:
+        return AS_LAYERS
+    counts = [stage.stop - stage.start for stage in plan.stages if len(stage.ranks) > 1]
     return min(-(-_LEAST_UNITS // min(counts)), _MOST_PARTS) if counts else 1
 
 
@@ -44,7 +53,7 @@ def compiled_units(graph: Graph) -> Ranges:
     if not graph.compiled:
         return ()
     left_out = {item.at for item in graph.collectives if item.phase != "step"}
-    edges = {edge for layer in graph.layers for edge in (layer.start, layer.stop)}
+    edges = {edge for layer in graph.layers for edge in (layer.start, layer.stop)} - _joints(graph)
     edges |= {cut for layer in graph.layers for cut in _cuts(graph, layer.start, layer.stop)}
     edges |= {edge for op in left_out for edge in (op, op + 1)}
     for start, stop in graph.recompute:
@@ -65,20 +74,36 @@ def unit_starts(graph: Graph) -> tuple[int, ...]:
     return tuple(starts)
 
 
+def _joints(graph: Graph) -> set[int]:
+    """Boundaries of layers that are compiled together."""
+    if graph.compiled == AS_LAYERS:
+        return set()
+    most = sum(_weights(graph, op) for op in range(len(graph.ops))) / _LEAST_UNITS
+    found: set[int] = set()
+    num_ops = weights = 0
+    for layer in graph.layers:
+        own = sum(_weights(graph, op) for op in range(layer.start, layer.stop))
+        size = layer.stop - layer.start
+        if num_ops and num_ops + size <= _FEW_OPS and (not own or weights + own <= most):
+            found.add(layer.start)
+            num_ops, weights = num_ops + size, weights + own
+        else:
+            num_ops, weights = size, own
+    return found
+
+
+def _weights(graph: Graph, op: int) -> int:
+    """Elements of the trained parameters that an op reads."""
+    read = [graph.tensors[i] for i in dict.fromkeys(graph.ops[op].inputs)]
+    return sum(tensor.num_elements(1) for tensor in read if tensor.role == "parameter" and tensor.requires_grad)
+
+
 def _cuts(graph: Graph, start: int, stop: int) -> Iterator[int]:
     """Where a layer is cut into parts of about equal weights, with the least to hand on between them."""
     count = graph.compiled
     if count < 2:
         return
-    tensors = graph.tensors
-    weights = [
-        sum(
-            tensors[i].num_elements(1)
-            for i in set(op.inputs)
-            if tensors[i].role == "parameter" and tensors[i].requires_grad
-        )
-        for op in graph.ops[start:stop]
-    ]
+    weights = [_weights(graph, op) for op in range(start, stop)]
     total, before = sum(weights), 0
     shares = [(before := before + weight) / total for weight in weights[:-1]] if total else []
     for part in range(1, count):
