@@ -14,7 +14,6 @@ import torch
 
 from meshwright.cost import CostModel, load_cost_model, other_torch
 from meshwright.cost.host_issue import load_host_calls
-from meshwright.cost.table import is_move
 from meshwright.records import make_records
 from meshwright.spec import (
     MeasurementError,
@@ -25,7 +24,7 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
-from meshwright.spec.measurements import BUCKET_COPY
+from meshwright.spec.measurements import BUCKET_COPY, read_move_key
 from meshwright.training import device_table, measure_device
 from meshwright.training.device_ops import capture_unallocated, index_bounds
 from meshwright.training.device_table import device_table_on
@@ -157,7 +156,7 @@ def test_another_precision_gets_optimizers_of_its_own(few_optimizers):
 
 def test_conversions_that_an_interrupt_left_out_come_later():
     whole = measured(precisions=["amp"]).table
-    ops = tuple(row for row in whole.ops if not is_move(row.key))
+    ops = tuple(row for row in whole.ops if read_move_key(row.key) is None)
     assert len(ops) < len(whole.ops)
     again = measured(precisions=["amp"], known=replace(whole, ops=ops)).table
     assert {row.key for row in again.ops} == {row.key for row in whole.ops}

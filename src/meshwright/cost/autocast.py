@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from meshwright.cost.traits import family_of, is_in_place, operator_name
+from meshwright.cost.traits import family_of, operator_name
 from meshwright.spec.graph import Graph, Op, Tensor
 from meshwright.spec.precision import Numbers
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
@@ -112,7 +112,7 @@ def _output_type(graph: Graph, op: Op, types: list[str], lower: str) -> str:
     inputs = [i for i in op.inputs if types[i] in FLOAT_DTYPES]
     if name in _BY_ARGUMENT or not inputs:
         return ""
-    if is_in_place(op) or name in _AS_FIRST:
+    if op.is_in_place or name in _AS_FIRST:
         return types[inputs[0]]
     if name == "type_as":
         return types[inputs[-1]]

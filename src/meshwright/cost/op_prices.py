@@ -20,7 +20,7 @@ from meshwright.cost.conversions import (
     widened_gradients,
     with_conversions,
 )
-from meshwright.cost.fusion.prices import ClassPrices, price_compiled
+from meshwright.cost.fusion.prices import ClassPrices, UnitPricer
 from meshwright.cost.gpu.padding import price_padded, without_odd_sizes
 from meshwright.cost.gpu.prices import price_launches
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
@@ -138,9 +138,9 @@ def price_sizes(
         known = ClassPrices(
             alone=each, dense=kept if gpu is not None else each, widened=widened, issued=issued, measured=measured
         )
-        found = price_compiled(
+        found = UnitPricer(
             graph, size, classes, known, types, usual, numbers, widths, gpu, sources.software.host_factor
-        )
+        ).price_all()
         own = np.arange(len(graph.ops))
         gathered.append(gather_prices(found.prices, own, graph, exchanges, slowdown, found.issued, classes.class_of))
     return gathered

@@ -30,6 +30,7 @@ from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds, bound_op
 from meshwright.cost.work import key_in
+from meshwright.spec.measurements import read_move_key
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -43,15 +44,6 @@ INTERPOLATED = Interval(low=0.91, high=1.32)
 TRANSFERRED = Interval(low=0.70, high=1.34)
 ROOFLINE = Interval(low=0.81, high=8.85)
 GPU_ROOFLINE = Interval(low=0.65, high=2.58)
-
-# Rows of conversions and sums, of all elements in one dim: what stands beside ops has no key of its own in a graph.
-_CONVERTED = re.compile(r"aten\._to_copy\.default\((\d+):(\w+);dtype=torch\.(\w+)\|0\)")
-_ADDED = re.compile(r"aten\.add_\.Tensor\((\d+):(\w+),\1:\2\|00\)")
-
-
-def is_move(key: str) -> bool:
-    """Whether a row of a table is a conversion or a sum beside ops, and no op of a graph."""
-    return bool(_CONVERTED.fullmatch(key) or _ADDED.fullmatch(key))
 
 
 class OpTable:
@@ -136,15 +128,10 @@ def _moved_curves(measurements: Measurements) -> dict[tuple[int, int, bool], Cur
     """Seconds by elements of each conversion and sum that was measured, by bytes read and written of an element."""
     points: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
     for entry in measurements.ops:
-        if converted := _CONVERTED.fullmatch(entry.key):
-            count, read, written, adds = *converted.groups(), False
-        elif added := _ADDED.fullmatch(entry.key):
-            count, read, written, adds = added[1], added[2], added[2], True
-        else:
-            continue
-        if entry.forward_s and read in DTYPE_BYTES and written in DTYPE_BYTES:
-            kind = (DTYPE_BYTES[read], DTYPE_BYTES[written], adds)
-            points.setdefault(kind, []).append((float(count), entry.forward_s))
+        move = read_move_key(entry.key)
+        if move is not None and entry.forward_s and move.read in DTYPE_BYTES and move.written in DTYPE_BYTES:
+            kind = (DTYPE_BYTES[move.read], DTYPE_BYTES[move.written], move.adds)
+            points.setdefault(kind, []).append((float(move.elements), entry.forward_s))
     return {kind: fit_curve(measured) for kind, measured in points.items()}
 
 

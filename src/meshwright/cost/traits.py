@@ -43,15 +43,9 @@ def family_of(op: Op) -> str:
     return known.family if known is not None else ""
 
 
-def is_in_place(op: Op) -> bool:
-    """Whether the op writes into an input, by torch's naming rule (a trailing underscore)."""
-    name = operator_name(op)
-    return name.endswith("_") and not name.endswith("__")
-
-
 def is_view(graph: Graph, op: Op) -> bool:
     """Whether the op only looks at memory that another tensor owns (or makes nothing at all)."""
-    if is_in_place(op) or op.flops.fixed or op.flops.per_sample:
+    if op.is_in_place or op.flops.fixed or op.flops.per_sample:
         return False
     return all(graph.tensors[i].storage != i for i in op.outputs)
 
@@ -88,7 +82,7 @@ class _Count:
         if is_view(self.graph, self.op):
             return Amount(num_views=1)
         tensors = self.graph.tensors
-        written = self._size(i for i in self.op.outputs if is_in_place(self.op) or tensors[i].storage == i)
+        written = self._size(i for i in self.op.outputs if self.op.is_in_place or tensors[i].storage == i)
         return Amount(num_bytes=self._size(self.op.inputs) + written, num_kernels=1)
 
     def backward(self) -> Amount:

@@ -21,6 +21,7 @@ from torch import fx, nn
 from meshwright.measurement.allocation import is_fatal, is_out_of_memory
 from meshwright.measurement.device_clock import DeviceClock, Sample
 from meshwright.spec import EventSink, MeasurementError, NullSink, OpMeasurement
+from meshwright.spec.measurements import MoveKey
 
 # Copies of what a backward reads, at most, and together as many times the cache as leave nothing of one in it.
 _MOST_COPIES, _CACHES = 8, 2
@@ -201,12 +202,11 @@ def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> 
     feeds: tuple[Feed, ...] = (source, source) if adds else (source,)
     if adds:
         made = graph.call_function(torch.ops.aten.add_.Tensor, (value, graph.placeholder("other")))
-        key = f"aten.add_.Tensor({elements}:{read},{elements}:{read}|00)"
     else:
         made = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": getattr(torch, written)})
-        key = f"aten._to_copy.default({elements}:{read};dtype=torch.{written}|0)"
     graph.output((made,))
     module = fx.GraphModule(nn.Module(), graph)
+    key = MoveKey(elements, read, written, adds).write()
     return DeviceOp(key=key, module=module, feeds=feeds, state={}, differentiable=(False,))
 
 

@@ -13,7 +13,7 @@ from math import lcm
 
 import numpy as np
 
-from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.cost.traits import operator_name
 from meshwright.program.across_steps import reach_across
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
@@ -140,4 +140,4 @@ def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: O
 
 def _writes_buffer(op: Op, stage: StageSlice) -> bool:
     """Batch normalisation, or an operator in place (torch ends its name with an underscore), on a buffer."""
-    return ("batch_norm" in operator_name(op) or is_in_place(op)) and not set(stage.buffers).isdisjoint(op.inputs)
+    return ("batch_norm" in operator_name(op) or op.is_in_place) and not set(stage.buffers).isdisjoint(op.inputs)

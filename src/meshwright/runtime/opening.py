@@ -75,7 +75,7 @@ def open_session(
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
     is done about gradients that are stale, ``clip_norm`` the norm that all gradients together have at most, ``device``
     where it computes, by default the one that the plan's cluster has, and then the process group is joined. ``events``
-    are told how far torch is with the layers that it compiles. A plan in
+    receive the progress of compiling. A plan in
     ``mixed`` or ``bfloat16`` is one of the graph of the model that was cast (`training.precision`). Raises PlanError if
     the plan does not fit the graph, these or the number of processes, splits what cannot be run in shares, or parts
     what writes to the same memory.

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.cost.traits import is_in_place
 from meshwright.runtime.ranges import enclose, find_ops, note_ops
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
@@ -74,7 +73,7 @@ def _check_writes(graph: Graph, number: int, ops: set[int]) -> None:
     made = {graph.tensors[i].storage for op in ops for i in graph.ops[op].outputs if graph.tensors[i].storage == i}
     given = {graph.tensors[i].storage for op in ops for i in graph.ops[op].inputs} - made
     for op, item in enumerate(graph.ops):
-        if not item.inputs or not is_in_place(item):
+        if not item.inputs or not item.is_in_place:
             continue
         storage = graph.tensors[item.inputs[0]].storage
         target = graph.tensors[storage]

@@ -128,9 +128,5 @@ def _handed_on(graph: Graph, start: int, cut: int, stop: int) -> int:
 def _is_legal_cut(graph: Graph, start: int, cut: int, stop: int) -> bool:
     """Whether nothing that is made before a cut is written behind it."""
     made = {graph.tensors[i].storage for op in graph.ops[start:cut] for i in op.outputs}
-    written = {
-        graph.tensors[op.inputs[0]].storage
-        for op in graph.ops[cut:stop]
-        if op.inputs and op.kind.split(".")[1].rstrip("0123456789").endswith("_")
-    }
+    written = {graph.tensors[op.inputs[0]].storage for op in graph.ops[cut:stop] if op.inputs and op.is_in_place}
     return made.isdisjoint(written)

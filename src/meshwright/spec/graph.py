@@ -132,6 +132,12 @@ class Op:
     module: str = ""
     phase: Phase = "forward"
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes into an input, by torch's naming rule (a trailing underscore)."""
+        name = self.kind.split(".")[1] if "." in self.kind else self.kind
+        return name.endswith("_") and not name.endswith("__")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:

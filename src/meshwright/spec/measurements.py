@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from meshwright.spec.errors import MeasurementError
 from meshwright.spec.graph import Extent
 
 if TYPE_CHECKING:
     from meshwright.spec.graph import Graph, Op
+
+_CONVERTED = re.compile(r"aten\._to_copy\.default\((\d+):(\w+);dtype=torch\.(\w+)\|0\)")
+_ADDED = re.compile(r"aten\.add_\.Tensor\((\d+):(\w+),\1:\2\|00\)")
 
 # What a measured time can be, unless it is nothing: from the simulator's tick (a picosecond, a thousandth of a GPU's
 # cycle) to a day (the longest step of a public table takes minutes). What is outside is in another unit, and sums and
@@ -163,6 +166,30 @@ def _are_times(*seconds: float) -> bool:
 
 def _sound(*figures: float) -> bool:
     return all(0 <= figure < math.inf for figure in figures)
+
+
+class MoveKey(NamedTuple):
+    """What stands beside the ops of a graph: a conversion of ``elements``, or a sum of them into what is there."""
+
+    elements: int
+    read: str
+    written: str
+    adds: bool
+
+    def write(self) -> str:
+        """The key of its row, of all elements in one dim."""
+        if self.adds:
+            return f"aten.add_.Tensor({self.elements}:{self.read},{self.elements}:{self.read}|00)"
+        return f"aten._to_copy.default({self.elements}:{self.read};dtype=torch.{self.written}|0)"
+
+
+def read_move_key(key: str) -> MoveKey | None:
+    """What `MoveKey.write` wrote; None for the key of an op."""
+    if converted := _CONVERTED.fullmatch(key):
+        return MoveKey(int(converted[1]), converted[2], converted[3], adds=False)
+    if added := _ADDED.fullmatch(key):
+        return MoveKey(int(added[1]), added[2], added[2], adds=True)
+    return None
 
 
 def op_key(graph: Graph, op: Op, batch_size: int) -> str:

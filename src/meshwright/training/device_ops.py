@@ -16,7 +16,7 @@ from meshwright.capture import Captured, capture_model, part, strides_of
 from meshwright.cost.autocast import as_computed, cast_inputs
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.conversions import Move, moves_beside, op_type
-from meshwright.cost.traits import family_of, is_in_place, operator_name
+from meshwright.cost.traits import family_of, operator_name
 from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
 from meshwright.measurement import DeviceOp, Feed, Segment, covering_layers, make_move, materialised
@@ -122,7 +122,7 @@ class ModelOps:
         given = [i for i in inputs if graph.tensors[i].role in ("input", "activation")]
         module = part(self._captured, given, op.outputs, batch_size=self._size, ops=(index,), device=self._device)
         storages = {graph.tensors[i].storage for i in inputs}
-        in_place = is_in_place(op)
+        in_place = op.is_in_place
         return DeviceOp(
             key=self._key_of[index],
             module=module,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from meshwright.cost.table import is_move
 from meshwright.host import Host, find_gpu_state, name_gpu
 from meshwright.measurement import (
     CudaClock,
@@ -31,7 +30,7 @@ from meshwright.spec import (
     Measurements,
     OpMeasurement,
 )
-from meshwright.spec.measurements import BUCKET_COPY
+from meshwright.spec.measurements import BUCKET_COPY, read_move_key
 from meshwright.spec.precision import SIMULATED_ONLY, Precision, numbers_of
 from meshwright.training.device_ops import ModelOps, capture_unallocated
 from meshwright.training.measure import Sizes, host_overhead
@@ -152,7 +151,7 @@ class _Writer:
         same = known is not None and known.software == empty.software
         # Ops that a host issues have a time for that, unless their layer did not run.
         issued = any(row.forward_issue_s for row in self._rows.values())
-        done = (key for key, row in self._rows.items() if row.forward_issue_s or not issued or is_move(key))
+        done = (key for key, row in self._rows.items() if row.forward_issue_s or not issued or read_move_key(key))
         self.kept = frozenset(done) if same else frozenset()
         steps = self._table.optimizers if same else ()
         self._steps = {row.dtype for row in steps if row.issue_s}

@@ -90,7 +90,7 @@ def prepare(
         verify: compare the captured model with the eager one first.
         device: ``cpu`` or ``cuda``; by default what the plan's cluster has.
         compiled: whether torch compiles the layers, each on its own; by default as the plan says.
-        events: is told how far torch is with the layers of a plan that compiles them.
+        events: receives the progress of compiling, of a plan whose layers are compiled.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
     faithfully.

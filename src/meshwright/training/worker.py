@@ -141,7 +141,7 @@ def _run(job: Job, folder: Path) -> None:
 def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> tuple[str | None, RunResult]:
     """Train on this rank, or infer; returns the measured timeline as text (rank 0 only), losses and seconds of steps.
 
-    ``report`` is called on rank 0 after every step, ``events`` are told there how far compiling is.
+    ``report`` is called on rank 0 after every step; ``events`` receive the progress of compiling there.
     """
     plan = job.read_plan()
     join_group(choose_device(plan, job.device))

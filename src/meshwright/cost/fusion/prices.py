@@ -73,27 +73,9 @@ class CompiledPrices:
     issued: list[OpSeconds]
 
 
-def price_compiled(
-    graph: Graph,
-    batch_size: int,
-    classes: OpClasses,
-    known: ClassPrices,
-    types: Sequence[str],
-    kind: DeviceKind,
-    numbers: Numbers,
-    widths: Widths,
-    gpu: GpuModel | None,
-    host_factor: float,
-) -> CompiledPrices:
-    """Prices of all ops of a graph with compiled layers. ``types``: in which each class computes."""
-    pricer = _Pricer(graph, batch_size, classes, known, types, kind, numbers, widths, gpu, host_factor)
-    for start, stop in compiled_units(graph):
-        if all(op.phase == "forward" for op in graph.ops[start:stop]):
-            pricer.price(start, stop)
-    return CompiledPrices(prices=pricer.prices, issued=pricer.issued)
+class UnitPricer:
+    """Prices all ops of a graph with compiled layers. ``types``: in which each class computes."""
 
-
-class _Pricer:
     def __init__(
         self,
         graph: Graph,
@@ -119,6 +101,13 @@ class _Pricer:
         self.read: set[int] = set()
         self.host_factor = host_factor
         self.units: dict[Hashable, Unit] = {}
+
+    def price_all(self) -> CompiledPrices:
+        """The prices of all units, and of ops that are in none."""
+        for start, stop in compiled_units(self.graph):
+            if all(op.phase == "forward" for op in self.graph.ops[start:stop]):
+                self.price(start, stop)
+        return CompiledPrices(prices=self.prices, issued=self.issued)
 
     def price(self, start: int, stop: int) -> None:
         """Price the ops of one unit."""
@@ -240,7 +229,7 @@ class _Pricer:
 class _Shares:
     """Which part of an op's own seconds is with each kernel, where kernels have no rates of their own."""
 
-    def __init__(self, pricer: _Pricer, unit: Unit, start: int, dense: set[tuple[int, bool]]) -> None:
+    def __init__(self, pricer: UnitPricer, unit: Unit, start: int, dense: set[tuple[int, bool]]) -> None:
         self.pricer, self.start, self.dense = pricer, start, dense
         self.total: dict[tuple[int, bool], float] = {}
         for kernel in (*unit.forward, *unit.backward):

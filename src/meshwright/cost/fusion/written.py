@@ -12,7 +12,7 @@ from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.fusion.making import Maker
 from meshwright.cost.fusion.rules import Made, fusion_rules
 from meshwright.cost.fusion.values import IMAGE_DIMS, ORDERED, Value, Written
-from meshwright.cost.traits import family_of, is_in_place, is_view, operator_name
+from meshwright.cost.traits import family_of, is_view, operator_name
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def write_unit(
         writer.forward(op)
     num_forward = len(writer.values)
     left = [i for op in graph.ops[start:stop] for i in op.outputs if i in later]
-    changed = [op for op in graph.ops[start:stop] if is_in_place(op) and graph.tensors[op.inputs[0]].role == "buffer"]
+    changed = [op for op in graph.ops[start:stop] if op.is_in_place and graph.tensors[op.inputs[0]].role == "buffer"]
     yields = [writer.of[i] for i in (*left, *(op.outputs[0] for op in changed))]
     backward_yields: list[int] = []
     if graph.mode == "training":

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.cost.gpu.rates import Launch
-from meshwright.cost.traits import Passes, is_in_place, is_view
+from meshwright.cost.traits import Passes, is_view
 from meshwright.cost.work.calls import read_call
 from meshwright.cost.work.operators import find_operator
 from meshwright.cost.work.products import time_steps
@@ -108,7 +108,7 @@ class _Counted:
         self.in_widths, self.out_widths = ([widths.of(i) for i in tensors] for tensors in (op.inputs, op.outputs))
         self.in_elements = [graph.tensors[i].num_elements(batch_size) for i in op.inputs]
         self.out_elements = [
-            graph.tensors[i].num_elements(batch_size) if is_in_place(op) or graph.tensors[i].storage == i else 0
+            graph.tensors[i].num_elements(batch_size) if op.is_in_place or graph.tensors[i].storage == i else 0
             for i in op.outputs
         ]
         self.wanted = [place for place, i in enumerate(op.inputs) if graph.tensors[i].requires_grad]

@@ -17,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.cost.traits import operator_name
 from meshwright.solving import strong_components
 
 if TYPE_CHECKING:
@@ -171,12 +171,12 @@ def _written_together(graph: Graph) -> list[list[int]]:
 
 
 def _written_storages(graph: Graph, op: Op) -> set[int]:
-    """The memory that an op writes beside its own results, by torch's naming rule (see `cost.traits.is_in_place`).
+    """The memory that an op writes beside its own results, by torch's naming rule (see `Op.is_in_place`).
 
     Batch norm writes its statistics without saying so; an op without results has nothing but what it writes.
     """
     read = [graph.tensors[i].storage for i in op.inputs]
-    if is_in_place(op):
+    if op.is_in_place:
         made = {graph.tensors[i].storage for i in op.outputs} & set(read)
         return made or set(read[:1])
     if not op.outputs:
