@@ -1094,6 +1094,20 @@ def test_odd_rules_end_in_a_verdict_or_a_rewrite_error(name):
         verify(rule_of(name, left, right))
 
 
+@pytest.mark.parametrize(
+    "text", ["relu(" * 700 + "x" + ")" * 700, "slice(x, axis=0, start=0, stop=" + "1+" * 1500 + "1)"]
+)
+def test_deep_rules_are_refused_whatever_the_limit_of_recursion(text):
+    limit = sys.getrecursionlimit()
+    for other in (limit, 20_000):
+        sys.setrecursionlimit(other)
+        try:
+            with pytest.raises(RewriteError, match=r"nested|expression"):
+                rule_of("deep", text, "x")
+        finally:
+            sys.setrecursionlimit(limit)
+
+
 def test_a_condition_on_an_unknown_letter_ends_in_a_rewrite_error():
     with suppress(RewriteError):
         verify(rule_of("unknown", "relu(x)", "x", when=["n == 1"]))

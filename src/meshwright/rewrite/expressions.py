@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_CHARACTERS = 4096
 _MOST_OPERATORS = 64
+_MOST_LEVELS = 128
 _LARGEST = 2**40
 
 
@@ -245,11 +246,7 @@ def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapp
 
 def parse(text: str) -> Expression:
     """Read an expression. Raises RewriteError with what is wrong."""
-    tree = _tree(text)
-    try:
-        found = _read(tree, text)
-    except RecursionError as error:
-        raise RewriteError(f"{text[:80]!r}… is nested too deeply; rules are smaller.") from error
+    found = _read(_tree(text), text)
     if num_operators(found) > _MOST_OPERATORS:
         raise RewriteError(f"{text!r} has more than {_MOST_OPERATORS} operators; rules are smaller.")
     return found
@@ -267,10 +264,7 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, bool]] = {
 
 def parse_attribute(text: str) -> Attribute:
     """Read an attribute. Raises RewriteError with what is wrong."""
-    try:
-        return _read_attribute(_tree(text), text)
-    except RecursionError as error:
-        raise RewriteError(f"{text[:80]!r}… is nested too deeply; rules are smaller.") from error
+    return _read_attribute(_tree(text), text)
 
 
 def parse_condition(text: str) -> Condition:
@@ -293,9 +287,17 @@ def _tree(text: str) -> ast.expr:
     if len(text) > _MOST_CHARACTERS:
         raise RewriteError(f"An expression of {len(text)} characters was given; at most {_MOST_CHARACTERS} are read.")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RewriteError(f"{text!r} is no expression ({error}); write it like matmul(x, relu(y)).") from error
+    # The reader and the hashes of what it reads recurse. Python's own limit of recursion is no bound: other libraries
+    # raise it.
+    level: list[ast.AST] = [tree]
+    for _ in range(_MOST_LEVELS):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return tree
+    raise RewriteError(f"{text[:80]!r}… is nested more than {_MOST_LEVELS} levels deep; rules are smaller.")
 
 
 def _read(tree: ast.expr, text: str) -> Expression:
