@@ -15,6 +15,8 @@ from tests.planner.searching import solve
 
 GRAPHS = ("gpt-tiny", "llama-lora-tiny", "t5-tiny", "gnmt-tiny", "mixtral-tiny", "unet-tiny", "dlrm-tiny")
 CLUSTERS = ("1xA100", "2xA100", "3xcpu", "2x2xA100", "6xL40S")
+# ZeRO stages, and sizes of groups of replicas that share.
+SHARING = (((0,), (0,)), ((1,), (0,)), ((3,), (0, 2)), ((0, 2), (0,)), ((0, 1, 2), (2,)))
 SCHEDULES = (("gpipe", "1f1b"), ("zb-h1",), ("zb-v",), ("interleaved",), ("1f1b", "dualpipe"), ("1f1b", "pipedream"))
 
 
@@ -27,13 +29,15 @@ def problems(draw):
         precision=draw(st.sampled_from(["float32", "bfloat16"])),
         optimizer=Optimizer.named(draw(st.sampled_from(["adamw", "sgd"]))),
     )
+    zero, shard_sizes = draw(st.sampled_from(SHARING))
     return Problem(
         graph_for=lambda _: graph,
         cluster=cluster,
         workload=workload,
         cost=CostModel(cluster=cluster, precision=workload.precision),
         choices=Choices(
-            zero=draw(st.sampled_from([(0,), (1,), (3,), (0, 2)])),
+            zero=zero,
+            shard_sizes=shard_sizes,
             recompute=draw(st.sampled_from([("none",), ("full",)])),
             offload=draw(st.sampled_from([(Offload(),), (Offload(), Offload(optimizer="host"))])),
             schedules=draw(st.sampled_from(SCHEDULES)),

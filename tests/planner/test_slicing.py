@@ -43,6 +43,7 @@ def chain(costs, num_ranks, num_microbatches, **changes):
         backward_s=seconds * (2 / 3),
         optimizer_s=seconds * 0,
         zero=0,
+        shard_size=0,
         passes_wait=False,
         pass_bytes=nothing,
         shared_bytes=nothing,
@@ -59,6 +60,7 @@ def chain(costs, num_ranks, num_microbatches, **changes):
         memory_limit=np.full(places, np.inf),
         latency_s=np.zeros(places),
         bucket_s=np.zeros(places),
+        shared_s=np.zeros(places),
     )
     return problem._replace(**changes)
 
@@ -110,7 +112,7 @@ def cost_of(p, lengths, takes):
             if p.overlap:
                 exchange = max(exchange - p.backward_s[k, i, j], last)
         total += (t + x) * p.num_fills
-        passing = p.pass_bytes[i, j] / p.bucket_bytes * p.bucket_s[a, r] if r > 1 else 0.0
+        passing = p.pass_bytes[i, j] / p.bucket_bytes * p.shared_s[a, r] if r > 1 else 0.0
         period = max(t + passing if p.passes_wait else max(t, passing), x)
         busiest = max(busiest, (n - p.num_fills) * period + exchange + p.optimizer_s[k, i, j])
         i, a = j, a + r
@@ -157,6 +159,7 @@ def problems(draw):
         backward_s=backward,
         optimizer_s=np.stack([interval_sums(numbers(num_layers)) for _ in range(num_kinds)]),
         zero=0,
+        shard_size=0,
         passes_wait=draw(st.booleans()),
         pass_bytes=interval_sums(numbers(num_layers)) * draw(st.sampled_from([0.0, 1.0])),
         shared_bytes=np.zeros((num_layers, num_layers + 1)),
@@ -173,6 +176,7 @@ def problems(draw):
         memory_limit=rng.uniform(4, 40, places) if tight else np.full(places, np.inf),
         latency_s=rng.uniform(0, 0.5, places),
         bucket_s=rng.uniform(0.5, 2, places),
+        shared_s=rng.uniform(0.5, 2, places),
     )
 
 

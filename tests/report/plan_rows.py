@@ -14,6 +14,7 @@ def plan_row(place, **changes):
         "context": 1,
         "expert": 1,
         "zero": 0,
+        "shard_size": 0,
         "recompute": "none",
         "offload": "none",
         "num_microbatches": 16,

@@ -58,18 +58,25 @@ PLANS = {
 
 
 def split_of(
-    plan: Plan, *, zero: int = 0, again: str = "none", names: tuple[str, ...] = LLAMA, **sharding: object
+    plan: Plan,
+    *,
+    zero: int = 0,
+    shard_size: int = 0,
+    again: str = "none",
+    names: tuple[str, ...] = LLAMA,
+    **sharding: object,
 ) -> Plan:
     """The plan with its ops split, states shared out and parts computed again."""
     return replace(
         plan,
-        exchange=replace(plan.exchange, zero=zero),
+        exchange=replace(plan.exchange, zero=zero, shard_size=shard_size),
         recompute=read_recompute(graph_of(names), again),
         sharding=Sharding(**sharding),
     )
 
 
 _DATA = plan_of([(0, 34)], [range(2)])
+_WIDE = plan_of([(0, 34)], [range(8)])
 _PIPELINE = plan_of([(0, 17), (17, 34)], [range(2), range(2, 4)])
 SPLITS = {
     "tensor": split_of(_DATA, tensor=4),
@@ -81,6 +88,7 @@ SPLITS = {
     "zero 2": split_of(_DATA, zero=2),
     "zero 3": split_of(_DATA, zero=3),
     "zero 3 x both": split_of(_DATA, zero=3, tensor=2, context=2, again="full"),
+    "hybrid": split_of(_WIDE, zero=3, shard_size=4),
     "full": split_of(_DATA, again="full"),
     "scores": split_of(_DATA, again="selective"),
     "first blocks": split_of(_PIPELINE, again="1:5,17:21"),

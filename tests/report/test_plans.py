@@ -33,6 +33,7 @@ def test_a_row_says_layout_step_interval_rate_memory_and_bubble():
         ({"tensor": 8, "sequence_parallel": True}, "tp", ["1", "8+sp"]),
         ({"tensor": 2, "has_own_placements": True}, "tp", ["1", "2 own"]),
         ({"zero": 3}, "zero", ["0", "3"]),
+        ({"shard_size": 8}, "shard", ["0", "8"]),
         ({"recompute": "full"}, "recompute", ["none", "full"]),
         ({"context": 4}, "cp", ["1", "4"]),
         ({"replicas": [1, 3, 3, 3, 2], "num_stages": 5}, "dp", ["4", "1, 3 ×3, 2"]),

@@ -23,13 +23,14 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
-# Behind a name: every block runs again in the backward; gradients are clipped to a norm; replicas share out states;
-# gradients leave in parts of buckets, in an order of their own.
+# Behind a name: every block runs again in the backward; gradients are clipped to a norm; replicas share out states, all
+# of them or in pairs; gradients leave in parts of buckets, in an order of their own.
 AGAIN = "+again"
 CLIP = "+clip"
 ZERO = "+zero"
+PAIRS = "+pairs"
 PARTS = "+parts"
-MAX_NORM = 0.3
+MAX_NORM = 0.2
 SPLITS = {
     "whole": Sharding(),
     "tensor": Sharding(tensor=2),
@@ -87,6 +88,9 @@ _LAYOUTS = {
         ((2,), "1f1b", "expert"),
         ((1, 1), "1f1b", "expert"),
         ((4,), "1f1b", f"whole{ZERO}3"),
+        *(((4,), "1f1b", f"whole{ZERO}{stage}{PAIRS}") for stage in (1, 2, 3)),
+        ((4,), "gpipe", f"whole{ZERO}1{PAIRS}{CLIP}"),
+        ((4,), "gpipe", f"whole{ZERO}3{AGAIN}{PAIRS}{CLIP}"),
         ((2, 2), "1f1b", f"whole{ZERO}1"),
         ((2, 2), "1f1b", "whole" + PARTS),
         ((2,), "1f1b", "tensor" + PARTS),
@@ -102,6 +106,9 @@ _LAYOUTS = {
     8: [
         ((2, 2), "1f1b", "tensor"),
         ((2, 2), "zb-h1", f"sequence{ZERO}1{CLIP}"),
+        *(((4, 4), "1f1b", f"whole{ZERO}{stage}{PAIRS}") for stage in (1, 2, 3)),
+        ((4,), "1f1b", f"tensor{ZERO}3{PAIRS}{CLIP}"),
+        ((4,), "gpipe", f"sequence{ZERO}1{PAIRS}"),
     ],
 }
 CASES = {
@@ -145,6 +152,6 @@ def main_cases(model, world):
         kept = ("tensor", "sequence", f"whole{CLIP}", f"sequence{CLIP}", f"whole{PARTS}")
         return [case for case in found if case.optimizer == "sgd" and case.split in kept]
     if model == "gpt-tied":
-        kept = ("whole+again", "whole+clip", "whole+zero3", "whole+parts")
+        kept = ("whole+again", "whole+clip", "whole+zero3", "whole+zero1+pairs", "whole+parts")
         return [case for case in found if case.optimizer == "sgd" and case.split in kept]
     return [case for case in found if case.optimizer == "adamw" and case.split in ("tensor", "sequence", "ring")][:3]

@@ -26,7 +26,7 @@ from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
 from tests.runtime.matrix import cases_of_run
-from tests.runtime.team_cases import AGAIN, CLIP, FEW, MAX_NORM, PARTS, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, CLIP, FEW, MAX_NORM, PAIRS, PARTS, SPLITS, ZERO, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
@@ -36,6 +36,8 @@ def make_plan(graph, layout):
     sharding = SPLITS[layout.split.split("+")[0]]
     zero = layout.split.partition(ZERO)[2]
     count, stages, rank = len(graph.layers), [], 0
+    # Each of four replicas has several.
+    num_microbatches = NUM_MICROBATCHES * (2 if PAIRS in layout.split else 1)
     for index, item in enumerate(layout.stages):
         start, stop = (count * place // len(layout.stages) for place in (index, index + 1))
         ranks = item.ranks if isinstance(item, on) else tuple(range(rank, rank + item))
@@ -45,13 +47,15 @@ def make_plan(graph, layout):
         model="test",
         graph_hash=graph.content_hash,
         cluster="test",
-        workload=Workload(global_batch=MICROBATCH_SIZE * NUM_MICROBATCHES * sharding.expert),
+        workload=Workload(global_batch=MICROBATCH_SIZE * num_microbatches * sharding.expert),
         stages=tuple(stages),
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=num_microbatches,
         schedule=layout.schedule,
         sharding=sharding,
         recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
-        exchange=GradientExchange(bucket_bytes=2**14, zero=int(zero[0]) if zero else 0),
+        exchange=GradientExchange(
+            bucket_bytes=2**14, zero=int(zero[0]) if zero else 0, shard_size=2 if PAIRS in layout.split else 0
+        ),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
 
@@ -72,7 +76,7 @@ def train(captured, loops, layout):
     size = MICROBATCH_SIZE * plan.sharding.expert
     num_steps = 4 if plan.is_asynchronous else NUM_STEPS
     torch.manual_seed(99)
-    batches = [case.make_batch(size * NUM_MICROBATCHES) for _ in range(num_steps)]
+    batches = [case.make_batch(size * plan.num_microbatches) for _ in range(num_steps)]
 
     def optimizer(parameters):
         return make_optimizer(layout.optimizer, parameters, None)
@@ -154,17 +158,25 @@ def expected_collectives(session):
 def expected_of_replicas(session):
     """What replicas that share out states exchange in a step: inside of passes, or by buckets."""
     graph, plan = session.graph, session.model.plan
-    count = len(plan.stages[0].ranks)
+    replicas = len(plan.stages[0].ranks)
+    count = plan.exchange.shard_size or replicas
     if plan.exchange.zero >= 2:
         groups = parameter_groups(graph)
         passes = fsdp_collectives(groups, reshard=plan.exchange.zero == 3)
         ids = [groups[c.group].parameters if c.kind == "all_gather" else groups[c.group].trained for c in passes]
         found = [[c.kind, padded_bytes(graph, own, count, 8)] for c, own in zip(passes, ids, strict=True)]
-        return found * (plan.num_microbatches // count)
+        last = []
+        for kind, size in found:
+            last.append([kind, size])
+            if kind == "reduce_scatter" and count < replicas:
+                last.append(["all_reduce", size // count])
+        return found * (plan.num_microbatches // replicas - 1) + last
     buckets = gradient_buckets(graph, plan)
     sizes = [-(-bucket.num_elements // count) * count * 8 for bucket in buckets]
     if plan.exchange.zero == 1:
-        return [["reduce_scatter", size] for size in sizes] + [["all_gather", size] for size in reversed(sizes)]
+        across = [["all_reduce", size // count] for size in sizes] if count < replicas else []
+        scattered = [["reduce_scatter", size] for size in sizes]
+        return scattered + across + [["all_gather", size] for size in reversed(sizes)]
     parts = cut_parts(buckets, plan.exchange)
     return [["all_reduce", int(parts.stop[part] - parts.start[part]) * 8] for part in np.argsort(parts.place)]
 

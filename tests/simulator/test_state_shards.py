@@ -15,7 +15,7 @@ from meshwright.program.sharding import find_units
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.stage_bytes import stage_bytes
 from meshwright.simulator.state_shards import StateShards, gather_waits
-from meshwright.spec import GradientExchange, Opcode, load_cluster, load_shipped_graph, slice_graph
+from meshwright.spec import GradientExchange, Link, Opcode, load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.memory import GRADIENTS, WORKSPACE
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
@@ -31,17 +31,18 @@ class UnitCost(FixedCost):
     gathers: dict[int, float] = field(default_factory=dict)
     scatters: dict[int, float] = field(default_factory=dict)
     copies: dict[int, float] = field(default_factory=dict)
+    across: dict[int, float] = field(default_factory=dict)
 
     def bucket_seconds(self, graph, parameter_ids, device_kind):
         return sum(self.copies.get(i, 0.0) for i in parameter_ids)
 
     def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
-        return (self.gathers if op == "all_gather" else self.scatters)[num_bytes]
+        return {"all_gather": self.gathers, "reduce_scatter": self.scatters, "all_reduce": self.across}[op][num_bytes]
 
 
-def play(order, compute, gather, scatter):
+def play(order, compute, gather, scatter, across=None):
     """Streams played one event after the other: a gather may begin when the unit before it does."""
-    streams = {"gather": 0.0, "compute": 0.0, "scatter": 0.0}
+    streams = {"gather": 0.0, "compute": 0.0, "scatter": 0.0, "across": 0.0}
     allowed = 0.0
     for unit in order:
         streams["gather"] = max(streams["gather"], allowed) + gather[unit]
@@ -49,7 +50,9 @@ def play(order, compute, gather, scatter):
         allowed, streams["compute"] = begin, begin + compute[unit]
         if scatter is not None:
             streams["scatter"] = max(streams["scatter"], streams["compute"]) + scatter[unit]
-    return max(streams["compute"], streams["scatter"])
+        if across is not None:
+            streams["across"] = max(streams["across"], streams["scatter"]) + across[unit]
+    return max(streams.values())
 
 
 SECONDS = st.lists(st.floats(0, 1), min_size=5, max_size=5)
@@ -63,9 +66,22 @@ def test_passes_take_what_their_streams_take(forward, backward, gathers, scatter
         play(range(5), forward, gathers, None),
         play(range(4, -1, -1), backward, gathers if zero == 3 else [0.0] * 5, scatters),
     )
-    for found, own, total in zip(waits, (forward, backward), expected, strict=True):
+    for found, own, total in zip(waits[:2], (forward, backward), expected, strict=True):
         assert (found >= -1e-12).all()
         assert sum(own) + found.sum() == pytest.approx(total, abs=1e-9)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]), st.sampled_from(["A100", "2xcpu"]))
+def test_groups_sum_behind_the_scatters_of_the_last_backward(forward, backward, gathers, scatters, across, zero, name):
+    cluster = fast_cluster(name)
+    found = wait(forward, backward, gathers, scatters, zero, cluster, across)
+    own = wait(forward, backward, gathers, scatters, zero, cluster)
+    assert own.last_s == 0.0
+    np.testing.assert_array_equal(found.backward, own.backward)
+    again = gathers if zero == 3 else [0.0] * 5
+    last = play(range(4, -1, -1), backward, again, scatters, across) if name == "A100" else None
+    expected = sum(across) if last is None else last - sum(backward) - own.backward.sum()
+    assert found.last_s == pytest.approx(expected, abs=1e-9)
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
@@ -106,17 +122,21 @@ def test_the_root_unit_comes_first_and_goes_last(forward, backward, gathers, sca
         )
         last_scatter = play([4, 3, 2, 1], back, [0.0, *again[1:], 0.0], [0.0, *scatters[1:4], 0.0])
         expected = (expected[0], max(expected[1], last_scatter) + scatters[0])
-    for found, own, total in zip(waits, (forward, backward), expected, strict=True):
+    for found, own, total in zip(waits[:2], (forward, backward), expected, strict=True):
         assert found.sum() + sum(own) == pytest.approx(total, abs=1e-9)
 
 
-def wait(forward, backward, gathers, scatters, zero, cluster):
-    """Waits of a stage with one op and one parameter in every unit."""
+def wait(forward, backward, gathers, scatters, zero, cluster, across=None):
+    """Waits of a stage with one op and one parameter in every unit; ``across``: of two groups of replicas."""
     graph = wide_chain()
     (stage,) = slice_graph(graph, [(0, 5)])
     sizes = [graph.tensors[i].num_bytes(0) for i in graph.parameters]
-    cost = UnitCost(gathers=dict(zip(sizes, gathers, strict=True)), scatters=dict(zip(sizes, scatters, strict=True)))
-    kind, shards = cluster.device_kind(0), StateShards(zero, (0, 1), ())
+    cost = UnitCost(
+        gathers=dict(zip(sizes, gathers, strict=True)),
+        scatters=dict(zip(sizes, scatters, strict=True)),
+        across=dict(zip([size // 2 for size in sizes], across or [], strict=False)),
+    )
+    kind, shards = cluster.device_kind(0), StateShards(zero, (0, 1), (), across=(0, 2) if across else ())
     return gather_waits(graph, stage, np.array(forward), np.array(backward), shards, kind, cost)
 
 
@@ -169,6 +189,36 @@ def test_replicas_keep_their_shares(zero):
         )
         assert found["parameters"] == whole / 4 + root + 2 * max(layers)
     assert (found["gradient buckets"] == 0) == (zero >= 2)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_in_groups_keep_the_shares_of_a_group(zero):
+    cluster = fast_cluster("4xA100")
+    plan = replace(make_plan(GPT, [(0, len(GPT.layers))], [4], 8), exchange=GradientExchange(zero=zero, shard_size=2))
+    pair = replace(make_plan(GPT, [(0, len(GPT.layers))], [2], 4), exchange=GradientExchange(zero=zero))
+    found, wanted = (simulate_plan(item, GPT, cluster).memory[0].parts for item in (plan, pair))
+    for part in ("optimizer states", "parameters", "gradients", "gradient buckets"):
+        assert found[part] == wanted[part]
+    whole = replace(plan, exchange=GradientExchange(zero=zero, shard_size=4))
+    assert (
+        simulate_plan(whole, GPT, cluster).step_time_s
+        == simulate_plan(replace(plan, exchange=GradientExchange(zero=zero)), GPT, cluster).step_time_s
+    )
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_inside_of_nodes_spare_the_network(zero):
+    """Of the bytes of a step a group's own eighth crosses between nodes, once."""
+    cluster = fast_cluster("2x8xA100")
+    slow = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+    cluster = replace(cluster, nodes=tuple(replace(node, nic=slow, num_nics=1) for node in cluster.nodes))
+    plan = make_plan(GPT, [(0, len(GPT.layers))], [16], 64)
+    shared, grouped = (
+        simulate_plan(replace(plan, exchange=GradientExchange(zero=zero, shard_size=size)), GPT, cluster)
+        for size in (0, 8)
+    )
+    assert grouped.step_time_s < shared.step_time_s
+    assert max(r.total_bytes for r in grouped.memory) > max(r.total_bytes for r in shared.memory)
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama-lora-tiny", "dlrm-tiny"])

@@ -143,7 +143,7 @@ def test_examples_fill_every_field(kind):
     # scaling to groups.
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("Graph", "recompute"), ("Graph", "collectives")}
     lacking -= {("Deployment", "scaling")}
-    ways = ("staleness", "zero", "algorithm", "node_size", "every_steps")
+    ways = ("staleness", "zero", "shard_size", "algorithm", "node_size", "every_steps")
     lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}
     lacking -= {("StagePlan", "shares"), ("Plan", "offload"), ("Offload", "optimizer"), ("Offload", "parameters")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"

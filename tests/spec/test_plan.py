@@ -116,6 +116,38 @@ def test_no_other_word_is_an_optimizer():
         Optimizer(kind="sgd-momentum")
 
 
+@pytest.mark.parametrize(
+    ("exchange", "message"),
+    [
+        ({"zero": 3, "shard_size": 3}, "shard size of 3 was given for 4 replicas; expected a divisor"),
+        ({"zero": 3, "shard_size": 1}, "at least 2 replicas"),
+        ({"zero": 1, "shard_size": -2}, "at least 2 replicas"),
+        ({"shard_size": 2}, "with ZeRO 0; expected at least 2 replicas that share states, with ZeRO 1 to 3"),
+    ],
+)
+def test_groups_of_replicas_that_share(exchange, message):
+    plan = replace(
+        PLAN,
+        stages=(StagePlan(start=0, stop=2, ranks=(0, 1, 2, 3)),),
+        num_microbatches=4,
+        schedule="1f1b",
+        schedule_hash="",
+        exchange=GradientExchange(),
+        sharding=UNSHARDED,
+    )
+    with pytest.raises(PlanError, match=message):
+        replace(plan, exchange=GradientExchange(**exchange))
+
+
+def test_neighbours_share_and_the_same_places_sum():
+    exchange, ranks = GradientExchange(zero=1, shard_size=2), (7, 1, 4, 2)
+    assert exchange.shard_groups(ranks) == ((7, 1), (4, 2))
+    assert exchange.replicating_groups(ranks) == ((7, 4), (1, 2))
+    assert GradientExchange(zero=1).shard_groups(ranks) == (ranks,)
+    assert exchange.shard_groups((3,)) == ((3,),)
+    assert [GradientExchange(zero=zero, shard_size=2 if zero else 0).num_parts(6) for zero in (0, 1, 3)] == [1, 2, 2]
+
+
 def test_workloads():
     assert [Optimizer(kind=kind, momentum=m).num_states for kind in ("sgd", "adamw") for m in (False, True)] == [
         0,

@@ -46,6 +46,7 @@ def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, pr
 
 
 TWO = ((0, 1), (2, 3))
+FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 TENSOR = Sharding(tensor=2, sequence_parallel=True)
 
 
@@ -55,7 +56,27 @@ TENSOR = Sharding(tensor=2, sequence_parallel=True)
         ("gpt-tiny", TWO, {}, 3, {"send", "receive", "all_reduce"}),
         ("gpt-tiny", ((0,), (1,)), {"schedule": "gpipe", "sharding": TENSOR, "again": True}, 2, {"all_gather"}),
         ("llama-tiny", TWO, {"exchange": GradientExchange(zero=1), "sharding": TENSOR}, 6, {"reduce_scatter"}),
+        (
+            "llama-tiny",
+            FOURS,
+            {"exchange": GradientExchange(zero=3, shard_size=2), "num_microbatches": 8},
+            6,
+            {"all_reduce"},
+        ),
         *left_to_ci(
+            ("llama-tiny", FOURS, {"exchange": GradientExchange(zero=1, shard_size=2)}, 1, {"all_reduce"}),
+            (
+                "gpt-tiny",
+                FOURS,
+                {
+                    "exchange": GradientExchange(zero=2, shard_size=2),
+                    "num_microbatches": 12,
+                    "sharding": TENSOR,
+                    "schedule": "gpipe",
+                },
+                11,
+                {"all_reduce"},
+            ),
             ("llama-tiny", TWO, {"exchange": GradientExchange(zero=2)}, 0, {"reduce_scatter", "all_gather"}),
             (
                 "gpt-tiny",
@@ -85,6 +106,8 @@ def test_a_precision_exchanges_the_bytes_that_are_predicted(precision, tmp_path)
         (((0,), (1,)), {}),
         (((0, 1),), {"exchange": GradientExchange(zero=1)}),
         (((0, 1),), {"exchange": GradientExchange(zero=3)}),
+        (((0, 1, 2, 3),), {"exchange": GradientExchange(zero=1, shard_size=2)}),
+        (((0, 1, 2, 3),), {"exchange": GradientExchange(zero=3, shard_size=2)}),
         (((0,),), {"sharding": Sharding(tensor=2)}),
     ):
         dry_run(job_of(tmp_path, "gpt-tiny", stages, precision=precision, **options), 0)

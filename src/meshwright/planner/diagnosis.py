@@ -95,6 +95,14 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
             f"{' or '.join(map(str, space.num_stages))} stages were asked for, but there are only {many} {what}, and "
             f"every stage needs at least one layer and one rank. Ask for 1 to {many} stages."
         )
+    size_of_group, possible = space.exchange.shard_size, _stages_of_groups(space)
+    if not possible.intersection(space.num_stages or range(1, most + 1)):
+        stages = f"{_words(space.num_stages)} stages" if space.num_stages else "any number of stages"
+        return NoFeasiblePlanError(
+            f"A shard size of {size_of_group} was given for {space.num_ranks} ranks in {stages}; expected one that "
+            "divides the replicas of each stage that has several. Choose another shard size, or other numbers of "
+            "stages or ranks."
+        )
     num_stages = min(max(space.num_stages, default=most), most)
     if space.num_ranks > num_stages * num_microbatches:
         usable = num_stages * num_microbatches
@@ -105,6 +113,15 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
             f"{size * -(-space.num_ranks // num_stages)} samples."
         )
     return None
+
+
+def _stages_of_groups(space: Space) -> set[int]:
+    """Numbers of stages of one replica, or whole groups of replicas that share states, that take all ranks."""
+    size, count = space.exchange.shard_size, space.num_ranks
+    if not size:
+        return set(range(1, count + 1))
+    alone = ((count - size * groups, groups) for groups in range(count // size + 1))
+    return {ones + several for ones, groups in alone for several in range(min(groups, 1), groups + 1)}
 
 
 def raise_infeasible(
@@ -244,6 +261,9 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
     chosen = problem.choices
     states, activations = [], []
     if problem.workload.kind == "training":
+        if any(chosen.shard_sizes):
+            words = "Share states among all replicas (leave out --shard)"
+            states.append((words, replace(chosen, shard_sizes=(0,))))
         further = (stage for stage in _ZERO if stage > max(chosen.zero))
         states += [(_ZERO[stage], replace(chosen, zero=(stage,))) for stage in further]
         if all(away.optimizer == "device" for away in chosen.offload) and _has_hosts(problem):

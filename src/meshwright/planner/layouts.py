@@ -65,7 +65,7 @@ class Places:
 
     ``kind_of`` indexes ``kind_sets`` (sets of device-kind names), ``link_of`` indexes ``links`` (pairs of ranks that
     stand for a link; entry 0 is "no link"). ``latency_s`` and ``bucket_s`` are the seconds to all-reduce one byte and
-    one bucket.
+    one bucket, ``shared_s`` those to all-reduce one bucket among replicas that share states.
     """
 
     layout: Layout
@@ -76,6 +76,7 @@ class Places:
     memory_limit: Floats
     latency_s: Floats
     bucket_s: Floats
+    shared_s: Floats
 
 
 def find_places(
@@ -86,12 +87,16 @@ def find_places(
     replicas: tuple[int, ...],
     bucket_bytes: int,
     memory: MemoryLimit,
+    shard_size: int = 0,
 ) -> Places:
-    """Describe every group that stages with one of these numbers of replicas can get."""
+    """Describe every group that stages with one of these numbers of replicas can get.
+
+    ``shard_size`` replicas share states with each other (0: all of them).
+    """
     size = layout.num_ranks
     kind_of, link_of = np.zeros((size, size + 1), np.int64), np.zeros((size, size + 1), np.int64)
     memory_limit = np.zeros((size, size + 1))
-    latency_s, bucket_s = np.zeros((size, size + 1)), np.zeros((size, size + 1))
+    latency_s, bucket_s, shared_s = (np.zeros((size, size + 1)) for _ in range(3))
     groups = _Groups(cluster, cost, bucket_bytes, memory)
     for take in replicas:
         # Where all stages have as many replicas, they begin at multiples of that.
@@ -105,6 +110,7 @@ def find_places(
                 )
                 link_of[entry] = groups.link(previous, ranks)
             latency_s[entry], bucket_s[entry] = groups.exchange(ranks)
+            shared_s[entry] = groups.exchange(ranks[:shard_size])[1] if shard_size else bucket_s[entry]
     return Places(
         layout=layout,
         kind_sets=tuple(groups.kind_sets),
@@ -114,6 +120,7 @@ def find_places(
         memory_limit=memory_limit,
         latency_s=latency_s,
         bucket_s=bucket_s,
+        shared_s=shared_s,
     )
 
 

@@ -83,13 +83,14 @@ class Plans:
     def rows(self) -> list[dict[str, Any]]:
         """One plain row per ranked plan, best first.
 
-        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``replicas`` (per stage), ``tensor``,
-        ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``, ``recompute``, ``offload``,
-        ``num_microbatches``, ``microbatch_size``, ``schedule``, ``step_time_s``, ``step_interval_s`` (80 %; None where
-        it was not simulated), ``samples_per_s``, ``tokens_per_s`` and ``tokens_per_s_per_device`` (None for models of
-        no tokens), ``mfu_share``, ``peak_memory_bytes`` and ``reserved_memory_bytes`` (of the fullest rank),
-        ``bubble_share``, ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside
-        of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
+        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``replicas`` (per stage),
+        ``tensor``, ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``,
+        ``shard_size`` (0: all replicas), ``recompute``, ``offload``, ``num_microbatches``, ``microbatch_size``,
+        ``schedule``, ``step_time_s``, ``step_interval_s`` (80 %; None where it was not simulated),
+        ``samples_per_s``, ``tokens_per_s`` and ``tokens_per_s_per_device`` (None for models of no tokens),
+        ``mfu_share``, ``peak_memory_bytes`` and ``reserved_memory_bytes`` (of the fullest rank),
+        ``bubble_share``, ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges
+        inside of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
         Where they were asked for, ``latency_s``, ``makespan_s``, those of `PlanPrice` and
         ``price_per_million_tokens``.
         """
@@ -277,6 +278,7 @@ def _row(place: int, item: RankedPlan) -> dict[str, Any]:
         "context": sharding.context,
         "expert": sharding.expert,
         "zero": plan.exchange.zero,
+        "shard_size": plan.exchange.shard_size,
         "recompute": item.recompute or ("some" if plan.recompute else "none"),
         "offload": "none" if plan.offload == ON_DEVICE else plan.offload.describe(),
         "num_microbatches": plan.num_microbatches,

@@ -9,7 +9,7 @@ the whole graph but for what it says of the setting, which `Space.whole` adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal, NamedTuple, cast
@@ -54,12 +54,14 @@ class Setting(NamedTuple):
     zero: ZeroStage = 0
     recompute: str = "none"
     offload: Offload = ON_DEVICE
+    shard_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """What plans may choose among; where there is one value, it is fixed.
 
+    ``shard_sizes`` go with ZeRO 1 to 3 (`GradientExchange.shard_size`).
     ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
     number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
     ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
@@ -70,6 +72,7 @@ class Choices:
     num_devices: tuple[int, ...] = ()
     shardings: tuple[Sharding, ...] = (UNSHARDED,)
     zero: tuple[ZeroStage, ...] = (0,)
+    shard_sizes: tuple[int, ...] = (0,)
     recompute: tuple[str, ...] = ("none",)
     offload: tuple[Offload, ...] = (ON_DEVICE,)
     microbatch_sizes: tuple[int, ...] = ()
@@ -83,6 +86,19 @@ class Choices:
         named = dict((name, known[name]) if name in known else name_schedule(name) for name in self.schedules)
         object.__setattr__(self, "schedules", tuple(named))
         object.__setattr__(self, "schedule_hashes", named)
+        for zero, size in self.sharing():
+            GradientExchange(zero=zero, shard_size=size)
+
+    def sharing(self) -> Iterator[tuple[ZeroStage, int]]:
+        """ZeRO stages, each with a shard size; 0 has none. Raises PlanError where sizes have no stage to go with."""
+        if not any(self.zero) and any(self.shard_sizes):
+            raise PlanError(
+                f"A shard size of {max(self.shard_sizes)} was given without ZeRO, so that replicas share nothing; "
+                "expected ZeRO 1 to 3 with it. Add --zero 3, or leave the shard size out."
+            )
+        for zero in self.zero:
+            for size in self.shard_sizes if zero else (0,):
+                yield zero, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,11 +163,12 @@ class Problem:
         for item in product(
             chosen.num_devices or (self.cluster.num_ranks,),
             chosen.shardings,
-            chosen.zero,
+            chosen.sharing(),
             chosen.recompute,
             chosen.offload,
         ):
-            yield Setting(*item)
+            num_devices, sharding, (zero, shard_size), recompute, offload = item
+            yield Setting(num_devices, sharding, zero, recompute, offload, shard_size)
 
     @property
     def has_own_placements(self) -> bool:
@@ -170,10 +187,10 @@ class Problem:
         """The setting among the choices that a plan of this problem has; None if it has none of them."""
         graph = self.graph_for(plan.microbatch_size)
         for setting in self.settings():
-            same = (plan.num_devices, plan.sharding, plan.exchange.zero, plan.offload)
-            if same == (setting.num_devices, setting.sharding, setting.zero, setting.offload) and (
-                self.recomputed(graph, setting.recompute) == plan.recompute
-            ):
+            exchange = plan.exchange
+            same = (plan.num_devices, plan.sharding, exchange.zero, exchange.shard_size, plan.offload)
+            wanted = (setting.num_devices, setting.sharding, setting.zero, setting.shard_size, setting.offload)
+            if same == wanted and (self.recomputed(graph, setting.recompute) == plan.recompute):
                 return setting
         return None
 
@@ -186,13 +203,15 @@ class Problem:
         sharding = replace(plan.sharding, placements=())
         counts = chosen.num_devices or (self.cluster.num_ranks,)
         ranges = [self.recomputed(graph, text) for text in chosen.recompute]
-        exchange = replace(self.exchange, zero=plan.exchange.zero).suited_to(plan.schedule)
+        sharing = plan.exchange.zero, plan.exchange.shard_size
+        exchange = replace(self.exchange, zero=sharing[0], shard_size=sharing[1]).suited_to(plan.schedule)
         wrong = {
             "workload": plan.workload != self.workload,
             "number of devices": plan.num_devices not in counts
             and not (self.may_idle and plan.num_devices < max(counts)),
             "sharding": sharding not in [replace(item, placements=()) for item in chosen.shardings],
-            "ZeRO stage": plan.exchange.zero not in chosen.zero,
+            "ZeRO stage": sharing[0] not in chosen.zero,
+            "shard size": sharing[0] in chosen.zero and sharing not in chosen.sharing(),
             "exchange": plan.exchange != exchange,
             "recompute": plan.recompute not in ranges,
             "offload": plan.offload not in chosen.offload,
@@ -313,6 +332,11 @@ class Space:
             compiled=problem.compiled,
         )
 
+    def shareable(self, counts: Iterable[int]) -> tuple[int, ...]:
+        """Numbers of replicas that the shard size divides, and one."""
+        size = self.exchange.shard_size
+        return tuple(count for count in counts if count == 1 or not size or count % size == 0)
+
     def whole(self, plan: Plan) -> Plan:
         """A plan of the local graph, as one of the whole graph."""
         setting = self.setting
@@ -356,7 +380,7 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         schedules=chosen.schedules,
         num_stages=chosen.num_stages,
         memory=problem.memory,
-        exchange=replace(problem.exchange, zero=setting.zero),
+        exchange=replace(problem.exchange, zero=setting.zero, shard_size=setting.shard_size),
     )
     return space if problem.max_latency_s is None else _quick_enough(space, problem.max_latency_s)
 

@@ -85,7 +85,7 @@ def layout_of(item: RankedPlan) -> tuple[Hashable, ...]:
         plan.num_microbatches,
         replace(plan.sharding, placements=()),
         bool(plan.sharding.placements),
-        plan.exchange.zero,
+        (plan.exchange.zero, plan.exchange.shard_size),
         item.recompute or plan.recompute,
         plan.offload,
     )

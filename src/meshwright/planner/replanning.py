@@ -74,6 +74,7 @@ def replan(
         choices=Choices(
             shardings=(plan.sharding,),
             zero=(plan.exchange.zero,),
+            shard_sizes=(plan.exchange.shard_size,),
             recompute=(_recompute_of(plan, graph),),
             offload=(plan.offload,),
             schedules=(schedule,),
@@ -121,6 +122,7 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
                     microbatch_sizes=() if graph.batch_size is None else (graph.batch_size,),
                     schedules=(plan.schedule,) if plan.schedule in BASIC_SCHEDULES else BASIC_SCHEDULES,
                     zero=(plan.exchange.zero,),
+                    shard_sizes=(plan.exchange.shard_size,),
                     offload=(plan.offload,),
                 ),
                 exchange=plan.exchange,

@@ -21,7 +21,7 @@ from meshwright.planner.diagnosis import raise_infeasible, require_possible
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_latency, predict_makespan
 from meshwright.planner.interval import StepInterval, predict_step_interval
 from meshwright.planner.method import Limits, Method, Proposal, SearchState, checked
-from meshwright.planner.methods import find_method
+from meshwright.planner.methods import check_shard_sizes, find_method
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.plans import Coverage, Plans
 from meshwright.planner.prices import price_plan
@@ -67,6 +67,7 @@ def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits
     if problem.aim == "latency" and method == DEFAULT_METHOD:
         method = "latency"
     name, steps = (method, find_method(method)) if isinstance(method, str) else (_name_of(method), checked(method))
+    check_shard_sizes(name, problem.choices.shard_sizes)
     log = _Log(problem, state)
     stopped = log.run(steps)
     if not state.fitting:

@@ -151,11 +151,13 @@ class Searches:
 def _choices(state: State, graph: Graph, given: Plan | None) -> Choices:
     """What the search chooses among: all slicings with the sharding, ZeRO stage, recompute and offload of the state."""
     named = () if state.schedule in (*BASIC_SCHEDULES, AS_PLANNED) else (state.schedule,)
+    exchange = exchange_of(state, given)
     return Choices(
         schedules=(*BASIC_SCHEDULES, *named),
         num_chunks=(state.num_chunks,),
         shardings=(sharding_of(state, given),),
-        zero=(exchange_of(state, given).zero,),
+        zero=(exchange.zero,),
+        shard_sizes=(exchange.shard_size,),
         recompute=(_recompute_word(state, graph, given),),
         offload=(offload_of(state),),
     )

@@ -165,6 +165,7 @@ def exchange_of(state: State, given: Plan | None = None) -> GradientExchange:
         bucket_bytes=max(1, round(state.bucket_mib * _MIB)),
         overlap=state.overlap,
         zero=cast("ZeroStage", state.zero),
+        shard_size=way.shard_size if state.zero else 0,
     )
 
 

@@ -80,12 +80,12 @@ def plan_key(plan: Plan) -> str:
 def _rest_of(plan: Plan) -> list[str]:
     """What a plan has that no control says, in words."""
     exchange, sharding, loader = plan.exchange, plan.sharding, plan.workload.loader
-    plain = GradientExchange(bucket_bytes=exchange.bucket_bytes, overlap=exchange.overlap, zero=exchange.zero)
-    words = []
-    if exchange != plain:
-        default = GradientExchange()
-        own = replace(exchange, bucket_bytes=default.bucket_bytes, overlap=default.overlap, zero=0)
+    default, words = GradientExchange(), []
+    own = replace(exchange, bucket_bytes=default.bucket_bytes, overlap=default.overlap, zero=0, shard_size=0)
+    if own != default:
         words.append(f"gradients exchanged with {_shorten(own.describe_changes())}")
+    if exchange.shard_size:
+        words.append(f"states shared in groups of {exchange.shard_size} replicas")
     if sharding.placements:
         words.append(format_count(len(sharding.placements), "placement") + " of ops")
     if sharding.regather:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.hierarchy import append_hierarchical
+from meshwright.program.hierarchy import append_hierarchical, append_hybrid
 from meshwright.program.parts import PartRows, append_rows, cut_parts, parts_of
 from meshwright.program.servers import append_servers
 from meshwright.program.transfers import Computations, find_first_forwards, find_last_backwards
@@ -90,7 +90,13 @@ def append_exchange(
         find_last_backwards(computations),
     )
     rows, held = _lay_out(builder, computations, seats, buckets, exchange)
-    sums = _append_sums(builder, rows, buckets, exchange, len(computations.offsets) - 1)
+    sums: Ids | None
+    gathering = rows.group
+    if exchange.shard_optimizer and exchange.shard_size:
+        last = _last_backwards(computations, seats, rows, held)
+        sums, gathering = append_hybrid(builder, rows, buckets, exchange, numbers.gradient_bytes, last)
+    else:
+        sums = _append_sums(builder, rows, buckets, exchange, len(computations.offsets) - 1)
     stepping = np.flatnonzero(trained[seats.stage])
     stepping = stepping[np.lexsort((seats.stage[stepping], seats.rank[stepping]))]
     agreed = _append_agreements(builder, computations, seats, rows, sums, num_agreed)
@@ -109,7 +115,7 @@ def append_exchange(
         order = np.lexsort((rows.part, -rows.bucket, rows.stage, rows.rank))
         opcode = Opcode.ALL_GATHER if exchange.shard_optimizer else Opcode.ALL_REDUCE
         num_bytes = rows.num_bytes * numbers.value_bytes // numbers.gradient_bytes
-        back = append_rows(builder, rows, order, opcode, num_bytes, rows.group)
+        back = append_rows(builder, rows, order, opcode, num_bytes, gathering)
         builder.wait_each(back[held.row], steps[held.seat])
         forwards = first.handle[find_first_forwards(first)[held.seat]]
         builder.wait_late_each(forwards, back[held.row])
@@ -131,6 +137,13 @@ def _append_sums(
     sums = append_rows(builder, rows, order, opcode, rows.num_bytes, rows.group)
     builder.wait_each(sums, rows.ready)
     return sums
+
+
+def _last_backwards(computations: Computations, seats: Seats, rows: PartRows, held: Held) -> Ids:
+    """The handle of the last backward that makes gradients of each row, shape (rows,)."""
+    last = np.zeros(len(rows.rank), np.int64)
+    np.maximum.at(last, held.row, seats.last[held.seat])
+    return computations.handle[last]
 
 
 def _append_agreements(

@@ -23,10 +23,13 @@ _ROOT = -1
 
 
 class Exchanged(NamedTuple):
-    """A collective of full tensors of ``num_bytes``, of the ranks of an axis or of a stage's replicas."""
+    """A collective of full tensors of ``num_bytes``, of the ranks of an axis or of a stage's replicas.
+
+    "replicas" are those that share states, "across" those at the same place of each group of such.
+    """
 
     kind: str
-    axis: Axis | Literal["replicas"]
+    axis: Axis | Literal["replicas", "across"]
     num_bytes: int
 
 
@@ -38,8 +41,9 @@ class _Event(NamedTuple):
     item: Exchanged
 
 
-# At one place: parameters are gathered, what is not there is computed again, the op itself runs, gradients leave.
-_GATHER, _AGAIN, _OWN, _SCATTER = range(4)
+# At one place: parameters are gathered, what is not there is computed again, the op itself runs, gradients leave, and
+# are summed across groups.
+_GATHER, _AGAIN, _OWN, _SCATTER, _ACROSS = range(5)
 
 
 class Expansion:
@@ -59,7 +63,8 @@ class Expansion:
         for bucket in buckets if plan.exchange.shard_optimizer else ():
             if rank in bucket.ranks:
                 sizes = [graph.tensors[i].num_elements(0) for i in bucket.parameters]
-                own = cut_pieces(sizes, bucket.ranks.index(rank), len(bucket.ranks))
+                (sharing,) = (ranks for ranks in plan.exchange.shard_groups(bucket.ranks) if rank in ranks)
+                own = cut_pieces(sizes, sharing.index(rank), len(sharing))
                 self._pieces |= {i: len(piece) for i, piece in zip(bucket.parameters, own, strict=True)}
         shares_out = plan.exchange.zero >= 2
         self._units = {
@@ -68,6 +73,15 @@ class Expansion:
             if shares_out and len(plan.stages[stage.index].ranks) > 1
         }
         self._gathered: set[tuple[int, int]] = set()
+        # How many replicas share the states of a stage, in how many groups.
+        shared = {index: plan.exchange.shard_groups(plan.stages[index].ranks) for index in self._units}
+        self._sharing = {index: (len(groups[0]), len(groups)) for index, groups in shared.items()}
+        # Backwards of a step that the rank has, and those done: groups sum in the last one.
+        self._num_backwards = {
+            index: plan.stages[index].counts(plan.num_microbatches)[plan.stages[index].ranks.index(rank)]
+            for index in self._units
+        }
+        self._done = dict.fromkeys(self._units, 0)
 
     def expand(self, instruction: Instruction) -> list[Exchanged]:
         """What an instruction exchanges inside of its span; nothing for those that are exchanges themselves."""
@@ -134,6 +148,8 @@ class Expansion:
         met = [*order]
         met.insert(int(bool(order) and order[0][1].last == root.last), (_ROOT, root))
         found, there = [], {number for held, number in self._gathered if held == stage}
+        self._done[stage] += 1
+        is_last = self._done[stage] % self._num_backwards[stage] == 0
         for number, unit in met:
             following = 0 if number == _ROOT else order.index((number, unit)) + 1
             ahead = order[following : following + 1] if self._plan.exchange.zero == 3 else []
@@ -144,25 +160,29 @@ class Expansion:
             trained = [i for i in unit.parameters if self._graph.tensors[i].requires_grad]
             if trained:
                 first = -1 if number == _ROOT else ops[unit.first]
-                found.append(_Event(-first, _SCATTER, self._flat("reduce_scatter", stage, trained)))
+                scattered = self._flat("reduce_scatter", stage, trained)
+                found.append(_Event(-first, _SCATTER, scattered))
+                if is_last and self._sharing[stage][1] > 1:
+                    own_bytes = scattered.num_bytes // self._sharing[stage][0]
+                    found.append(_Event(-first, _ACROSS, Exchanged("all_reduce", "across", own_bytes)))
         self._gathered -= {(held, number) for held, number in self._gathered if held == stage}
         return found
 
     def _flat(self, kind: str, stage: int, parameters: Sequence[int]) -> Exchanged:
-        count = len(self._plan.stages[stage].ranks)
+        count = self._sharing[stage][0]
         numbers = self._plan.workload.numbers
         width = numbers.gradient_bytes if kind == "reduce_scatter" else numbers.value_bytes
         return Exchanged(kind, "replicas", padded_bytes(self._graph, parameters, count, width))
 
     def _gradient_bytes(self, parameter: int, stage: int) -> int:
         """Of a gradient that is summed before an update: of what this rank updates."""
-        facts, count = self._graph.tensors[parameter], len(self._plan.stages[stage].ranks)
+        facts = self._graph.tensors[parameter]
         numbers = self._plan.workload.numbers
         if parameter in self._pieces:
             return self._pieces[parameter] * numbers.gradient_bytes
         if stage in self._units:
             # What a rank keeps of a sum has the type of its part of the weights.
-            kept = numbers.master_bytes or numbers.gradient_bytes
+            kept, count = numbers.master_bytes or numbers.gradient_bytes, self._sharing[stage][0]
             return padded_bytes(self._graph, (parameter,), count, kept) // count
         return self._plan.workload.gradient_bytes(facts)
 

@@ -1,11 +1,19 @@
-"""Sums in two levels: scattered inside each node, summed across nodes, gathered inside.
+"""Sums in two levels: scattered inside of groups of ranks, summed across groups, gathered inside.
 
-With r ranks of a bucket on each node, a part of b bytes is first reduce-scattered among the r; the l-th of them sums
-its b / r with the l-th ranks of the other nodes, all r at once; then the node gathers. The three kinds have a lane of
-the exchange stream each, so that one part crosses nodes while others move inside. Whose cards are shared, queues there.
+With r ranks of a bucket in each group, a part of b bytes is first reduce-scattered among the r; the l-th of them sums
+its b / r with the l-th ranks of the other groups, all r at once.
+
+    hierarchical   groups are nodes, and each gathers at once. The three kinds have a lane of the exchange stream each,
+                   so that one part crosses nodes while others move inside. Whose cards are shared, queues there
+    hybrid         groups are those that share states (`GradientExchange.shard_size`), which gather parameters behind
+                   the update. Sums across come behind all that is scattered, when the backwards are over: a rank cannot
+                   wait for a scatter inside of a backward without holding that up
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +22,7 @@ from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.parts import PartRows, append_rows
 from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.instructions import Opcode
 
 Ids = NDArray[np.int64]
@@ -24,7 +33,7 @@ def append_hierarchical(builder: ProgramBuilder, rows: PartRows, buckets: tuple[
 
     Raises PlanError where the ranks of a bucket are not as many on each node.
     """
-    inside, across, place, size = _find_groups(builder, rows, buckets, node_size)
+    inside, across, place, size = _find_groups(builder, rows, buckets, partial(_nodes, node_size=node_size))
     share = rows.num_bytes // size + (place < rows.num_bytes % size)
     order, awaited = np.lexsort((rows.place, rows.rank)), rows.ready
     levels = (
@@ -39,24 +48,63 @@ def append_hierarchical(builder: ProgramBuilder, rows: PartRows, buckets: tuple[
     return awaited
 
 
+def append_hybrid(
+    builder: ProgramBuilder,
+    rows: PartRows,
+    buckets: tuple[Bucket, ...],
+    exchange: GradientExchange,
+    gradient_bytes: int,
+    last: Ids,
+) -> tuple[Ids, Ids]:
+    """Write the scatters of each row, and sums across groups; for each row the handle of its sum, and its own group.
+
+    ``last`` (rows,) are the handles of the last backwards that make a row's gradients.
+    """
+    inside, across, _, size = _find_groups(builder, rows, buckets, exchange.shard_groups)
+    order = np.lexsort((rows.place, rows.rank))
+    scattered = append_rows(builder, rows, order, Opcode.REDUCE_SCATTER, rows.num_bytes, inside)
+    builder.wait_each(scattered, rows.ready)
+    num_ranks = np.array([len(bucket.ranks) for bucket in buckets], np.int64)[rows.bucket]
+    kept = order[num_ranks[order] > size[order]]
+    # Parts are padded to equal numbers of elements.
+    kept_bytes = -(-rows.num_bytes // (size * gradient_bytes)) * gradient_bytes
+    summed = append_rows(builder, rows, kept, Opcode.ALL_REDUCE, kept_bytes, across)
+    builder.wait_each(summed[kept], scattered[kept])
+    builder.wait_each(summed[kept], last[kept])
+    return np.where(summed < 0, scattered, summed), inside
+
+
 def _find_groups(
-    builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], node_size: int
+    builder: ProgramBuilder,
+    rows: PartRows,
+    buckets: tuple[Bucket, ...],
+    split: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]],
 ) -> tuple[Ids, Ids, Ids, Ids]:
-    """Of each row the groups inside its node and across nodes, its place in the node, and how many are there."""
+    """Of each row the group inside and that across groups, its place in the first, and its size.
+
+    ``split`` has the ranks of a bucket in equal groups.
+    """
     facts: dict[tuple[int, int], tuple[int, int, int, int]] = {}
     known: dict[tuple[int, ...], dict[int, tuple[int, int, int, int]]] = {}
     for bucket in buckets:
         if bucket.ranks not in known:
-            known[bucket.ranks] = _group_ranks(builder, bucket.ranks, node_size)
+            known[bucket.ranks] = _number_groups(builder, split(bucket.ranks))
         facts |= {(bucket.index, rank): fact for rank, fact in known[bucket.ranks].items()}
     table = np.array([facts[key] for key in zip(rows.bucket.tolist(), rows.rank.tolist(), strict=True)], np.int64)
     inside, across, place, size = table.reshape(-1, 4).T
     return inside, across, place, size
 
 
-def _group_ranks(
-    builder: ProgramBuilder, ranks: tuple[int, ...], node_size: int
-) -> dict[int, tuple[int, int, int, int]]:
+def _number_groups(builder: ProgramBuilder, groups: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, int, int, int]]:
+    across = [tuple(column) for column in zip(*groups, strict=True)]
+    return {
+        rank: (builder.group(members), builder.group(across[place]), place, len(members))
+        for members in groups
+        for place, rank in enumerate(members)
+    }
+
+
+def _nodes(ranks: tuple[int, ...], node_size: int) -> list[tuple[int, ...]]:
     nodes: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         nodes.setdefault(rank // node_size, []).append(rank)
@@ -67,9 +115,4 @@ def _group_ranks(
             f"which some have {min(sizes)} and some {max(sizes)} of them; expected as many on each. Choose another "
             "`node_size`, or another algorithm."
         )
-    across = [tuple(column) for column in zip(*nodes.values(), strict=True)]
-    return {
-        rank: (builder.group(tuple(members)), builder.group(across[place]), place, len(members))
-        for members in nodes.values()
-        for place, rank in enumerate(members)
-    }
+    return [tuple(members) for members in nodes.values()]

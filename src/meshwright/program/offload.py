@@ -188,8 +188,9 @@ def _summed(done: Exchanged, plan: Plan, graph: Graph) -> _Pieces:
     place = np.cumsum(kept) - 1
     parts = np.ones(len(rows.rank), np.int64)
     if plan.exchange.zero:
-        replicas = np.array([len(bucket.ranks) for bucket in gradient_buckets(graph, plan)], np.int64)
-        parts = replicas[rows.bucket] if len(replicas) else parts
+        buckets = gradient_buckets(graph, plan)
+        shared = np.array([plan.exchange.num_parts(len(bucket.ranks)) for bucket in buckets], np.int64)
+        parts = shared[rows.bucket] if len(shared) else parts
     needs = kept[held.row]
     return _Pieces(
         rank=rows.rank[kept],
@@ -235,4 +236,4 @@ def _unsummed(
 
 def _own_bytes(piece: HostPiece, plan: Plan) -> int:
     """Of the gradients of a piece those that a rank copies."""
-    return -(-piece.num_bytes // (len(plan.stages[piece.stage].ranks) if plan.exchange.zero else 1))
+    return -(-piece.num_bytes // plan.exchange.num_parts(len(plan.stages[piece.stage].ranks)))

@@ -65,8 +65,11 @@ def append_rows(
     stream: StreamName = "exchange",
     lane: int = 0,
 ) -> Ids:
-    """Append one instruction per row to the stream of its rank, in an order in which ranks ascend; their handles."""
-    handles = np.empty(len(order), np.int64)
+    """Append one instruction per row in ``order``, in which ranks ascend, to the stream of its rank.
+
+    Returns their handles, shape (rows,), with -1 for rows that are not in the order.
+    """
+    handles = np.full(len(rows.rank), -1, np.int64)
     handles[order] = builder.extend(
         np.searchsorted(rows.rank[order], np.arange(int(rows.rank.max(initial=-1)) + 2)),
         stream,

@@ -100,6 +100,7 @@ _LAYOUT: tuple[tuple[str, str, Cell], ...] = (
     ("cp", "1", lambda row: str(row["context"])),
     ("ep", "1", lambda row: str(row["expert"])),
     ("zero", "0", lambda row: str(row["zero"])),
+    ("shard", "0", lambda row: str(row["shard_size"])),
     ("mbs", "", lambda row: str(row["microbatch_size"])),
     ("sched.", "", lambda row: name_schedule_briefly(row["schedule"])),
     ("recompute", "none", lambda row: row["recompute"]),

@@ -47,16 +47,21 @@ def count_holders(
 ) -> dict[int, int]:
     """By parameter, how many processes hold it, or the same share of it; of a team, ``alike(parameter)`` do.
 
-    Of those that are ``shared_out`` among replicas, each of these has a part of its own.
+    Of those that are ``shared_out`` among replicas, each of a group of these has a part of its own.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for stage in stages:
         for parameter in stage.parameters:
             ranks[parameter].update(plan.stages[stage.index].ranks)
     return {
-        parameter: (1 if parameter in shared_out else len(found)) * alike(parameter)
+        parameter: (_num_groups(plan, len(found)) if parameter in shared_out else len(found)) * alike(parameter)
         for parameter, found in ranks.items()
     }
+
+
+def _num_groups(plan: Plan | Placement, num_replicas: int) -> int:
+    size = plan.exchange.shard_size if isinstance(plan, Plan) else 0
+    return num_replicas // size if size else 1
 
 
 class NormClip(AgreedNumber):

@@ -322,7 +322,9 @@ class Executor:
         microbatch += self._visit.microbatches_on
         received = self._messages.gradients(stage, microbatch)
         with self._sums.filling(final):
-            self._input_gradients = self._runners[stage].backward(microbatch, received, self._seed_gradient)
+            self._input_gradients = self._runners[stage].backward(
+                microbatch, received, self._seed_gradient, is_last=bool(final)
+            )
         self._messages.hand_back(stage, microbatch, self._input_gradients)
         self._messages.give_back(stage, microbatch)
 

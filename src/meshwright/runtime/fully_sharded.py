@@ -9,6 +9,8 @@ to torch's defaults:
     zero 2     units stay until their backward; in both the root unit does
     sums       gradients are added up over the replicas behind each microbatch's backward, and not divided: losses have
                their share of the mean already
+    hybrid     with a shard size this happens in groups of replicas, on a mesh of two dims; groups sum what their
+               members keep in the last backward before an update (`StageRunner.backward`)
     types      with master weights, these are what a rank has parts of; parameters are gathered in their own type,
                and gradients summed in theirs
 
@@ -17,7 +19,7 @@ What several stages hold stays whole, and is summed in buckets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,20 +41,49 @@ from meshwright.spec.slices import StageSlice
 
 
 def replica_groups(plan: Plan, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The processes with which this one shares out stages, by the ranks of the plan. All processes call it together."""
+    """The processes that hold the same stages, by the ranks of the plan. All processes call it together."""
     shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1)
     return {ranks: grid.new_group(ranks) for ranks in shared}
+
+
+def replica_meshes(
+    plan: Plan, grid: Grid, groups: Mapping[tuple[int, ...], dist.ProcessGroup], device: torch.device
+) -> dict[tuple[int, ...], DeviceMesh]:
+    """The meshes on which this process shares out stages, by the ranks of the plan. All processes call it together.
+
+    ``groups`` as of `replica_groups`. Meshes have one dim, or where there are several groups of replicas that share,
+    those at the same places first.
+    """
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    with unset_fake_temporarily():
+        for ranks, group in groups.items():
+            sharing, across = plan.exchange.shard_groups(ranks), plan.exchange.replicating_groups(ranks)
+            if len(sharing) == 1:
+                made: dist.ProcessGroup | list[dist.ProcessGroup] = group
+            else:
+                made = [_own_group(across, grid), _own_group(sharing, grid)]
+            if grid.rank not in ranks:
+                continue
+            mesh = None if len(sharing) == 1 else [[grid.process_of(rank) for rank in each] for each in sharing]
+            names = None if len(sharing) == 1 else ("replicate", "shard")
+            meshes[ranks] = DeviceMesh.from_group(made, device.type, mesh=mesh, mesh_dim_names=names)
+    return meshes
+
+
+def _own_group(groups: Sequence[tuple[int, ...]], grid: Grid) -> dist.ProcessGroup:
+    """That of this process, or the last one where it is in none; all are made."""
+    made = [(ranks, grid.new_group(ranks)) for ranks in groups]
+    return next((group for ranks, group in made if grid.rank in ranks), made[-1][1])
 
 
 def share_out(
     module: torch.nn.Module,
     graph: Graph,
     stage: StageSlice,
-    group: dist.ProcessGroup,
+    mesh: DeviceMesh,
     *,
     kept: Collection[int],
     let_go: bool,
-    device: torch.device,
     numbers: Numbers,
 ) -> Mapping[int, torch.nn.Parameter]:
     """Share out the parameters of a stage's module but those ``kept``; returns, by tensor id, the own parts.
@@ -67,8 +98,6 @@ def share_out(
         if unit.parameters
     ]
     gathered.append((root.parameters, module))
-    with unset_fake_temporarily():
-        mesh = DeviceMesh.from_group(group, device.type)
     ignored = {module.get_parameter(graph.tensors[i].name) for i in kept if i in stage.parameters}
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if numbers.master and graph.mode == "training":

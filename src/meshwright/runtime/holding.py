@@ -12,7 +12,7 @@ from torch._guards import detect_fake_mode
 from meshwright.capture import Captured
 from meshwright.program import build_placed_program, build_program, gradient_buckets
 from meshwright.runtime.alike import BufferSync, written_buffers
-from meshwright.runtime.fully_sharded import replica_groups, share_out
+from meshwright.runtime.fully_sharded import replica_groups, replica_meshes, share_out
 from meshwright.runtime.held import replace_held
 from meshwright.runtime.models import Model, make_model
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
@@ -104,15 +104,15 @@ def _join_replicas(
     if shares_out:
         kept = {i for bucket in gradient_buckets(model.graph, plan) for i in bucket.parameters}
         let_go = plan.exchange.zero == 3
+        meshes = replica_meshes(plan, grid, groups, device)
         for stage, module, ranks in replicated:
             shared |= share_out(
                 module,
                 model.graph,
                 stage,
-                groups[ranks],
+                meshes[ranks],
                 kept=kept,
                 let_go=let_go,
-                device=device,
                 numbers=plan.workload.numbers,
             )
     told: list[tuple[list[torch.Tensor], int, dist.ProcessGroup]] = []

@@ -236,10 +236,10 @@ def _make_exchange(share: Holding, grid: Grid) -> Exchange | None:
         return WaveExchange(buckets)
     parts = cut_parts(every, plan.exchange)
     if plan.exchange.shard_optimizer:
-        sharded = [
-            ShardedBucket(bucket, parameters, bucket.ranks.index(grid.rank), len(bucket.ranks))
-            for bucket, parameters in buckets
-        ]
+        sharded = []
+        for bucket, parameters in buckets:
+            (sharing,) = (ranks for ranks in plan.exchange.shard_groups(bucket.ranks) if grid.rank in ranks)
+            sharded.append(ShardedBucket(bucket, parameters, sharing.index(grid.rank), len(sharing)))
         return ShardedBuckets(sharded, parts)
     return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets], parts)
 

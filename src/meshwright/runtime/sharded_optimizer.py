@@ -78,6 +78,10 @@ class ShardedBuckets(BucketExchange):
         """The flat gradients, all and the own ones."""
         return [*super().buffers, *(bucket.own_gradients for bucket in self.sharded.values())]
 
+    def to_sum(self, part: int) -> torch.Tensor:
+        """What groups of replicas sum with each other: the own part of a bucket."""
+        return self.sharded[part].own_gradients
+
     def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
         """What of a rank's parameters it updates, by tensor id: its pieces, and what is in no bucket."""
         shared = {id(parameter) for bucket in self.sharded.values() for parameter in bucket.parameters}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.runtime.random_state import read_generator, seed_generator, write_generator
 from meshwright.runtime.split_backward import Notes, SplitPart
@@ -56,6 +57,7 @@ class StageRunner:
         self._channels_last = channels_last
         self._tapes: dict[int, _Tape] = {}
         self._notes: dict[int, Notes] = {}
+        self._sums_across = True
 
     def forward(
         self,
@@ -89,12 +91,21 @@ class StageRunner:
         return outputs
 
     def backward(
-        self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]], loss_scale: float
+        self,
+        microbatch: int,
+        received: Mapping[int, Sequence[torch.Tensor]],
+        loss_scale: float,
+        *,
+        is_last: bool = True,
     ) -> dict[int, list[torch.Tensor]]:
         """Run backward, adding to the parameters' gradients; returns the gradients to send, by source stage.
 
-        ``received`` maps a target stage to the gradients of its channel; ``loss_scale`` is the loss's own.
+        ``received`` maps a target stage to the gradients of its channel; ``loss_scale`` is the loss's own. In the last
+        one before an update, groups of replicas that share states sum up with each other.
         """
+        if isinstance(self._part, FSDPModule) and is_last != self._sums_across:
+            self._part.set_requires_all_reduce(is_last)
+            self._sums_across = is_last
         found = self.backward_input(microbatch, received, loss_scale)
         self.backward_weight(microbatch)
         return found

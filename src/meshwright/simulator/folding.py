@@ -77,7 +77,8 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
 
 def _meets_in_sums_alone(plan: Plan) -> bool:
     """Whether all ranks that hold a bucket meet at once, whoever they are."""
-    return not plan.exchange.servers and plan.exchange.algorithm != "hierarchical"
+    is_hybrid = plan.exchange.shard_optimizer and plan.exchange.shard_size > 0
+    return not plan.exchange.servers and plan.exchange.algorithm != "hierarchical" and not is_hybrid
 
 
 def _order_of_ranks(ranks: Ids) -> Ids | None:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
 from meshwright.program import PIECES_AT_HAND, gradient_buckets, host_pieces
-from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Graph, Placement, Plan, format_bytes, format_count, slice_graph
 
 
@@ -104,7 +103,7 @@ def _stage_bytes(plan: Plan, graph: Graph, cost: CostModel) -> list[tuple[int, i
     found = []
     for stage in slice_graph(graph, plan.bounds):
         memory = cost.stage_memory(graph, stage, plan.microbatch_size, workload)
-        parts = find_shards(plan, stage.index).states
+        parts = plan.exchange.num_parts(len(plan.stages[stage.index].ranks))
         gradients, kept = -(-memory.gradient_bytes // parts), -(-memory.optimizer_bytes // parts)
         copied = 0 if numbers.master_bytes else gradients
         if plan.offload.parameters == "host":

@@ -107,7 +107,8 @@ def _list_parts(
             key = (stage.index, kind.name)
             if key not in priced:
                 held = tuple(bucket for bucket in buckets if stage.index in bucket.stages)
-                priced[key] = op_seconds(graph, plan, stage, held, kind, cost, find_shards(whole, stage.index))
+                shards = find_shards(whole, stage.index, cost.cluster)
+                priced[key] = op_seconds(graph, plan, stage, held, kind, cost, shards)
             parts = list_parts(priced[key], Opcode(int(section.opcode[row])), int(places[row]))
             duration_ps = int(prices.duration_ps[cost_class])
             if parts.issued_s is not None:

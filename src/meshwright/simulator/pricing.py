@@ -133,7 +133,7 @@ class _Pricer:
             [numbers[kind.name, factor] for kind, factor in zip(devices, factors, strict=True)], np.int64
         )
         whole = fold.whole if fold else plan
-        shards = [find_shards(whole, stage.index) for stage in stages]
+        shards = [find_shards(whole, stage.index, cost.cluster) for stage in stages]
         pieces = host_pieces(graph, plan, all_buckets) if isinstance(plan, Plan) and steps_on_host(plan) else ()
         self._costs: list[list[StageCosts]] = [
             [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, shared, own) for kind in kinds]
@@ -222,8 +222,11 @@ class _Pricer:
                 part = costs.backward if is_whole else costs.weights
                 seconds = part.seconds if place & FIRST else part.later_s
                 bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place]
-                seconds += costs.fill_s * bool(place & LAST)
-                added = self._add(seconds, 0.0, bytes_in_use, costs.exchanged_s[1 if is_whole else 2])
+                exchanged_s = costs.exchanged_s[1 if is_whole else 2]
+                if place & LAST:
+                    seconds += costs.fill_s + costs.last_s
+                    exchanged_s += costs.last_s
+                added = self._add(seconds, 0.0, bytes_in_use, exchanged_s)
             case Opcode.STASH:
                 return self._add_pass(costs.stash_s, (in_use.stash, by_part({})), step.copy_s, kind), -1
             case Opcode.DROP:

@@ -57,8 +57,9 @@ class BackwardSeconds:
 class StageCosts:
     """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
 
-    ``stash_s`` copies the trained weights, ``merge_s`` adds the updates of other replicas to them. ``exchanged_s`` are
-    the parts of a forward, a backward and its part for weights in which the rank waits for what it exchanges in them.
+    The last backward of a step takes ``fill_s`` and ``last_s`` on top. ``stash_s`` copies the trained weights,
+    ``merge_s`` adds the updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward
+    and its part for weights in which the rank waits for what it exchanges in them.
     """
 
     forward_s: float
@@ -69,6 +70,7 @@ class StageCosts:
     stash_s: float
     merge_s: float
     fill_s: float
+    last_s: float
     exchanged_s: tuple[float, float, float]
     ops: OpSeconds
     issue: StepIssue | None
@@ -99,10 +101,12 @@ class OpIssue(NamedTuple):
 class OpSeconds(NamedTuple):
     """Seconds of a stage's ops, each of shape (ops,), and what its instructions take beside them.
 
-    ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch on.
-    ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for weights; it
-    comes before the ops. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`. ``exchanged``, of shape (ops, 2), is
-    what of forward and backward is waiting for other ranks. ``issue``: what a host beside the device takes, else None.
+    ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch
+    on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for
+    weights; it comes before the ops. ``last_s`` comes behind those of the last backward of a step: sums across
+    groups of replicas. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`. ``exchanged``, of shape (ops, 2),
+    is what of forward and backward is waiting for other ranks. ``issue``: what a host beside the device takes, else
+    None.
     """
 
     forward: Floats
@@ -111,6 +115,7 @@ class OpSeconds(NamedTuple):
     accumulate: Floats
     host_s: tuple[float, float, float]
     fill_s: dict[int, float]
+    last_s: float
     first_uses: dict[int, int]
     exchanged: Floats
     issue: OpIssue | None
@@ -134,19 +139,20 @@ def op_seconds(
     issued = (1 + len(stage.incoming) + len(stage.outgoing), 1 + num_returned + num_answers, 1)
     forward_s, backward_s = prices.forward_s[ops], prices.backward_s[ops]
     kept = {i for bucket in buckets for i in bucket.parameters}
-    waits_forward_s, waits_backward_s = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
+    waits = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
     serial_s = cost.serial_overhead_s(kind)
     return OpSeconds(
-        forward=forward_s + waits_forward_s,
-        backward=backward_s + waits_backward_s,
+        forward=forward_s + waits.forward,
+        backward=backward_s + waits.backward,
         weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
         host_s=(serial_s * issued[0], serial_s * issued[1], serial_s * issued[2]),
         # What goes to the host is copied from where it was made.
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
         | {piece.index: 0.0 for piece in pieces},
+        last_s=waits.last_s,
         first_uses=_first_uses(graph, stage, (*buckets, *pieces)),
-        exchanged=prices.exchanged_s[ops] + np.stack([waits_forward_s, waits_backward_s], axis=1),
+        exchanged=prices.exchanged_s[ops] + np.stack([waits.forward, waits.backward], axis=1),
         issue=_op_issue(graph, ops, buckets, pieces, prices.issue_s, issued, cost.overhead_s),
     )
 
@@ -241,6 +247,7 @@ def stage_costs(
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
         merge_s=2 * copy_s + serial_s,
         fill_s=sum(seconds.fill_s.values()),
+        last_s=seconds.last_s,
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
         ops=seconds,
         issue=step_issue(graph, plan, stage.parameters, cost, 1 + len(buckets)) if seconds.issue else None,

@@ -33,7 +33,7 @@ def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
     kept = np.zeros(len(stages), np.int64)
     for stage in stages:
         held = tuple(item for item in buckets if stage.index in item.stages)
-        shards = find_shards(plan, stage.index)
+        shards = find_shards(plan, stage.index, cost.cluster)
         for kind in {kinds[rank].name: kinds[rank] for rank in plan.stages[stage.index].ranks}.values():
             ranks = [rank for rank in plan.stages[stage.index].ranks if kinds[rank].name == kind.name]
             costs = stage_costs(graph, plan, stage, held, kind, cost, shards)

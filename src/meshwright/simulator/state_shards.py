@@ -19,6 +19,10 @@ gradients to where they are scattered from, on the stream of the ops. The root u
 one, stays for the backward, and is scattered last. Parameters that several stages share are not cut; their gradients
 are summed in buckets.
 
+With a shard size a group of replicas shares with each other. All groups exchange at the same time; the one whose ranks
+lie on most nodes decides. In the last backward of a step, behind the scatter of each unit, groups sum up what their
+members keep: on a stream of its own, or on processors while all waits.
+
 Where parameters are on the host, a rank's part is copied from there before each gather, and its part of the gradients
 to there behind each scatter, on the same streams.
 """
@@ -35,19 +39,24 @@ from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
 from meshwright.cost.memory import backend_of
 from meshwright.program.sharding import Unit, find_units, padded_bytes
-from meshwright.spec import DeviceKind, Graph, Placement, Plan, StageSlice
+from meshwright.spec import Cluster, DeviceKind, Graph, Placement, Plan, StageSlice
 from meshwright.spec.collective import summing_axes
 
 Floats = NDArray[np.float64]
 
 
 class StateShards(NamedTuple):
-    """The replicas of a stage, as ranks, and those of the other stages, which exchange at the same time."""
+    """Replicas of a stage that share states, as ranks, and ``beside`` others, which exchange at the same time.
+
+    ``across`` are those that keep the same part, where there are several groups, and others ``beside_across``.
+    """
 
     zero: int
     ranks: tuple[int, ...]
     beside: tuple[tuple[int, ...], ...]
     on_host: bool = False
+    across: tuple[int, ...] = ()
+    beside_across: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_cut(self) -> bool:
@@ -73,13 +82,37 @@ class StateShards(NamedTuple):
 ALONE = StateShards(0, (0,), ())
 
 
-def find_shards(plan: Plan | Placement, stage: int) -> StateShards:
-    """How the replicas of a stage share its states; of a fold, ask its whole plan."""
+class Waits(NamedTuple):
+    """Seconds on top of a stage's ops, each of shape (ops,), and of its last backward in a step besides."""
+
+    forward: Floats
+    backward: Floats
+    last_s: float
+
+
+def find_shards(plan: Plan | Placement, stage: int, cluster: Cluster) -> StateShards:
+    """How the replicas of a stage share its states on a cluster; of a fold, ask its whole plan."""
     if isinstance(plan, Placement):
         return ALONE
-    beside = tuple(item.ranks for index, item in enumerate(plan.stages) if index != stage)
-    on_host = plan.offload.parameters == "host"
-    return StateShards(plan.exchange.zero, plan.stages[stage].ranks, beside, on_host)
+    exchange, on_host = plan.exchange, plan.offload.parameters == "host"
+    if not exchange.zero:
+        # Nothing is shared; who else exchanges does not matter.
+        return StateShards(0, plan.stages[stage].ranks, (), on_host)
+    sharing = [_widest_first(exchange.shard_groups(item.ranks), cluster) for item in plan.stages]
+    across = [_widest_first(exchange.replicating_groups(item.ranks), cluster) for item in plan.stages]
+    own, *beside = sharing[stage]
+    mine, *beside_across = across[stage] if len(sharing[stage]) > 1 else ((),)
+    for index in range(len(plan.stages)):
+        if index != stage:
+            beside += sharing[index]
+            beside_across += across[index] if len(sharing[index]) > 1 else ()
+    return StateShards(exchange.zero, own, tuple(beside), on_host, mine, tuple(beside_across))
+
+
+def _widest_first(groups: tuple[tuple[int, ...], ...], cluster: Cluster) -> list[tuple[int, ...]]:
+    """Groups that do the same at the same time, the one on most nodes first."""
+    most = max(groups, key=lambda ranks: len({cluster.node_index(rank) for rank in ranks}))
+    return [most, *(ranks for ranks in groups if ranks is not most)]
 
 
 def gather_waits(
@@ -91,15 +124,15 @@ def gather_waits(
     kind: DeviceKind,
     cost: CostModel,
     kept: Set[int] = frozenset(),
-) -> tuple[Floats, Floats]:
-    """What comes on top of a stage's ops for parameters and gradients on the way, each of shape (ops,); 0 below zero 2.
+) -> Waits:
+    """What comes on top of a stage's ops for parameters and gradients on the way; 0 below zero 2.
 
     A forward waits before the first op of a unit, a backward before its last one, and for the scatters at the end; on
     processors for each scatter at the first op of its unit.
     """
     waits, copies = np.zeros((2, len(stage.ops))), np.zeros((2, len(stage.ops)))
     if not shards.is_cut or not len(stage.ops):
-        return waits[0], waits[1]
+        return Waits(waits[0], waits[1], 0.0)
     root, units = find_units(graph, stage, kept)
     units = tuple(unit for unit in units if unit.parameters)
     summed = summing_axes(graph)
@@ -124,6 +157,13 @@ def gather_waits(
             total += _host_copy_seconds(shards, num_bytes / len(shards.ranks), cost)
         return total
 
+    def across_seconds(unit: Unit) -> float:
+        trained = [i for i in unit.parameters if graph.tensors[i].requires_grad]
+        if not shards.across or not trained:
+            return 0.0
+        kept_bytes = padded_bytes(graph, trained, len(shards.ranks), cost.numbers.gradient_bytes) // len(shards.ranks)
+        return cost.collective_seconds("all_reduce", shards.across, kept_bytes, shards.beside_across)
+
     gathers = [seconds("all_gather", unit) for unit in units]
     root_s = seconds("all_gather", root)
     if backend_of(kind) == "cpu":
@@ -131,20 +171,21 @@ def gather_waits(
             waits[0, unit.first] += gather_s
             waits[1, unit.last] += gather_s * (shards.zero == 3 and unit is not root)
             waits[1, unit.first] += seconds("reduce_scatter", unit)
-        return waits[0] + copies[0], waits[1] + copies[1]
+        last_s = sum(across_seconds(unit) for unit in (root, *units))
+        return Waits(waits[0] + copies[0], waits[1] + copies[1], last_s)
     _wait_in_order(waits[0], forward_s, [(unit.first, unit.last) for unit in units], gathers, root_s)
     order, final = range(len(units) - 1, -1, -1), len(stage.ops) - 1
     again = [gathers[u] if shards.zero == 3 else 0.0 for u in order]
     spans = [(final - units[u].last, final - units[u].first) for u in order]
     ends = _wait_in_order(waits[1][::-1], backward_s[::-1], spans, again, 0.0)
-    scattered = 0.0
-    for end, u in zip(ends, order, strict=True):
-        scattered = max(end, scattered) + seconds("reduce_scatter", units[u])
+    scattered = summed_s = 0.0
     total = float(backward_s.sum() + waits[1].sum())
-    scattered = max(total, scattered) + seconds("reduce_scatter", root)
+    for end, unit in (*zip(ends, (units[u] for u in order), strict=True), (total, root)):
+        scattered = max(end, scattered) + seconds("reduce_scatter", unit)
+        summed_s = max(summed_s, scattered) + across_seconds(unit)
     waits[1][0] += max(scattered - total, 0.0)
     waits += copies
-    return waits[0], waits[1]
+    return Waits(waits[0], waits[1], max(summed_s - max(scattered, total), 0.0))
 
 
 def _host_copy_seconds(shards: StateShards, num_bytes: float, cost: CostModel) -> float:

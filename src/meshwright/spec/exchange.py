@@ -32,6 +32,8 @@ class GradientExchange:
     ``zero``: what replicas share out among each other instead of keeping it alike (Rajbhandari et al., SC 2020). 1:
     optimizer states, so that sums are scattered, and parameters gathered before the next step's forward; 2: gradients,
     too; 3: parameters, too. With 2 and 3 this happens inside of passes, layer by layer, instead of in buckets.
+    ``shard_size``: replicas share in groups of so many neighbours, and groups sum what each member keeps (hybrid
+    sharding: torch's HSDP, Zhao et al., PyTorch FSDP, VLDB 2023); 0: all replicas of a stage are one group.
     ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
 
     ``partition_bytes``: buckets are cut into parts of at most so many bytes (0: left whole). ``sequence``: the order in
@@ -52,6 +54,7 @@ class GradientExchange:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     overlap: bool = True
     zero: ZeroStage = 0
+    shard_size: int = 0
     staleness: int = 0
     partition_bytes: int = 0
     sequence: tuple[int, ...] = ()
@@ -76,9 +79,8 @@ class GradientExchange:
     @property
     def is_runnable(self) -> bool:
         """Whether the runtime executes it: sums of buckets or their parts, states shared out, a norm to clip by."""
-        return replace(
-            self, **{"zero": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}, clip_norm=False
-        ).is_plain
+        done = {"zero": 0, "shard_size": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}
+        return replace(self, **done, clip_norm=False).is_plain
 
     def describe_changes(self) -> str:
         """What is not as by default, for messages: ``zero = 3, clip_norm = True``."""
@@ -90,6 +92,26 @@ class GradientExchange:
         """Whether sums of buckets are scattered, and parameters gathered, once per step."""
         return self.zero == 1
 
+    def shard_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Groups of neighbours that share states. Raises PlanError unless the shard size divides their number."""
+        size = self.shard_size or len(ranks)
+        if len(ranks) == 1:
+            return (ranks,)
+        if len(ranks) % size:
+            raise PlanError(
+                f"A shard size of {size} was given for {len(ranks)} replicas; expected a divisor of their number. "
+                "Choose another shard size, or leave it out to share among all of them."
+            )
+        return tuple(ranks[start : start + size] for start in range(0, len(ranks), size))
+
+    def num_parts(self, num_replicas: int) -> int:
+        """Parts into which replicas cut what they share; 1 if that is nothing."""
+        return (min(self.shard_size, num_replicas) or num_replicas) if self.zero else 1
+
+    def replicating_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The replicas at the same place of each group of `shard_groups`: they keep the same part of states."""
+        return tuple(zip(*self.shard_groups(ranks), strict=True))
+
     def suited_to(self, schedule: str) -> GradientExchange:
         """The same for another schedule: without staleness, unless it knows waves."""
         return self if schedule == WAVES else replace(self, staleness=0)
@@ -98,6 +120,11 @@ class GradientExchange:
 def _check_numbers(exchange: GradientExchange) -> None:
     if exchange.bucket_bytes < 1:
         raise PlanError(f"Buckets of {exchange.bucket_bytes} bytes were given; expected at least 1 byte.")
+    if exchange.shard_size and (exchange.shard_size < 2 or not exchange.zero):
+        raise PlanError(
+            f"A shard size of {exchange.shard_size} was given with ZeRO {exchange.zero}; expected at least 2 replicas "
+            "that share states, with ZeRO 1 to 3. Give both, or leave the shard size out."
+        )
     if not 0 <= exchange.staleness <= MAX_STALENESS:
         raise PlanError(f"A staleness of {exchange.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
     if exchange.partition_bytes < 0:

@@ -202,6 +202,8 @@ class Plan:
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
         shared = f", ZeRO {self.exchange.zero}" if self.exchange.zero else ""
+        if self.exchange.shard_size:
+            shared += f" in groups of {self.exchange.shard_size}"
         order = (
             f", {format_count(len(self.exchange.sequence), 'part')} of gradients in order"
             if self.exchange.sequence
@@ -353,6 +355,7 @@ def _check_plan(plan: Plan) -> None:
     for index, stage in enumerate(plan.stages):
         if stage.shares:
             check_shares(plan, index)
+        plan.exchange.shard_groups(stage.ranks)
         if count < len(stage.ranks):
             raise PlanError(
                 f"Stage {index} has {len(stage.ranks)} replicas for {count} microbatches, so some would have nothing "

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ from meshwright.program import gradient_buckets, num_filling_steps
 from meshwright.program.expansion import Expansion
 from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
 from meshwright.runtime.rank_program import SectionName, arrange_rank
+from meshwright.runtime.teams import Grid
 from meshwright.runtime.transport import MESSAGES, SUMS
+from meshwright.spec.collective import Axis
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
@@ -297,16 +299,27 @@ def _predict(
                 elements = sum(graph.tensors[i].num_elements(0) for i in buckets[number].parameters)
                 numbers = plan.workload.numbers
                 width = numbers.value_bytes if isinstance(item, AllGather) else numbers.gradient_bytes
-                is_cut = not isinstance(item, AllReduce)
-                total = -(-elements // count) * count if is_cut else elements
+                if not isinstance(item, AllReduce):
+                    total = -(-elements // count) * count
+                else:
+                    # Groups that share states sum what each of their members keeps.
+                    total = -(-elements // (plan.exchange.shard_size if plan.exchange.shard_optimizer else 1))
                 kind = {AllReduce: "all_reduce", ReduceScatter: "reduce_scatter", AllGather: "all_gather"}[type(item)]
                 issued.append(Call(kind, count, EVERYBODY, total * width))
             case _:
                 for each in expansion.expand(item):
-                    size = len(plan.stages[item.stage].ranks) if each.axis == "replicas" else grid.axes[each.axis].size
+                    size = _num_processes(plan, item.stage, each.axis, grid)
                     if each.kind != "send":
                         inside.append(Call(each.kind, size, EVERYBODY, each.num_bytes))
     return issued, inside
+
+
+def _num_processes(plan: Plan, stage: int, axis: Axis | Literal["replicas", "across"], grid: Grid) -> int:
+    """How many exchange with each other on an axis."""
+    if axis != "replicas" and axis != "across":
+        return grid.axes[axis].size
+    groups = plan.exchange.shard_groups(plan.stages[stage].ranks)
+    return len(groups[0]) if axis == "replicas" else len(groups)
 
 
 def _compare(what: str, found: list[Call], wanted: list[Call], process: int) -> None:

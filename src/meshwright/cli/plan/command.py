@@ -160,6 +160,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
                 placements=tuple(map(read_placement, request.placement or ())),
             ),
             zero=tuple(cast("ZeroStage", stage) for stage in request.zero or (0,)),
+            shard_sizes=tuple(request.shard or (0,)),
             recompute=tuple(request.recompute or ("none",)),
             offload=(read_offload(request.offload or ()),),
         ),

@@ -212,6 +212,15 @@ class PlanRequest(Request):
         ),
         Of("search", unless=_unless_trained),
     ] = None
+    shard: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With --zero 1 to 3: how many replicas share states with each other, as the 8 of a node; such groups sum "
+            "what their members keep (HSDP). 0: all replicas share; repeat for a choice.",
+            min=0,
+        ),
+        Of("search", unless=_unless_trained),
+    ] = None
     recompute: Annotated[
         list[str] | None,
         typer.Option(

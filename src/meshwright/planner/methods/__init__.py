@@ -1,5 +1,7 @@
 """Search methods, each a module that reads like its paper: from a problem to plans, one after the other (`method`)."""
 
+from collections.abc import Sequence
+
 from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.auto import auto
@@ -24,7 +26,19 @@ METHODS: dict[str, Method] = {
     "latency": latency,
 }
 
-__all__ = ["METHODS", "find_method"]
+# Those that choose numbers of replicas which a shard size may not divide.
+_WITHOUT_SHARD_SIZES = ("pipedream", "flexflow", "differentiable", "unequal")
+
+__all__ = ["METHODS", "check_shard_sizes", "find_method"]
+
+
+def check_shard_sizes(name: str, shard_sizes: Sequence[int]) -> None:
+    """Raise PlanError for a method that does not know groups of replicas that share states."""
+    if any(shard_sizes) and name in _WITHOUT_SHARD_SIZES:
+        raise PlanError(
+            f"A shard size of {max(shard_sizes)} was given for the method {name}, which shares states among all "
+            "replicas of a stage; expected auto, slicing, grid or alpa. Choose one of them, or no shard size."
+        )
 
 
 def find_method(reference: str) -> Method:

@@ -110,10 +110,10 @@ def _fsdp(facts: Facts) -> dict[str, Any]:
             "fsdp_activation_checkpointing": facts.again.is_full,
         }
     }
-    if sharding.width > 1:
+    if sharding.width > 1 or facts.is_hybrid:
         values["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": 1,
-            "parallelism_config_dp_shard_size": facts.num_replicas,
+            "parallelism_config_dp_replicate_size": facts.num_groups,
+            "parallelism_config_dp_shard_size": facts.shard_size,
             "parallelism_config_tp_size": sharding.tensor,
             "parallelism_config_cp_size": sharding.context,
             "parallelism_config_cp_comm_strategy": COMM_STRATEGIES[sharding.context_method],
@@ -127,6 +127,12 @@ def _megatron(facts: Facts) -> dict[str, Any]:
         raise PlanError(
             f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; accelerate has FSDP for "
             "one stage, and Megatron-LM's pipelines with ZeRO 1. Plan with --zero 1, or --stages 1."
+        )
+    if facts.is_hybrid:
+        raise PlanError(
+            f"The plan shares optimizer states in groups of {facts.shard_size} replicas by ZeRO 1; accelerate's "
+            "Megatron-LM plugin shares them among all replicas. Plan without --shard, or with --zero 2 or 3 and "
+            "--stages 1."
         )
     require_even_tokens(facts, PLUGIN)
     require_adam(facts, PLUGIN)

@@ -80,6 +80,11 @@ def _refuse(facts: Facts) -> None:
             "DeepSpeed's AutoTP keeps tokens whole between split products. Plan without --sequence-parallel; --as "
             "megatron and --as torchtitan can say it."
         )
+    if facts.is_hybrid and facts.zero < 3:
+        raise PlanError(
+            f"The plan shares states in groups of {facts.shard_size} replicas by ZeRO {facts.zero}; DeepSpeed does so "
+            "by MiCS, with ZeRO 3 alone. Plan with --zero 3, or without --shard."
+        )
     if facts.num_stages > 1 and facts.zero >= 2:
         raise PlanError(
             f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; DeepSpeed's pipeline "
@@ -97,7 +102,8 @@ def _zero(facts: Facts) -> dict[str, Any]:
     if facts.zero == 0:
         return {"stage": 0}
     if facts.zero >= 2:
-        return {"stage": facts.zero, "overlap_comm": True}
+        groups = {"mics_shard_size": facts.shard_size} if facts.is_hybrid else {}
+        return {"stage": facts.zero, "overlap_comm": True, **groups}
     overlap = {"overlap_comm": exchange.overlap} if facts.num_stages == 1 else {}
     return {"stage": 1, "reduce_bucket_size": facts.bucket_elements, **overlap}
 
@@ -111,6 +117,8 @@ def _optimizer(facts: Facts) -> dict[str, Any]:
 
 def _fill_in(facts: Facts) -> tuple[str, ...]:
     items = ["the learning rate: optimizer.params.lr"]
+    if facts.is_hybrid:
+        items.append("in the script: deepspeed.zero.MiCS_Init around the making of the model")
     if facts.num_stages > 1:
         items += _fill_in_pipeline(facts)
     elif facts.again.kind != "nothing":

@@ -69,6 +69,21 @@ class Facts:
         return self.plan.exchange.zero if self.num_replicas > 1 else 0
 
     @property
+    def shard_size(self) -> int:
+        """Replicas that share states with each other; 1 where nothing is shared."""
+        return self.plan.exchange.num_parts(self.num_replicas)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of such replicas."""
+        return self.num_replicas // self.shard_size
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether replicas share states in several groups."""
+        return self.zero > 0 and self.num_groups > 1
+
+    @property
     def bucket_elements(self) -> int:
         """Gradient elements in a bucket."""
         return self.plan.exchange.bucket_bytes // self.plan.workload.numbers.gradient_bytes

@@ -99,8 +99,14 @@ def _exchange(facts: Facts) -> dict[str, Any]:
                 f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; Megatron-FSDP is "
                 "documented with the tensor and context axes, not with pipelines. Plan with --zero 1, or --stages 1."
             )
+        hybrid = {}
+        if facts.is_hybrid:
+            hybrid = {
+                "--num-distributed-optimizer-instances": facts.num_groups,
+                "--outer-dp-sharding-strategy": "no_shard",
+            }
         # The first five go together, says the user guide; the others let exchanges overlap, as the plan's do.
-        return {
+        return hybrid | {
             "--use-megatron-fsdp": True,
             "--data-parallel-sharding-strategy": SHARDING_STRATEGIES[facts.zero],
             "--no-gradient-accumulation-fusion": True,
@@ -114,6 +120,8 @@ def _exchange(facts: Facts) -> dict[str, Any]:
         values |= {"--overlap-grad-reduce": True, "--ddp-bucket-size": facts.bucket_elements}
     if facts.zero == 1:
         values["--use-distributed-optimizer"] = True
+    if facts.is_hybrid:
+        values["--num-distributed-optimizer-instances"] = facts.num_groups
     return values
 
 

@@ -69,7 +69,8 @@ def _unsaid_split(plan: Plan) -> list[Unsaid]:
         )
     if plan.exchange.zero:
         how = "ZeroRedundancyOptimizer" if plan.exchange.zero == 1 else "fully_shard, of which torch adds the gathers"
-        items.append(Unsaid(what=f"ZeRO {plan.exchange.zero}", reason=f"prepare the stages for it ({how})"))
+        groups = f" in groups of {plan.exchange.shard_size}" if plan.exchange.shard_size else ""
+        items.append(Unsaid(what=f"ZeRO {plan.exchange.zero}{groups}", reason=f"prepare the stages for it ({how})"))
     if plan.recompute:
         items.append(
             Unsaid(

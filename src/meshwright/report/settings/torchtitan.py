@@ -86,8 +86,8 @@ def export_torchtitan(facts: Facts) -> Settings:
 def _parallelism(facts: Facts) -> dict[str, Any]:
     sharding, is_shared = facts.plan.sharding, facts.zero >= 2
     values: dict[str, Any] = {
-        "parallelism.data_parallel_replicate_degree": 1 if is_shared else facts.num_replicas,
-        "parallelism.data_parallel_shard_degree": facts.num_replicas if is_shared else 1,
+        "parallelism.data_parallel_replicate_degree": facts.num_groups if is_shared else facts.num_replicas,
+        "parallelism.data_parallel_shard_degree": facts.shard_size if is_shared else 1,
         "parallelism.tensor_parallel_degree": sharding.tensor,
         "parallelism.context_parallel_degree": sharding.context,
         "parallelism.pipeline_parallel_degree": facts.num_stages,

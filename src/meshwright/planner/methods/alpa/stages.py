@@ -46,7 +46,7 @@ def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, 
 def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: Objective) -> Staged | None:
     """The best stages of a space's layers on submeshes; None if none fit."""
     width = space.setting.sharding.width
-    replicas = submeshes(space.problem.cluster, space.setting.num_devices, width)
+    replicas = space.shareable(submeshes(space.problem.cluster, space.setting.num_devices, width))
     if not replicas:
         return None
     layout = Layout(name="stage-major", num_ranks=space.num_ranks)
@@ -69,6 +69,7 @@ def without_communication(problem: SlicingProblem) -> SlicingProblem:
         transfer_s=np.zeros_like(problem.transfer_s),
         latency_s=np.zeros_like(problem.latency_s),
         bucket_s=np.zeros_like(problem.bucket_s),
+        shared_s=np.zeros_like(problem.shared_s),
         optimizer_s=np.zeros_like(problem.optimizer_s),
     )
 
@@ -110,6 +111,7 @@ def _problem(
         replicas=replicas,
         bucket_bytes=space.exchange.bucket_bytes,
         memory=space.memory,
+        shard_size=space.exchange.shard_size,
     )
     return make_problem(
         tables,

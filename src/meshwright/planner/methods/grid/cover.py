@@ -100,10 +100,11 @@ class _Positions(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """One configuration: its shape, and what the exchange of its replicas takes."""
+    """One configuration: its shape, and what the exchange of its replicas takes; ``sharing`` replicas share states."""
 
     positions: int
     replicas: int
+    sharing: int
     chunks: int
     flight: int
     zero: int
@@ -124,12 +125,13 @@ def cover(
     flights: Integers,
     chunks: Integers,
     zeros: Integers,
+    shard_size: int,
 ) -> Rows:
     """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
 
     ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
     having ranks p · R on. Those that cannot be are left out: more stages than layers, fewer microbatches than replicas,
-    rounds that do not divide; and doubles.
+    rounds that do not divide, replicas that ``shard_size`` does not divide; and doubles.
     """
     num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
@@ -141,7 +143,8 @@ def cover(
     for place in range(len(counts)):
         positions = counts[place]
         replicas = num_ranks // positions
-        if replicas > num_microbatches:
+        sharing = min(shard_size, replicas) if shard_size else replicas
+        if replicas > num_microbatches or (replicas > 1 and shard_size and replicas % shard_size):
             continue
         rounds, cut = -(-num_microbatches // replicas), 0
         for index in range(len(flights)):
@@ -159,7 +162,7 @@ def cover(
                 even_edges(work, num_stages, edges)
                 _add_up(layers, edges, positions, chunks[index], sums)
             for zero in zeros:
-                form = _Form(positions, replicas, chunks[index], flights[index], zero, rounds, flushes, place)
+                form = _Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)
                 rows.positions[made], rows.schedule[made], rows.zero[made] = positions, index, zero
                 rows.seconds[made] = _seconds(sums, exchanges, kind_of, form)
                 rows.bytes[made] = _bytes(layers, sums, edges, form)
@@ -218,7 +221,7 @@ def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: _F
             taken = rounds * sums.work[kind, position] - sums.accumulate[kind, position]
             waited = taken + rounds * passing if exchanges.wait else max(taken, rounds * passing)
             hidden = sums.backward[kind, position] if exchanges.overlap else 0.0
-            optimizer = sums.optimizer[kind, position] / (replicas if form.zero else 1)
+            optimizer = sums.optimizer[kind, position] / (form.sharing if form.zero else 1)
             longest = max(longest, waited + max(exposed - hidden, 0.0) + optimizer)
             if form.flushes and form.flight != SPLIT:
                 longest = max(longest, before + taken)
@@ -244,7 +247,7 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
 @compiled
 def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> float:
     """A bound of the bytes of the fullest rank."""
-    fullest, shared = 0.0, form.replicas
+    fullest, shared = 0.0, form.sharing
     for position in range(form.positions):
         parameters, gradients = sums.parameters[position], sums.gradients[position]
         static = sums.states[position] / (shared if form.zero >= 1 else 1)

@@ -75,7 +75,7 @@ class Figures:
         self._bytes: dict[str, LayerBytes] = {}
         self._seconds: dict[tuple[int, str], LayerSeconds] = {}
         self._optimizer: dict[str, Floats] = {}
-        self._exchanges: dict[tuple[int, tuple[int, ...], int], Exchanges] = {}
+        self._exchanges: dict[tuple[int, tuple[int, ...], int, int], Exchanges] = {}
 
     @cached_property
     def goes_through_all(self) -> bool:
@@ -132,11 +132,13 @@ class Figures:
         forward, backward, accumulate, optimizer = (self._short.spread(np.stack(column)) for column in columns)
         return LayerSeconds(forward=forward, backward=backward, accumulate=accumulate, optimizer=optimizer)
 
-    def exchanges(self, num_ranks: int, counts: tuple[int, ...], exchange: GradientExchange) -> Exchanges:
+    def exchanges(
+        self, num_ranks: int, counts: tuple[int, ...], exchange: GradientExchange, shard_size: int = 0
+    ) -> Exchanges:
         """What replicas exchange where so many positions share the ranks; of all layouts, the fastest one's."""
-        key = num_ranks, counts, exchange.bucket_bytes
+        key = num_ranks, counts, exchange.bucket_bytes, shard_size
         if key not in self._exchanges:
-            rows = [self._exchange(num_ranks // count, count, exchange.bucket_bytes) for count in counts]
+            rows = [self._exchange(num_ranks // count, count, exchange.bucket_bytes, shard_size) for count in counts]
             columns = np.array(rows).reshape(-1, 4).T.copy()  # numba compiles for each layout in memory
             wait = all(backend_of(kind) == "cpu" for kind in self.cluster.device_kinds)
             self._exchanges[key] = Exchanges(
@@ -150,8 +152,11 @@ class Figures:
             )
         return self._exchanges[key]
 
-    def _exchange(self, replicas: int, positions: int, bucket_bytes: int) -> tuple[float, ...]:
-        """Seconds of a sum of one byte and of a bucket; per byte of gathers and scatters of the largest layer."""
+    def _exchange(self, replicas: int, positions: int, bucket_bytes: int, shard_size: int) -> tuple[float, ...]:
+        """Seconds of a sum of one byte and of a bucket; per byte of gathers and scatters of the largest layer.
+
+        These are of groups of ``shard_size`` replicas, if that is not 0.
+        """
         if replicas == 1:
             return 0.0, 0.0, 0.0, 0.0
         groups = [tuple(range(replicas))]
@@ -165,8 +170,9 @@ class Figures:
             sums = self.cost.predict_collective("all_reduce", ranks, np.array([1.0, float(bucket_bytes)])).seconds
             # The most that any size gets done in a second. Parameters are cut among replicas alone.
             some = [largest / share for share in _SHARES_OF_LAYERS]
-            gather_s = min(self.cost.collective_seconds("all_gather", ranks, size, axes=()) / size for size in some)
-            scatter_s = min(self.cost.collective_seconds("reduce_scatter", ranks, size) / size for size in some)
+            own = ranks[:shard_size] if shard_size else ranks
+            gather_s = min(self.cost.collective_seconds("all_gather", own, size, axes=()) / size for size in some)
+            scatter_s = min(self.cost.collective_seconds("reduce_scatter", own, size) / size for size in some)
             found.append((*sums.tolist(), gather_s, scatter_s))
         return tuple(min(values) for values in zip(*found, strict=True))
 

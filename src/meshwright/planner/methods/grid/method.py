@@ -46,7 +46,8 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
     wanted, positions = configuration, configuration.positions
     num_devices = wanted.num_ranks * wanted.sharding.width
     for away in problem.choices.offload:
-        setting = Setting(num_devices, wanted.sharding, cast("ZeroStage", wanted.zero), wanted.recompute, away)
+        zero = cast("ZeroStage", wanted.zero)
+        setting = Setting(num_devices, wanted.sharding, zero, wanted.recompute, away, wanted.shard_size)
         space = problem.space(setting)
         replicas, alike = space.num_ranks // positions, len(space.cluster.device_kinds) == 1
         several = len(space.cluster.nodes) > 1 and positions > 1 and replicas > 1 and alike

@@ -37,6 +37,7 @@ class Configuration:
     num_ranks: int
     sharding: Sharding
     zero: int
+    shard_size: int
     recompute: str
     microbatch_size: int
     positions: int
@@ -47,12 +48,13 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Cell:
-    """Configurations that share ranks, microbatch size and what is computed again."""
+    """Configurations that share ranks, microbatch size, what is computed again, and the size of groups of replicas."""
 
     figures: Figures
     num_ranks: int
     microbatch_size: int
     recompute: str
+    shard_size: int
     counts: Integers
 
 
@@ -75,7 +77,9 @@ class Sheet:
         """Raise the bounds by what replicas exchange."""
         self.knows_exchange = True
         for index, cell in enumerate(self.cells):
-            exchanges = cell.figures.exchanges(cell.num_ranks, tuple(cell.counts.tolist()), self.problem.exchange)
+            exchanges = cell.figures.exchanges(
+                cell.num_ranks, tuple(cell.counts.tolist()), self.problem.exchange, cell.shard_size
+            )
             self.rows[index] = _cover_cell(self.problem, cell, exchanges)
         self._gather()
 
@@ -90,6 +94,7 @@ class Sheet:
             num_ranks=cell.num_ranks,
             sharding=cell.figures.sharding,
             zero=int(rows.zero[row]),
+            shard_size=cell.shard_size,
             recompute=cell.recompute,
             microbatch_size=cell.microbatch_size,
             positions=int(rows.positions[row]),
@@ -189,12 +194,14 @@ def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding) 
     for size in sizes:
         if short is None:
             figures = Figures(problem, problem.short_graph(size), sharding)
-        for recompute, count in product(problem.choices.recompute, num_ranks):
+        sharing = dict.fromkeys(shard_size for _, shard_size in problem.choices.sharing())
+        for recompute, count, shard_size in product(problem.choices.recompute, num_ranks, sharing):
             cell = _Cell(
                 figures=figures,
                 num_ranks=count,
                 microbatch_size=size,
                 recompute=recompute,
+                shard_size=shard_size,
                 counts=_numbers_of_positions(problem, count, figures.num_layers),
             )
             cells.append(cell)
@@ -240,7 +247,8 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         cell.counts,
         np.array([FLIGHTS[schedule] for schedule, _ in variants], np.int64),
         np.array([chunks for _, chunks in variants], np.int64),
-        np.array(problem.choices.zero, np.int64),
+        np.array([zero for zero, size in problem.choices.sharing() if size == cell.shard_size], np.int64),
+        cell.shard_size,
     )
 
 

@@ -51,6 +51,7 @@ def make_problem(
         backward_s=np.stack([np.minimum.reduce([kind.backward for kind in kinds]) for kinds in mixed]),
         optimizer_s=np.stack([np.maximum.reduce([kind.optimizer for kind in kinds]) for kinds in mixed]),
         zero=exchange.zero,
+        shard_size=exchange.shard_size,
         passes_wait=all(backend_of(kind) == "cpu" for kind in cost.cluster.device_kinds),
         pass_bytes=_pass_bytes(tables.bytes, exchange.zero),
         static_bytes=tables.bytes.static - (tables.bytes.states - states) - (tables.bytes.parameters - parameters),
@@ -67,6 +68,7 @@ def make_problem(
         memory_limit=places.memory_limit,
         latency_s=places.latency_s,
         bucket_s=places.bucket_s,
+        shared_s=places.shared_s,
     )
 
 

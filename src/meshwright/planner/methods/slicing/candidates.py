@@ -29,6 +29,7 @@ from meshwright.planner.method import SearchState
 from meshwright.planner.methods.slicing.assemble import Integers, assume_in_flight, make_problem
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem, memory_of
 from meshwright.planner.methods.slicing.slicing import solve_slicing
+from meshwright.planner.microbatches import divisors
 from meshwright.planner.problem import Space
 from meshwright.planner.stage_tables import Tables, settle_stage
 from meshwright.program import SCHEDULES, max_in_flight
@@ -125,7 +126,7 @@ class CandidateSearch:
 
     def _equal(self, size: int, schedule: str, cutoff_s: float = math.inf) -> Iterator[_Search]:
         space = self.space
-        for replicas in (r for r in range(1, space.num_ranks + 1) if space.num_ranks % r == 0):
+        for replicas in space.shareable(divisors(space.num_ranks)):
             num_stages = space.num_ranks // replicas
             if space.num_stages and num_stages not in space.num_stages:
                 continue
@@ -164,9 +165,9 @@ class CandidateSearch:
     def _choices(self) -> tuple[int, ...]:
         num_ranks = self.space.num_ranks
         if num_ranks <= MAX_RANKS_FOR_ANY_REPLICAS:
-            return tuple(range(1, num_ranks + 1))
+            return self.space.shareable(range(1, num_ranks + 1))
         per_node = max(node.num_devices for node in self.space.cluster.nodes)
-        return tuple(r for r in range(1, num_ranks + 1) if num_ranks % r == 0 or r % per_node == 0)
+        return self.space.shareable(r for r in range(1, num_ranks + 1) if num_ranks % r == 0 or r % per_node == 0)
 
     def _solve(self, search: _Search) -> Candidate | None:
         slicing = solve_slicing(
@@ -238,6 +239,7 @@ class CandidateSearch:
                 replicas=replicas,
                 bucket_bytes=self.space.exchange.bucket_bytes,
                 memory=self.space.memory,
+                shard_size=self.space.exchange.shard_size,
             )
         return self._places[key]
 

@@ -26,13 +26,14 @@ class SlicingProblem(NamedTuple):
     """What `slicing` describes, for L layers and D ranks.
 
     Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but for
-    ``most_bytes`` (2, L, L + 1, 6), without and with an exchange of gradients (`cost.memory.fullest`); ``transfer_s``
-    (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``, ``latency_s``, ``bucket_s``
-    (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out ``shared_bytes``, as ``zero`` says; what they
-    gather and scatter in the passes of a microbatch takes as long as the sum of ``pass_bytes``, beside the ops or,
-    where ``passes_wait``, before them. Entries with j <= i or a + r > D are not read. Of the tables over stages
-    ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of
-    the best place must not grow with r, if there is more than one r.
+    ``most_bytes`` (2, L, L + 1, 6), without and with an exchange of gradients (`cost.memory.fullest`);
+    ``transfer_s`` (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``,
+    ``latency_s``, ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out
+    ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all); what they gather and scatter in the
+    passes of a microbatch takes as long as the sum of ``pass_bytes``, beside the ops or, where ``passes_wait``,
+    before them. Entries with j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``,
+    ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of the best
+    place must not grow with r, if there is more than one r.
     """
 
     num_microbatches: int
@@ -44,6 +45,7 @@ class SlicingProblem(NamedTuple):
     backward_s: Floats
     optimizer_s: Floats
     zero: int
+    shard_size: int
     passes_wait: bool
     pass_bytes: Floats
     static_bytes: Floats
@@ -60,6 +62,7 @@ class SlicingProblem(NamedTuple):
     memory_limit: Floats
     latency_s: Floats
     bucket_s: Floats
+    shared_s: Floats
 
     @property
     def num_layers(self) -> int:
@@ -117,12 +120,18 @@ def _least_in_flight(problem: SlicingProblem) -> Integers:
 
 
 @compiled
+def parts_of(p: SlicingProblem, r: int) -> int:
+    """Parts into which r replicas cut what they share, if anything."""
+    return min(p.shard_size, r) if p.shard_size else r
+
+
+@compiled
 def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     """(n - f) max(t, x) + e + o of stage i:j on ranks a..a+r-1."""
     kind = p.kind_of[a, r]
     period = p.seconds[kind, i, j]
     if r > 1 and p.pass_bytes[i, j] > 0.0:
-        passing = p.bucket_s[a, r] * (p.pass_bytes[i, j] / p.bucket_bytes)
+        passing = p.shared_s[a, r] * (p.pass_bytes[i, j] / p.bucket_bytes)
         period = period + passing if p.passes_wait else max(period, passing)
     period = max(period, p.transfer_s[p.link_of[a, r], i])
     rounds = (p.num_microbatches + r - 1) // r
@@ -132,14 +141,17 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
         exchange, last = sum_in_buckets(num_bytes, p.bucket_bytes, p.latency_s[a, r], p.bucket_s[a, r])
         if p.overlap:
             exchange = max(exchange - p.backward_s[kind, i, j], last)
-    parts = r if p.zero else 1
+    parts = parts_of(p, r) if p.zero else 1
+    if r > parts and p.zero >= 2:
+        # Groups sum what each of their members keeps.
+        exchange = p.bucket_s[a, r] * (num_bytes / parts / p.bucket_bytes)
     return float((rounds - p.num_fills) * period + exchange + p.optimizer_s[kind, i, j] / parts)
 
 
 @compiled
 def static_of(p: SlicingProblem, i: int, j: int, r: int) -> float:
     """Bytes that are there all the time on a rank of stage i:j with r replicas."""
-    return float(p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / r))
+    return float(p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / parts_of(p, r)))
 
 
 @compiled
@@ -151,8 +163,9 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     in_flight = min(p.in_flight[a, r], rounds)
     if r > 1 and p.zero >= 2:
         # Each replica keeps a part of the gradients, which then are in no buckets.
-        least = np.maximum(p.most_bytes[0, i, j] - gradients * (1.0 - 1.0 / r), 0.0)
-        return float(static + fullest(least, each, gradients / r, gradients / r, in_flight, rounds))
+        own = gradients / parts_of(p, r)
+        least = np.maximum(p.most_bytes[0, i, j] - (gradients - own), 0.0)
+        return float(static + fullest(least, each, own, own, in_flight, rounds))
     # With an exchange, gradients lie in buckets, which are there all the time.
     exchanged = 1 if r > 1 else 0
     most, left = p.most_bytes[exchanged, i, j], (0.0 if exchanged else gradients)

@@ -173,7 +173,8 @@ def adopt_whole(problem: Problem, plan: Plan, schedule: str, num_chunks: int) ->
     graph = problem.graph_for(plan.microbatch_size)
     seen = form_teams(plan, graph, problem.cluster, problem.cost)
     local = adopt_schedule(seen.plan, schedule, seen.graph, seen.cost, num_chunks=num_chunks)
-    exchange = replace(problem.exchange, zero=plan.exchange.zero).suited_to(schedule)
+    shared = plan.exchange.zero, plan.exchange.shard_size
+    exchange = replace(problem.exchange, zero=shared[0], shard_size=shared[1]).suited_to(schedule)
     return unlower_plan(replace(local, exchange=exchange), plan)
 
 

@@ -163,6 +163,7 @@ def make_mapping_problem(
             memory_limit=nowhere.astype(np.float64),
             latency_s=nowhere.astype(np.float64),
             bucket_s=nowhere.astype(np.float64),
+            shared_s=nowhere.astype(np.float64),
         ),
         in_flight=nowhere,
         beside=beside,
