@@ -2,6 +2,7 @@
 
     tensor        ops are split over all ranks (tensor parallelism), but for those outside of the blocks
     fsdp, zero1   parameters are shared out (ZeRO 3), or optimizer states
+    hsdp          parameters are shared out in pairs of replicas
     data          replicas with gradients summed once per step
     others        schedules of a pipeline with a stage per rank (interleaved: two), of nearly equal numbers of layers,
                   and two microbatches for each rank
@@ -56,7 +57,7 @@ SCORED_RANKS = 2
 PIPELINES = ("gpipe", "1f1b", "zb-h1", "interleaved")
 KINDS = ("tensor", "fsdp", "data", "gpipe", "1f1b")
 MORE_KINDS = ("zero1", "zb-h1", "interleaved")
-ZERO = {"fsdp": 3, "zero1": 1}
+ZERO = {"fsdp": 3, "zero1": 1, "hsdp": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ CONFIGURATIONS = [
     if (model, kind) != ("bert-tiny", "tensor")
 ]
 CONFIGURATIONS += [Configuration(model="gpt-tiny", kind=kind, microbatch=8) for kind in MORE_KINDS]
-CONFIGURATIONS += [Configuration(model="gpt-tiny", kind=kind, microbatch=8, num_ranks=4) for kind in KINDS]
+CONFIGURATIONS += [Configuration(model="gpt-tiny", kind=kind, microbatch=8, num_ranks=4) for kind in (*KINDS, "hsdp")]
 
 
 def make_plan(configuration: Configuration, graph: Graph) -> Plan:
@@ -114,7 +115,9 @@ def make_plan(configuration: Configuration, graph: Graph) -> Plan:
         num_microbatches=count,
         schedule=configuration.kind if is_piped else "1f1b",
         sharding=configuration.sharding,
-        exchange=GradientExchange(zero=ZERO.get(configuration.kind, 0)),
+        exchange=GradientExchange(
+            zero=ZERO.get(configuration.kind, 0), shard_size=2 if configuration.kind == "hsdp" else 0
+        ),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import make_row, paired_ratios, ratio_row
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +60,7 @@ def capture_zoo(name):
     return captured, flatten_batch(captured, source.inputs, source.targets)
 
 
-def make_plan(graph, stages, schedule, zero=0, *, compiled=False):
+def make_plan(graph, stages, schedule, zero=0, *, shard_size=0, compiled=False):
     return Plan(
         model="benchmark",
         graph_hash=graph.content_hash,
@@ -68,7 +69,7 @@ def make_plan(graph, stages, schedule, zero=0, *, compiled=False):
         stages=stages,
         num_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
-        exchange=GradientExchange(zero=zero),
+        exchange=GradientExchange(zero=zero, shard_size=shard_size),
         compiled=compiled,
     )
 
@@ -174,24 +175,34 @@ def ddp_step(captured, tensors, bucket_mb, *, compiled=False):
     return step
 
 
-def fsdp_step(name, zero, *, compiled=False):
-    """FSDP2 as its users write it: every block, compiled before if it is, then the model."""
+def fsdp_step(name, zero, *, compiled=False, shard_size=0):
+    """FSDP2 as its users write it: every block, compiled before if it is, then the model.
+
+    With a shard size on a mesh of two dims, whose replicas sum up in the last microbatch.
+    """
+    size = dist.get_world_size()
+    mesh = None
+    if shard_size:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (size // shard_size, shard_size), mesh_dim_names=names)
     reference, sizes = MODELS[name]
     source = load_model(reference, batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE, **sizes)
     for block in source.model.blocks:
         if compiled:
             block.compile(dynamic=False, fullgraph=True)
-        fully_shard(block, reshard_after_forward=zero == 3)
-    fully_shard(source.model, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3)
+    fully_shard(source.model, mesh=mesh, reshard_after_forward=False)
     optimizer = make_sgd(source.model.parameters())
     tensors = (source.inputs[0], source.targets[0])
     rows = [
         [tensor[m * MICROBATCH_SIZE : (m + 1) * MICROBATCH_SIZE] for tensor in tensors]
-        for m in range(dist.get_rank(), NUM_MICROBATCHES, 2)
+        for m in range(dist.get_rank(), NUM_MICROBATCHES, size)
     ]
 
     def step():
-        for inputs, targets in rows:
+        for number, (inputs, targets) in enumerate(rows):
+            if mesh is not None:
+                source.model.set_requires_all_reduce(number == len(rows) - 1)
             (source.loss(source.model(inputs), targets) / len(rows)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -266,6 +277,21 @@ def compare(_context, name, pairs):
         results[f"{name}, zero {zero} against FSDP2"] = paired_ratios(ours, theirs, pairs)
         session.close()
     return results, executed
+
+
+def compare_hybrid(_context, name, pairs):
+    """Four replicas that share all states in pairs, against FSDP2 on a mesh of two dims."""
+    captured, tensors = capture_zoo(name)
+    results = {}
+    everything = (StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0, 1, 2, 3)),)
+    ours_step, session = our_step(captured, make_plan(captured.graph, everything, "1f1b", 3, shard_size=2), tensors)
+    ours, theirs = timed(ours_step), timed(fsdp_step(name, 3, shard_size=2))
+    for warm in (ours, theirs, ours, theirs):
+        warm()
+    results[f"{name}, zero 3 in pairs of 4 ranks against FSDP2's hybrid sharding"] = paired_ratios(ours, theirs, pairs)
+    results[f"{name}, A/A (FSDP2's hybrid sharding)"] = paired_ratios(theirs, theirs, pairs)
+    session.close()
+    return results
 
 
 def peak_memory(_context, name, arm, is_ours):
@@ -348,6 +374,8 @@ def rows(quick: bool):
     found, counted = [], []
     for name in MODELS:
         results, executed = run_ranks(compare, name, pairs, num_ranks=2, timeout_s=1500)[0]
+        if name in BY_BLOCKS:
+            results |= run_ranks(compare_hybrid, name, pairs, num_ranks=4, timeout_s=1500)[0]
         for label, (ours, theirs) in results.items():
             found.append(ratio_row(label, ours, theirs, None if "A/A" in label else TARGET))
         for label, (ours, theirs) in executed.items():

@@ -50,6 +50,11 @@ def test_the_picture_of_compiled_layers_is_what_prices_say(drawn):
     assert compiled.PICTURE.read_text() == compiled.draw(), "run python docs/pictures/compiled.py"
 
 
+def test_the_picture_of_groups_that_share_states_is_what_plans_mean(drawn):
+    hybrid = drawn("hybrid")
+    assert hybrid.PICTURE.read_text() == hybrid.draw(), "run python docs/pictures/hybrid.py"
+
+
 def test_the_picture_of_found_orders_is_what_the_simulator_says(drawn):
     found = drawn("found")
     assert found.PICTURE.read_text() == found.draw(), "run python docs/pictures/found.py"

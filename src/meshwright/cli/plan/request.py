@@ -215,7 +215,7 @@ class PlanRequest(Request):
     shard: Annotated[
         list[int] | None,
         typer.Option(
-            help="With --zero 1 to 3: how many replicas share states with each other, as the 8 of a node; such groups sum "
+            help="With --zero 1 to 3: how many replicas share states with each other, as the 8 of a node; groups sum "
             "what their members keep (HSDP). 0: all replicas share; repeat for a choice.",
             min=0,
         ),
