@@ -17,7 +17,7 @@ from meshwright.validation.memory import predict_published
 from meshwright.validation.scores import score_rows
 from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
 from meshwright.validation.step_memory import judge_memory
-from meshwright.validation.step_plans import StepPrediction, evaluate_steps, name_obstacle, predictions_of
+from meshwright.validation.step_plans import StepPrediction, evaluate_steps, name_obstacle, plan_step, predictions_of
 from meshwright.validation.step_rows import NEEDED, read_step
 from meshwright.validation.step_split import calibration_rows, scored_rows
 from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
@@ -89,6 +89,17 @@ def test_how_slowly_megatrons_host_issues_is_the_fit(every_row):
         return np.abs(np.log(predicted / [case.measured_s for case in cases])).mean()
 
     assert error(shipped) < min(error(shipped - 0.5), error(shipped + 0.5))
+
+
+def test_hybrid_sharding_shares_states_in_nodes(rows):
+    row = next(row for row in rows if row["zero_or_sharding"] == "FULL_SHARD" and int(row["n_devices"]) > 8)
+    whole, hybrid, two = (
+        plan_step(read_step({**row, "zero_or_sharding": word})).plan.exchange
+        for word in ("FULL_SHARD", "HSDP", "_HYBRID_SHARD_ZERO2")
+    )
+    assert (whole.zero, whole.shard_size) == (3, 0)
+    assert (hybrid.zero, hybrid.shard_size) == (3, 8)
+    assert (two.zero, two.shard_size) == (2, 8)
 
 
 def test_interleaving_that_a_table_leaves_out_is_known(rows):

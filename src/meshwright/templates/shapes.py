@@ -128,7 +128,8 @@ class TrainingSetup:
     """How one step runs.
 
     ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage, more than one
-    where ``schedule`` is "interleaved". ``precision`` as in the measured rows: "fp16", "bf16", "fp8", "fp32".
+    where ``schedule`` is "interleaved". ``hybrid``: the replicas of a node share states with each other, not all.
+    ``precision`` as in the measured rows: "fp16", "bf16", "fp8", "fp32".
     """
 
     seq: int
@@ -142,6 +143,7 @@ class TrainingSetup:
     ep: int = 1
     sequence_parallel: bool = False
     zero: ZeroStage = 0
+    hybrid: bool = False
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     precision: Precision = "bf16"

@@ -61,9 +61,15 @@ SHARDINGS: dict[str, ZeroStage] = {
     "zero-3": 3,
     "full_shard": 3,
     "fsdp2 (zero-3)": 3,
+    "hsdp": 3,
+    "hsdp (zero-3)": 3,
+    "hybrid_shard": 3,
+    "_hybrid_shard_zero2": 2,
     # Alpa reduces gradients once per step, and its passes put reduce-scatter and all-gather for all-reduce.
     "auto-sharding": 1,
 }
+# Of these the replicas of a node share states with each other.
+HYBRID = frozenset({"hsdp", "hsdp (zero-3)", "hybrid_shard", "_hybrid_shard_zero2"})
 # Nothing: whatever the number of chunks implies.
 SCHEDULES: dict[str, Schedule | None] = {
     "": None,

@@ -41,7 +41,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.sharding import Sharding
 from meshwright.templates import decoder_graph, residual_graph
-from meshwright.templates.shapes import ResidualShape, part_starts
+from meshwright.templates.shapes import ResidualShape, TrainingSetup, part_starts
 from meshwright.validation.pipeline_programs import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
@@ -142,7 +142,9 @@ def plan_step(case: StepCase) -> PlannedStep:
         ),
         num_microbatches=setup.num_microbatches * replicas,
         schedule=SCHEDULE_NAMES[setup.schedule],
-        exchange=GradientExchange(zero=setup.zero, overlap=case.software.overlap),
+        exchange=GradientExchange(
+            zero=setup.zero, overlap=case.software.overlap, shard_size=_shard_size(setup, case.node, replicas)
+        ),
         sharding=Sharding(
             tensor=setup.tp,
             context=setup.cp,
@@ -243,6 +245,12 @@ def _graph(case: StepCase) -> Graph:
     if isinstance(shape, ResidualShape):
         return residual_graph(shape)
     return decoder_graph(shape, case.setup.seq, fused_attention=case.software.fused_attention)
+
+
+def _shard_size(setup: TrainingSetup, node: Node, replicas: int) -> int:
+    """Replicas that share states with each other, of hybrid sharding those of a node; 0 for all."""
+    each = node.num_devices // (setup.tp * setup.cp * setup.ep)
+    return each if setup.hybrid and 1 < each < replicas and replicas % each == 0 else 0
 
 
 def _cluster(kind: DeviceKind, node: Node, num_devices: int) -> Cluster:

@@ -25,6 +25,7 @@ from meshwright.templates.shapes import (
     check_layout,
 )
 from meshwright.validation.step_cells import (
+    HYBRID,
     MEASURED,
     PRECISIONS,
     RECOMPUTES,
@@ -161,6 +162,7 @@ def _setup(row: Row) -> TrainingSetup:
         ep=read_number(row, "ep", 1),
         sequence_parallel=read_word(row, "seq_parallel", SWITCHES),
         zero=read_word(row, "zero_or_sharding", SHARDINGS),
+        hybrid=row.get("zero_or_sharding", "").strip().lower() in HYBRID,
         recompute=read_word(row, "recompute", RECOMPUTES),
         schedule=schedule or ("interleaved" if chunks > 1 else "1f1b"),
         precision=read_word(row, "precision", PRECISIONS),
