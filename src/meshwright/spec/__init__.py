@@ -94,14 +94,15 @@ from meshwright.spec.placement import PlacedStage, Placement, check_fit, check_p
 from meshwright.spec.plan import Plan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
+    Recompute,
     computed_again,
+    passed_again,
     read_from_outside,
-    read_recompute,
-    recompute_choices,
     recompute_layers,
     recompute_runs,
     with_recompute,
 )
+from meshwright.spec.recompute_words import read_recompute, recompute_choices
 from meshwright.spec.scaling import Scaling
 from meshwright.spec.server import Server
 from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
@@ -229,6 +230,7 @@ __all__ = [
     "check_placement",
     "check_plan",
     "compiled_units",
+    "Recompute",
     "computed_again",
     "content_hash",
     "decode_document",
@@ -250,6 +252,7 @@ __all__ = [
     "read_document",
     "read_from_outside",
     "read_offload",
+    "passed_again",
     "read_recompute",
     "read_regular",
     "recompute_choices",
