@@ -8,8 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from meshwright.spec import GradientExchange, Graph, Layer, Optimizer, Plan, Sharding, StagePlan, Workload
-from meshwright.spec.recompute import read_recompute
+from meshwright.spec import (
+    GradientExchange,
+    Graph,
+    Layer,
+    Optimizer,
+    Plan,
+    Sharding,
+    StagePlan,
+    Workload,
+    read_recompute,
+)
 from tests.graphs import chain_graph
 
 LLAMA = ("embedding", *(f"blocks.{i}" for i in range(32)), "head")
@@ -61,10 +70,12 @@ def split_of(
     plan: Plan, *, zero: int = 0, again: str = "none", names: tuple[str, ...] = LLAMA, **sharding: object
 ) -> Plan:
     """The plan with its ops split, states shared out and parts computed again."""
+    found = read_recompute(graph_of(names), again)
     return replace(
         plan,
         exchange=replace(plan.exchange, zero=zero),
-        recompute=read_recompute(graph_of(names), again),
+        recompute=found.ranges,
+        keeps=found.keeps,
         sharding=Sharding(**sharding),
     )
 
@@ -82,7 +93,8 @@ SPLITS = {
     "zero 3": split_of(_DATA, zero=3),
     "zero 3 x both": split_of(_DATA, zero=3, tensor=2, context=2, again="full"),
     "full": split_of(_DATA, again="full"),
-    "scores": split_of(_DATA, again="selective"),
+    "attention": split_of(_DATA, again="attention"),
+    "op": split_of(_DATA, zero=3, again="op"),
     "first blocks": split_of(_PIPELINE, again="1:5,17:21"),
     "some blocks": split_of(_DATA, again="7:9"),
 }

@@ -18,7 +18,7 @@ from meshwright.program.parts import cut_parts
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.recompute_words import recompute_choices
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
 from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
@@ -50,7 +50,7 @@ def make_plan(graph, layout):
         num_microbatches=NUM_MICROBATCHES,
         schedule=layout.schedule,
         sharding=sharding,
-        recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
+        recompute=recompute_choices(graph)["full"].ranges if AGAIN in layout.split else (),
         exchange=GradientExchange(bucket_bytes=2**14, zero=int(zero[0]) if zero else 0),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
