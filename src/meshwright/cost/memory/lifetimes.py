@@ -72,7 +72,7 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
     results = {op: kept_results(graph, op) for op in graph.keeps if op in range_of}
     for op, storages in results.items():
         for storage in storages:
-            # What the range does not come to before it stops is there until its backward is done.
+            # A range that runs again takes them; none is there any more when its first op's backward ends.
             needed[storage] = min(needed.get(storage, range_of[op]), range_of[op])
             kept.add(storage)
     return Lifetimes(

@@ -32,10 +32,11 @@ from meshwright.spec.memory import (
     SENT,
     WORKSPACE,
 )
+from meshwright.spec.recompute import kept_within
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Iterable, Mapping, Sequence, Set
 
     from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
 
@@ -226,6 +227,9 @@ class StageWalk:
             for storage in self._lives.results.get(index, ()):
                 self._again[storage] = values.pop(storage)
             self._compute(index, op, self._again, needed, keeps_internals=True)
+        # Results that the range did not come to go (`runtime.recompute`).
+        for index in kept_within(self._graph, start, stop):
+            self._release(values, self._lives.results[index])
         for storage in [storage for storage in self._again if storage not in needed]:
             self.ledger.free(self._again.pop(storage))
 
@@ -331,7 +335,7 @@ class StageWalk:
             self._drop(there)
             self._drop(gradient)
 
-    def _release(self, blocks: dict[int, int], storages: Sequence[int]) -> None:
+    def _release(self, blocks: dict[int, int], storages: Iterable[int]) -> None:
         for storage in storages:
             if storage in blocks:
                 self.ledger.free(blocks.pop(storage))
