@@ -1,6 +1,7 @@
-"""Measures peaks of memory again: the cases of ``memory_training.csv`` and ``memory_pipelines.csv`` in validation/data.
+"""Measures peaks of memory again: the cases of ``memory_training.csv``, ``memory_pipelines.csv`` and
+``memory_recompute.csv`` in validation/data.
 
-    .venv/bin/python scripts/measure_memory.py [training | pipelines]
+    .venv/bin/python scripts/measure_memory.py [training | pipelines | recompute]
 
 Every case of training runs in its own process, every pipeline in one process per rank (gloo). Add a case by writing its
 first columns. Peaks depend on the versions of torch and its libraries, not on the load.
@@ -19,10 +20,11 @@ from pathlib import Path
 import torch
 
 from meshwright.training.peak_memory import MemoryCase, measure_peak, measure_rank_peak
-from meshwright.validation.pipelines import PIPELINE_COLUMNS, pipeline_plan
+from meshwright.validation.pipelines import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, pipeline_plan
 
 DATA = Path(__file__).parent.parent / "src/meshwright/validation/data"
 TRAINING_COLUMNS = ("model", "batch_size", "optimizer", "recompute")
+RANK_COLUMNS = {"pipelines": PIPELINE_COLUMNS, "recompute": RECOMPUTE_COLUMNS}
 TIMEOUT_S = 600
 
 
@@ -36,21 +38,21 @@ def measure_training():
     write_rows("memory_training", (*TRAINING_COLUMNS, "peak_bytes", "resident_bytes"), found)
 
 
-def measure_pipelines():
-    """Rewrite the peaks of ranks."""
-    found = []
-    for case in dict.fromkeys(read_cases("memory_pipelines", PIPELINE_COLUMNS)):
-        size = pipeline_plan(dict(zip(PIPELINE_COLUMNS, case, strict=True))).num_ranks
+def measure_ranks(what):
+    """Rewrite the peaks of ranks of plans."""
+    found, columns = [], RANK_COLUMNS[what]
+    for case in dict.fromkeys(read_cases(f"memory_{what}", columns)):
+        size = pipeline_plan(dict(zip(columns, case, strict=True))).num_ranks
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        ranks = [start(["pipelines", *case], {**group, "RANK": str(rank)}) for rank in range(size)]
+        ranks = [start([what, *case], {**group, "RANK": str(rank)}) for rank in range(size)]
         for rank, process in enumerate(ranks):
             text, _ = process.communicate(timeout=TIMEOUT_S)
             print(*case, rank, text.strip(), flush=True)
             found.append((*case, rank, int(text)))
-    write_rows("memory_pipelines", (*PIPELINE_COLUMNS, "rank", "peak_bytes"), found)
+    write_rows(f"memory_{what}", (*columns, "rank", "peak_bytes"), found)
 
 
 def read_cases(name, columns):
@@ -82,8 +84,8 @@ def run(arguments, environment):
 
 def measure_one(what, case):
     """One case, in this process."""
-    if what == "pipelines":
-        print(measure_rank_peak(pipeline_plan(dict(zip(PIPELINE_COLUMNS, case, strict=True)))))
+    if what in RANK_COLUMNS:
+        print(measure_rank_peak(pipeline_plan(dict(zip(RANK_COLUMNS[what], case, strict=True)))))
         return
     model, batch_size, optimizer, recompute = case
     found = measure_peak(MemoryCase(model=model, batch_size=int(batch_size), optimizer=optimizer, recompute=recompute))
@@ -95,6 +97,8 @@ if __name__ == "__main__":
     if rest:
         measure_one(chosen, rest)
     else:
-        for name, measure in (("training", measure_training), ("pipelines", measure_pipelines)):
+        if chosen in ("", "training"):
+            measure_training()
+        for name in RANK_COLUMNS:
             if chosen in ("", name):
-                measure()
+                measure_ranks(name)

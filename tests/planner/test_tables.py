@@ -156,7 +156,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
 def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recompute):
     """Bytes of a microbatch exactly, those of computing as a lower bound: within a few per cent of the peak."""
     graph = load_shipped_graph(name)
-    graph = with_recompute(graph, read_recompute(graph, recompute))
+    graph = with_recompute(graph, *read_recompute(graph, recompute))
     batch, num_layers = graph.batch_size or 2, len(graph.layers)
     workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
     cost = CostModel(cluster=load_cluster(cluster))

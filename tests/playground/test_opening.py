@@ -26,6 +26,7 @@ from meshwright.spec import (
     StagePlan,
     Workload,
     load_cluster,
+    recompute_choices,
     write_document,
 )
 from meshwright.spec.drives import Nvme
@@ -33,7 +34,6 @@ from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.made_with import MadeWith
 from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, with_branches
-from meshwright.spec.recompute import recompute_choices
 from meshwright.spec.shipped import load_shipped_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.planner.searching import search_plans
@@ -139,7 +139,7 @@ OWN = replace(TWO, model="gpt-tiny")
         replace(OWN, sharding=Sharding(tensor=2, sequence_parallel=True, regather=True)),
         replace(OWN, sharding=Sharding(context=2, context_method="all_gather")),
         replace(OWN, recompute=((3, 9), (11, 12))),
-        replace(OWN, recompute=recompute_choices(GPT)["full"]),
+        replace(OWN, recompute=recompute_choices(GPT)["full"].ranges),
         replace(OWN, model_sizes=(("sequence_length", 64),), made_with=MadeWith(software="meshwright 0.0")),
     ],
     ids=lambda plan: plan.describe_extras() or plan.describe(),

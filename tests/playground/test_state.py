@@ -46,7 +46,7 @@ STATES = st.builds(
     context=wholes("context"),
     expert=wholes("expert"),
     sequence_parallel=st.booleans(),
-    recompute=st.sampled_from(["none", "selective", "full", "as-planned"]),
+    recompute=st.sampled_from(["none", "op", "attention", "full", "as-planned"]),
     offload=st.sampled_from(OFFLOAD_NAMES),
     rest=st.sampled_from(["none", "as-planned"]),
     cuts=st.lists(st.integers(0, 999_999), max_size=6).map(tuple),

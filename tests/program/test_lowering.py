@@ -26,7 +26,7 @@ def test_a_plan_that_splits_and_recomputes_nothing_is_its_own():
 
 
 def test_the_lowered_plan_is_one_of_the_local_graph():
-    plan = plan_of(sharding=Sharding(tensor=2), recompute=read_recompute(GPT, "full"))
+    plan = plan_of(sharding=Sharding(tensor=2), recompute=read_recompute(GPT, "full").ranges)
     lowered, local = lower_plan(plan, GPT)
     assert (lowered.graph_hash, lowered.sharding, lowered.recompute) == (local.content_hash, UNSHARDED, ())
     assert lowered.stages == plan.stages
@@ -42,7 +42,7 @@ def test_the_lowered_plan_is_one_of_the_local_graph():
 )
 def test_the_same_parts_are_computed_again_however_ops_are_split(sharding):
     chosen = (GPT.layers[1].start + 3, GPT.layers[1].start + 9)
-    for ranges in (read_recompute(GPT, "full"), (chosen,)):
+    for ranges in (read_recompute(GPT, "full").ranges, (chosen,)):
         local = lower_graph(GPT, sharding, ranges)
         assert len(local.recompute) == len(ranges)
         for (start, stop), (first, last) in zip(ranges, local.recompute, strict=True):
@@ -73,6 +73,6 @@ def test_heads_that_do_not_divide_are_refused():
 def test_a_router_has_no_scores_of_attention():
     """Both have a softmax: the one weighs values, the other chooses experts."""
     attending, routing = load_shipped_graph("gnmt-tiny"), load_shipped_graph("mixtral-tiny")
-    assert read_recompute(attending, "selective")
+    assert read_recompute(attending, "selective").ranges
     with pytest.raises(PlanError, match="no scores of attention"):
         read_recompute(routing, "selective")

@@ -8,8 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from meshwright.spec import GradientExchange, Graph, Layer, Optimizer, Plan, Sharding, StagePlan, Workload
-from meshwright.spec.recompute import read_recompute
+from meshwright.spec import (
+    GradientExchange,
+    Graph,
+    Layer,
+    Optimizer,
+    Plan,
+    Sharding,
+    StagePlan,
+    Workload,
+    read_recompute,
+)
 from tests.graphs import chain_graph
 
 LLAMA = ("embedding", *(f"blocks.{i}" for i in range(32)), "head")
@@ -67,10 +76,12 @@ def split_of(
     **sharding: object,
 ) -> Plan:
     """The plan with its ops split, states shared out and parts computed again."""
+    found = read_recompute(graph_of(names), again)
     return replace(
         plan,
         exchange=replace(plan.exchange, zero=zero, shard_size=shard_size),
-        recompute=read_recompute(graph_of(names), again),
+        recompute=found.ranges,
+        keeps=found.keeps,
         sharding=Sharding(**sharding),
     )
 
@@ -90,7 +101,8 @@ SPLITS = {
     "zero 3 x both": split_of(_DATA, zero=3, tensor=2, context=2, again="full"),
     "hybrid": split_of(_WIDE, zero=3, shard_size=4),
     "full": split_of(_DATA, again="full"),
-    "scores": split_of(_DATA, again="selective"),
+    "attention": split_of(_DATA, again="attention"),
+    "op": split_of(_DATA, zero=3, again="op"),
     "first blocks": split_of(_PIPELINE, again="1:5,17:21"),
     "some blocks": split_of(_DATA, again="7:9"),
 }

@@ -145,10 +145,24 @@ SAID = {
         "deepspeed": {"zero_optimization.stage": 3},
         "accelerate": {"fsdp_config.fsdp_activation_checkpointing": True},
     },
-    "scores again": {
-        "plan": split_of(WIDE, again="selective"),
+    "attention again": {
+        "plan": split_of(WIDE, again="attention"),
         "megatron": {"--recompute-granularity": "selective"},
         "torchtitan": "Plan with --recompute full",
+        "deepspeed": {},
+        "accelerate": {},
+    },
+    "blocks but for costly ops again": {
+        "plan": split_of(WIDE, zero=3, again="op"),
+        "megatron": "Plan with --recompute full or attention",
+        "torchtitan": {"activation_checkpoint": "selective"},
+        "deepspeed": {"zero_optimization.stage": 3},
+        "accelerate": {"fsdp_config.fsdp_activation_checkpointing": False},
+    },
+    "every second block again": {
+        "plan": split_of(WIDE, again="every-2"),
+        "megatron": "computes layers 2, 4, 6",
+        "torchtitan": "computes layers 2, 4, 6",
         "deepspeed": {},
         "accelerate": {},
     },
@@ -166,7 +180,8 @@ SAID = {
 # Several systems leave what runs again, and pipelines' split ops, to the script: words of what is to be filled in.
 SCRIPTED = [
     ("deepspeed", split_of(WIDE, again="full"), "deepspeed.checkpointing.checkpoint around every block"),
-    ("deepspeed", split_of(WIDE, again="selective"), "checkpoint around attention's scores"),
+    ("deepspeed", split_of(WIDE, again="attention"), "checkpoint around attention"),
+    ("deepspeed", split_of(WIDE, again="op"), "every block but for results of attention and products (create_select"),
     ("deepspeed", split_of(STAGES, again="full"), "checkpointable_layers"),
     (
         "deepspeed",
@@ -182,7 +197,7 @@ SCRIPTED = [
     ("accelerate", STAGES, "'recompute_granularity': None"),
     (
         "accelerate",
-        split_of(STAGES, again="selective"),
+        split_of(STAGES, again="attention"),
         "'recompute_granularity': 'selective', 'recompute_method': None",
     ),
     ("megatron", split_of(WIDE, tensor=2), "CUDA_DEVICE_MAX_CONNECTIONS=1"),
@@ -404,7 +419,9 @@ def every_split():
         for sequence, regather in ((False, False), (True, False), (True, True))
     ]
     contexts = [{}, {"context": 2}, {"context": 2, "context_method": "all_gather"}]
-    for stages, zero, again in itertools.product((WIDE, STAGES), range(4), ("none", "selective", "full", "1:4,17:20")):
+    for stages, zero, again in itertools.product(
+        (WIDE, STAGES), range(4), ("none", "op", "attention", "full", "1:4,17:20")
+    ):
         for tensor, context in itertools.product(tensors, contexts):
             yield split_of(replace(stages, cluster="16x8xH100"), zero=zero, again=again, **tensor, **context)
 

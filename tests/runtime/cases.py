@@ -74,16 +74,18 @@ def name_replicas(replicas):
 
 
 class Layout(NamedTuple):
-    """How a model is trained: stages with their replicas, shares or ranks, schedule and optimizer."""
+    """How a model is trained: stages with replicas, shares or ranks, schedule, optimizer, what is computed again."""
 
     stages: tuple
     schedule: str
     optimizer: str
+    again: str = "none"
 
     @property
     def key(self):
-        """``1-1/1f1b/sgd``."""
-        return f"{'-'.join(map(name_replicas, self.stages))}/{self.schedule}/{self.optimizer}"
+        """``1-1/1f1b/sgd``, and ``/op`` where something is computed again."""
+        again = f"/{self.again}" if self.again != "none" else ""
+        return f"{'-'.join(map(name_replicas, self.stages))}/{self.schedule}/{self.optimizer}{again}"
 
     @property
     def num_microbatches(self):

@@ -57,7 +57,7 @@ def plan_of(graph, layout, *, compiled):
     settings = dict(settings)
     whole = "sharding" in settings
     if "recompute" in settings:
-        settings["recompute"] = read_recompute(graph, settings["recompute"])
+        settings["recompute"] = read_recompute(graph, settings["recompute"]).ranges
     bounds = [len(graph.layers) * place // count for place in range(count + 1)]
     ranks = [(0,)] if whole else [(0, 1)] if count == 1 else [(0,), (1,)]
     return Plan(

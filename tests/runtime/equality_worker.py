@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.program import with_schedule
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph, with_branches
+from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, read_recompute, slice_graph, with_branches
 from meshwright.training.state import gather_state
 from tests.processes import fork_prepared
 from tests.runtime.cases import FEW, MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
@@ -45,6 +45,7 @@ def make_plan(graph, layout):
         stages.append(StagePlan(start=start, stop=stop, ranks=tuple(range(rank, rank + replicas)), shares=shares))
         rank += replicas
     own = schedule.removeprefix("own-")
+    again = read_recompute(graph, layout.again, [(stage.start, stage.stop) for stage in stages])
     plan = Plan(
         model="test",
         graph_hash=graph.content_hash,
@@ -52,6 +53,8 @@ def make_plan(graph, layout):
         workload=Workload(global_batch=MICROBATCH_SIZE * layout.num_microbatches),
         stages=tuple(stages),
         num_microbatches=layout.num_microbatches,
+        recompute=again.ranges,
+        keeps=again.keeps,
         exchange=GradientExchange(bucket_bytes=2000, overlap=schedule != "gpipe"),
     )
     plan = with_branches(plan, graph)

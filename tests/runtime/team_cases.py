@@ -23,8 +23,9 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
-# Behind a name: every block runs again in the backward; gradients are clipped to a norm; replicas share out states, all
-# of them or in pairs; gradients leave in parts of buckets, in an order of their own.
+# Behind a name: every block runs again in the backward, or, with a word behind it, what that names; gradients are clipped
+# to a norm; replicas share out states, all of them or in pairs; gradients leave in parts of buckets, in an order of their
+# own.
 AGAIN = "+again"
 CLIP = "+clip"
 ZERO = "+zero"
@@ -50,6 +51,8 @@ _LAYOUTS = {
     2: [
         *(((1,), "1f1b", split) for split in ("tensor", "sequence", "ring", "context", "whole-head", "expert")),
         ((1,), "1f1b", "sequence" + AGAIN),
+        ((1,), "1f1b", f"sequence{AGAIN}=op"),
+        ((1, 1), "pipedream", f"whole{AGAIN}=op"),
         ((1, 1), "1f1b", "whole" + AGAIN),
         ((1, 1), "pipedream", "whole" + AGAIN),
         ((1,), "1f1b", "sequence" + CLIP),
@@ -61,6 +64,7 @@ _LAYOUTS = {
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{PARTS}{CLIP}"),
         ((2,), "gpipe", f"whole{ZERO}1{CLIP}"),
         ((2,), "1f1b", f"whole{ZERO}3{AGAIN}{CLIP}"),
+        *(((2,), "1f1b", f"whole{ZERO}{stage}{AGAIN}=op") for stage in (1, 2, 3)),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}3"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1"),
     ],
@@ -78,6 +82,9 @@ _LAYOUTS = {
         ((1, 1), "pipedream-2bw", "sequence"),
         ((1, 1), "pipedream", "tensor" + AGAIN),
         ((2,), "gpipe", "ring" + AGAIN),
+        ((2,), "gpipe", f"ring{AGAIN}=op"),
+        ((1, 1), "1f1b", f"tensor{AGAIN}=op"),
+        ((1, 1), "1f1b", f"sequence{AGAIN}=full@0,op@1"),
         ((1, 1), "zb-h1", "sequence" + CLIP),
         ((2,), "1f1b", "tensor" + CLIP),
         ((2, 2), "1f1b", "whole" + CLIP),

@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from meshwright.capture import flatten_batch
 from meshwright.program import gradient_buckets
+from meshwright.program.expansion import Expansion
 from meshwright.program.lowering import lower_plan
 from meshwright.program.parts import cut_parts
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph
+from meshwright.spec.instructions import Backward, Forward
+from meshwright.spec.recompute_words import read_recompute
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
 from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
@@ -43,6 +45,7 @@ def make_plan(graph, layout):
         ranks = item.ranks if isinstance(item, on) else tuple(range(rank, rank + item))
         rank += 0 if isinstance(item, on) else item
         stages.append(StagePlan(start=start, stop=stop, ranks=ranks))
+    again = read_recompute(graph, word_of(layout), [(stage.start, stage.stop) for stage in stages])
     plan = Plan(
         model="test",
         graph_hash=graph.content_hash,
@@ -52,12 +55,20 @@ def make_plan(graph, layout):
         num_microbatches=num_microbatches,
         schedule=layout.schedule,
         sharding=sharding,
-        recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
+        recompute=again.ranges,
+        keeps=again.keeps,
         exchange=GradientExchange(
             bucket_bytes=2**14, zero=int(zero[0]) if zero else 0, shard_size=2 if PAIRS in layout.split else 0
         ),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
+
+
+def word_of(layout):
+    """What a layout computes again."""
+    _, is_again, rest = layout.split.partition(AGAIN)
+    word = rest.split("+")[0].removeprefix("=") or "full"
+    return word if is_again else "none"
 
 
 def in_parts(plan, graph):
@@ -152,7 +163,18 @@ def expected_collectives(session):
         return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8)] for item in items]
 
     inside = (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
+    if graph.recompute and inside:
+        return expanded(session) * plan.num_microbatches + listed("step")
     return inside or expected_of_replicas(session)
+
+
+def expanded(session):
+    """What the simulator says of a forward and a backward in which parts run again."""
+    graph, plan = session.graph, session.model.plan
+    expansion = Expansion(plan, graph, slice_graph(graph, plan.bounds), 0)
+    given = {"microbatch": 0, "stage": 0}
+    found = [item for made in (Forward, Backward) for item in expansion.expand(made(**given))]
+    return [[item.kind, item.num_bytes] for item in found]
 
 
 def expected_of_replicas(session):

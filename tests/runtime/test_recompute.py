@@ -1,4 +1,7 @@
-"""Ranges that run again: the same gradients and buffers, the ops that are priced, and less that is kept."""
+"""What runs again: the same gradients and buffers, the ops that are priced, and less that is kept.
+
+Plans of all policies on four ranks train as one process does; every word with one optimizer, all cases are slow.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.capture import capture_model, part
 from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.spec import PlanError, slice_graph
-from meshwright.spec.recompute import computed_again, recompute_layers, with_recompute
+from meshwright.spec.recompute import Recompute, computed_again, recompute_layers, with_recompute
+from meshwright.spec.recompute_words import read_recompute, recompute_choices
+from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import MODELS, Case
+from tests.runtime.recompute_worker import CASES, all_cases, main_cases
+from tests.runtime.recompute_worker import MODELS as TRAINED
 
 
 class InPlace(nn.Module):
@@ -56,15 +63,29 @@ def run(case, module, state, values):
     return loss.detach(), grads, buffers, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("layers", [slice(None), slice(1, 3)], ids=["all", "some"])
+def layers_again(part):
+    return lambda graph: Recompute(recompute_layers(graph, range(len(graph.layers))[part]))
+
+
+# "everything" keeps all that can be kept.
+AGAIN = {
+    "all": layers_again(slice(None)),
+    "some": layers_again(slice(1, 3)),
+    "op": lambda graph: read_recompute(graph, "op"),
+    "attention": lambda graph: recompute_choices(graph)["attention"],
+    "everything": lambda graph: read_recompute(graph, "keep=*"),
+}
+
+
+@pytest.mark.parametrize("word", AGAIN)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.matrix
-def test_gradients_buffers_and_flops(name, layers):
+def test_gradients_buffers_and_flops(name, word):
     torch.manual_seed(5)
     case = MODELS[name]()
     captured, values = capture(case)
-    ranges = recompute_layers(captured.graph, range(len(captured.graph.layers))[layers])
-    graph = with_recompute(captured.graph, ranges)
+    ranges, keeps = AGAIN[word](captured.graph)
+    graph = with_recompute(captured.graph, ranges, keeps)
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     state = {key: value.clone() for key, value in case.model.state_dict().items()}
     plain, again = (part(captured, graph.inputs, stage.outputs, batch_size=4, ops=stage.ops) for _ in range(2))
@@ -76,7 +97,7 @@ def test_gradients_buffers_and_flops(name, layers):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     expected = sum(graph.ops[op].flops.at(4) for r in ranges for op in computed_again(graph, *r))
-    assert expected > 0 or layers != slice(None)
+    assert expected > 0 or word != "all"
     assert found[3] - wanted[3] == pytest.approx(expected, rel=0.35), "what runs again is what is priced"
 
 
@@ -114,3 +135,15 @@ def test_what_would_be_written_twice_is_refused():
     module = part(captured, graph.inputs, stage.outputs, batch_size=4, ops=stage.ops)
     with pytest.raises(PlanError, match="running them again would read what was written"):
         checkpoint_ranges(module, graph, stage.ops)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return matrix_runs("tests.runtime.recompute_worker", tmp_path_factory.mktemp("recompute"), timeout_s=500)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("which", "world_size", "case"), matrix_cases(CASES, TRAINED, main_cases, all_cases))
+def test_state_and_losses_are_those_of_one_process(results, which, world_size, case):
+    assert_equal(results(which, world_size)[case])

@@ -48,6 +48,7 @@ def test_state_and_losses_are_those_of_one_process(results, which, world_size, c
         "1/1f1b/tensor/sgd",
         "1/1f1b/sequence/adamw",
         "1/1f1b/context/adamw",
+        "1/1f1b/sequence+again=op/sgd",
         "2/1f1b/whole+zero1/adamw",
         "2/1f1b/whole+zero2/sgd",
         "2/1f1b/whole+zero3/adamw",

@@ -175,7 +175,7 @@ def test_samples_that_expert_ranks_do_not_divide_are_refused(size):
 
 
 def test_what_is_computed_again_takes_its_forward_once_more_and_leaves_memory():
-    again = read_recompute(GPT, "full")
+    again = read_recompute(GPT, "full").ranges
     plain, full = one_stage(2), one_stage(2, recompute=again)
     cost = CostModel(cluster=CLUSTER, precision=plain.workload.precision)
     prices = cost.price_ops(GPT, plain.microbatch_size, CLUSTER.device_kind(0))
@@ -188,7 +188,7 @@ def test_what_is_computed_again_takes_its_forward_once_more_and_leaves_memory():
 def test_utilisation_counts_the_model_once_and_the_work_as_often_as_it_is_done():
     plan = one_stage(2)
     cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision)
-    for settings in ({"sharding": Sharding(tensor=2)}, {"recompute": read_recompute(GPT, "full")}):
+    for settings in ({"sharding": Sharding(tensor=2)}, {"recompute": read_recompute(GPT, "full").ranges}):
         found = simulate_plan(replace(plan, **settings), GPT, CLUSTER, cost=cost)
         devices = plan.num_ranks * settings.get("sharding", plan.sharding).width
         peak = CLUSTER.device_kind(0).peak_flops_per_s[plan.workload.precision]
@@ -215,7 +215,7 @@ def test_simulating_teams_is_simulating_what_they_are_lowered_to():
     plan = replace(
         make_plan(GPT, [(0, 2), (2, LAYERS)], [2, 2], 8),
         sharding=Sharding(tensor=2, sequence_parallel=True),
-        recompute=read_recompute(GPT, "0:3"),
+        recompute=read_recompute(GPT, "0:3").ranges,
     )
     cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision)
     whole = simulate_plan(plan, GPT, CLUSTER, cost=cost)

@@ -140,8 +140,9 @@ def test_examples_fill_every_field(kind):
     # An op that is replicable or backward would not fit into the small graph, which is whole and for inference; nor
     # staleness to an own schedule, nor sharded states, an algorithm of all-reduces or states on the host to servers,
     # nor servers to experts, nor shares of microbatches to the schedules that other tests give the example, nor
-    # scaling to groups.
+    # scaling to groups, nor kept results to layers that are compiled.
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("Graph", "recompute"), ("Graph", "collectives")}
+    lacking -= {("Graph", "keeps"), ("Plan", "keeps")}
     lacking -= {("Deployment", "scaling")}
     ways = ("staleness", "zero", "shard_size", "algorithm", "node_size", "every_steps")
     lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}

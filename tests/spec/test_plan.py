@@ -45,8 +45,8 @@ def test_the_line_for_people():
     split = ", tensor 2 with sequence parallelism, context 2"
     order = ", 2 parts of gradients in order"
     assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again, compiled"
-    assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == f"{line}{order}, compiled"
-    plain = replace(PLAN, sharding=UNSHARDED, recompute=(), compiled=False)
+    assert replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=()).describe() == f"{line}{order}, compiled"
+    plain = replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=(), compiled=False)
     assert replace(plain, exchange=GradientExchange()).describe() == line
 
 

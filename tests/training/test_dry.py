@@ -19,7 +19,7 @@ from meshwright.spec import (
     Workload,
     write_document,
 )
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.recompute_words import recompute_choices
 from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training import Job, dry_run
 from tests.marks import left_to_ci
@@ -39,7 +39,7 @@ def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, pr
             for start, stop, ranks in zip(bounds[:-1], bounds[1:], stages, strict=True)
         ),
         num_microbatches=num_microbatches,
-        recompute=recompute_choices(graph)["full"] if again else (),
+        recompute=recompute_choices(graph)["full"].ranges if again else (),
         **options,
     )
     return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=1)

@@ -192,7 +192,7 @@ def gather_prices(
     before that of the last op of its range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
-    again = [(stop - 1, computed_again(graph, start, stop)) for start, stop in graph.recompute]
+    again = [(stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute]
 
     def columns(
         parts: Sequence[OpSeconds], exchanged_s: Sequence[float] | None, factor: float = slowdown
@@ -203,7 +203,7 @@ def gather_prices(
         if exchanged_s is not None:
             add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
         for last, ops in again:
-            table[last, 1] += table[ops.start : ops.stop, 0].sum()
+            table[last, 1] += table[ops, 0].sum()
         table.setflags(write=False)
         return table
 
@@ -213,7 +213,7 @@ def gather_prices(
     exchanged.setflags(write=False)
     again_s = np.zeros(len(seconds))
     for last, ops in again:
-        again_s[last] = seconds[ops.start : ops.stop, 0].sum()
+        again_s[last] = seconds[ops, 0].sum()
     again_s.setflags(write=False)
     groups = np.array(
         [

@@ -9,7 +9,7 @@ the whole graph but for what it says of the setting, which `Space.whole` adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal, NamedTuple, cast
@@ -37,8 +37,9 @@ from meshwright.spec import (
 )
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, check_offload
-from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.recompute import Ranges
+from meshwright.spec.plan import BASIC_SCHEDULES, kept_and_compiled
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import is_by_stage, num_named_stages, word_of_first
 from meshwright.spec.scenario import Scenario
 from meshwright.spec.sharding import UNSHARDED, Sharding
 
@@ -130,7 +131,7 @@ class Problem:
     compiled: bool = False
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
     _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
-    _again: dict[tuple[int, str], tuple[Graph, Ranges]] = field(init=False, repr=False, default_factory=dict)
+    _again: dict[tuple[Hashable, ...], tuple[Graph, Recompute]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if cast("CostModel | None", self.cost) is None:
@@ -147,11 +148,19 @@ class Problem:
             self._short[id(graph)] = graph, shorten(graph)
         return self._short[id(graph)][1]
 
-    def recomputed(self, graph: Graph, recompute: str) -> Ranges:
-        """What the recompute of a setting means for a graph of this problem, read once (`spec.read_recompute`)."""
-        key = id(graph), recompute
+    def recomputed(self, graph: Graph, recompute: str, bounds: tuple[tuple[int, int], ...] | None = None) -> Recompute:
+        """What the recompute of a setting means for a graph of this problem, read once (`spec.read_recompute`).
+
+        ``bounds`` are the layers of a plan's stages. Before they are known, words for stages mean what the first of
+        them is told, for all: it mostly has the most microbatches under way, so that what fits there is not left out.
+        """
+        if not is_by_stage(recompute):
+            bounds = None
+        elif bounds is None:
+            recompute = word_of_first(recompute)
+        key = id(graph), recompute, bounds
         if key not in self._again:
-            self._again[key] = graph, read_recompute(graph, recompute)
+            self._again[key] = graph, read_recompute(graph, recompute, bounds)
         return self._again[key][1]
 
     def settings(self) -> Iterator[Setting]:
@@ -190,7 +199,8 @@ class Problem:
             exchange = plan.exchange
             same = (plan.num_devices, plan.sharding, exchange.zero, exchange.shard_size, plan.offload)
             wanted = (setting.num_devices, setting.sharding, setting.zero, setting.shard_size, setting.offload)
-            if same == wanted and (self.recomputed(graph, setting.recompute) == plan.recompute):
+            again = plan.recompute, plan.keeps
+            if same == wanted and self._recomputed_by(plan, graph, setting.recompute) == again:
                 return setting
         return None
 
@@ -202,7 +212,7 @@ class Problem:
         chosen, graph = self.choices, self.graph_for(plan.microbatch_size)
         sharding = replace(plan.sharding, placements=())
         counts = chosen.num_devices or (self.cluster.num_ranks,)
-        ranges = [self.recomputed(graph, text) for text in chosen.recompute]
+        again = [self._recomputed_by(plan, graph, text) for text in chosen.recompute]
         sharing = plan.exchange.zero, plan.exchange.shard_size
         exchange = replace(self.exchange, zero=sharing[0], shard_size=sharing[1]).suited_to(plan.schedule)
         wrong = {
@@ -213,7 +223,7 @@ class Problem:
             "ZeRO stage": sharing[0] not in chosen.zero,
             "shard size": sharing[0] in chosen.zero and sharing not in chosen.sharing(),
             "exchange": plan.exchange != exchange,
-            "recompute": plan.recompute not in ranges,
+            "recompute": (plan.recompute, plan.keeps) not in again,
             "offload": plan.offload not in chosen.offload,
             "use of torch.compile": plan.compiled != self.compiled,
             "schedule": plan.schedule not in chosen.schedules,
@@ -222,6 +232,13 @@ class Problem:
             "microbatch size": bool(chosen.microbatch_sizes) and plan.microbatch_size not in chosen.microbatch_sizes,
         }
         return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
+
+    def _recomputed_by(self, plan: Plan, graph: Graph, recompute: str) -> Recompute | None:
+        """What a choice means for a plan; None if it names stages that the plan lacks."""
+        try:
+            return self.recomputed(graph, recompute, plan.bounds)
+        except PlanError:
+            return None
 
     def spaces(self) -> Iterator[Space]:
         """What each possible setting leaves to choose. Raises what is wrong with the first one if none is possible."""
@@ -297,7 +314,7 @@ class Space:
         if setting.sharding.is_whole and setting.recompute == "none":
             return as_computed(graph, self.workload.numbers)
         if id(graph) not in self._graphs:
-            local = lower_graph(graph, setting.sharding, self.problem.recomputed(graph, setting.recompute))
+            local = lower_graph(graph, setting.sharding, *self.problem.recomputed(graph, setting.recompute))
             self._graphs[id(graph)] = graph, as_computed(local, self.workload.numbers)
         return self._graphs[id(graph)][1]
 
@@ -343,12 +360,15 @@ class Space:
         if setting.sharding.is_whole and setting.recompute == "none":
             return plan
         graph = self.problem.graph_for(plan.microbatch_size)
+        # A plan that lacks stages which are named is none of the problem's (`objection`).
+        again = self.problem._recomputed_by(plan, graph, setting.recompute) or Recompute()
         return replace(
             plan,
             graph_hash=graph.content_hash,
             workload=self.problem.workload,
             sharding=setting.sharding,
-            recompute=self.problem.recomputed(graph, setting.recompute),
+            recompute=again.ranges,
+            keeps=again.keeps,
         )
 
 
@@ -367,7 +387,9 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
     # name ops that the short one lacks.
     whole = problem.graph_for(sizes[0])
     lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
-    problem.recomputed(problem.graph_for(sizes[0]), setting.recompute)
+    _check_named_stages(chosen, setting.recompute)
+    if problem.recomputed(problem.graph_for(sizes[0]), setting.recompute).keeps and problem.compiled:
+        raise kept_and_compiled()
     check_offload(setting.offload, problem.cluster, setting.num_devices)
     space = Space(
         problem=problem,
@@ -383,6 +405,15 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         exchange=replace(problem.exchange, zero=setting.zero, shard_size=setting.shard_size),
     )
     return space if problem.max_latency_s is None else _quick_enough(space, problem.max_latency_s)
+
+
+def _check_named_stages(chosen: Choices, recompute: str) -> None:
+    """Raise PlanError for words for stages unless all plans have these."""
+    if is_by_stage(recompute) and (not chosen.num_stages or min(chosen.num_stages) < num_named_stages(recompute)):
+        raise PlanError(
+            f"Stages were named in {recompute!r}; expected a number of stages of plans that has them all. Give "
+            f"--stages {num_named_stages(recompute)} or more, or one word for all stages."
+        )
 
 
 def _quick_enough(space: Space, max_latency_s: float) -> Space:

@@ -30,7 +30,8 @@ from meshwright.planner.search import search_plans
 from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Graph, Plan, PlanError, StagePlan, format_count
 from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import RECOMPUTE_NAMES, name_recompute
 from meshwright.spec.scenario import Scenario
 
 _HALVINGS = 40
@@ -219,13 +220,9 @@ def _fill(seconds: NDArray[np.float64], replicas: NDArray[np.int64], most: float
 
 def _recompute_of(plan: Plan, graph: Graph) -> str:
     """What a plan computes again, in words or layers."""
-    for word, ranges in recompute_choices(graph).items():
-        if ranges == plan.recompute:
-            return word
-    layers = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
-    if all(item in layers for item in plan.recompute):
-        return ",".join(str(layers[item]) for item in plan.recompute)
+    if word := name_recompute(graph, Recompute(plan.recompute, plan.keeps)):
+        return word
     raise PlanError(
-        "The plan to start from computes parts of layers again that no word names; expected none, selective, full, or "
-        "whole layers. Plan without a plan to start from."
+        "The plan to start from computes parts of layers again that no word names; expected "
+        f"{', '.join(RECOMPUTE_NAMES)}, or whole layers. Plan without a plan to start from."
     )

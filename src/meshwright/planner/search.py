@@ -39,6 +39,7 @@ from meshwright.spec import (
     format_seconds,
     with_branches,
 )
+from meshwright.spec.recompute_words import is_by_stage
 
 DEFAULT_METHOD = "auto"
 
@@ -214,6 +215,8 @@ class _Log:
             self.state.are_bounds_void = True
         else:
             item = replace(item, recompute=setting.recompute)
+            # Bounds know of one price for each stage of some layers, whichever stage it is.
+            self.state.are_bounds_void |= is_by_stage(setting.recompute)
         self._known[plan] = item
         if not item.fits:
             self.rejected.append(item)

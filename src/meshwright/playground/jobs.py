@@ -18,6 +18,8 @@ from meshwright.playground.state import AS_PLANNED, State, to_query
 from meshwright.playground.workbench import Workbench
 from meshwright.spec import Graph, MeshwrightError, Plan, PlaygroundError
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import name_recompute
 
 Row = dict[str, Any]
 
@@ -167,10 +169,10 @@ def _recompute_word(state: State, graph: Graph, given: Plan | None) -> str:
     """What is computed again, in words that a search reads. Raises PlaygroundError where there are none."""
     if state.recompute != AS_PLANNED or given is None:
         return state.recompute
-    layers = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
-    if not all(part in layers for part in given.recompute):
+    word = name_recompute(graph, Recompute(given.recompute, given.keeps))
+    if not word:
         raise PlaygroundError(
             "The plan computes parts of layers again that have no name, and a search needs one. Choose another value "
             "of `Computed again`, then search."
         )
-    return ",".join(str(layers[part]) for part in given.recompute)
+    return word

@@ -25,7 +25,8 @@ from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, P
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, Offload, read_offload
 from meshwright.spec.plan import ScheduleName, with_branches
-from meshwright.spec.recompute import Ranges, read_recompute
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import read_recompute
 from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -113,6 +114,7 @@ def make_plan(
     else:
         name = cast("LayoutName", state.layout)
         stages = deal_out(name, deal_of(schedule), bounds, replicas)
+    again = again_of(state, graph, given)
     plan = Plan(
         model=state.model,
         model_sizes=sizes,
@@ -125,7 +127,8 @@ def make_plan(
         schedule_hash="" if own is None else own.schedule_hash,
         exchange=exchange_of(state, given).suited_to(schedule),
         sharding=sharding_of(state, given),
-        recompute=ranges_of(state, graph, given),
+        recompute=again.ranges,
+        keeps=again.keeps,
         offload=offload_of(state),
         rewritten=rewritten,
     )
@@ -180,11 +183,11 @@ def sharding_of(state: State, given: Plan | None = None) -> Sharding:
     )
 
 
-def ranges_of(state: State, graph: Graph, given: Plan | None = None) -> Ranges:
+def again_of(state: State, graph: Graph, given: Plan | None = None) -> Recompute:
     """What is computed again. Raises PlanError for a word that means nothing in this graph."""
     if state.recompute == AS_PLANNED and given is not None:
-        return given.recompute
-    return () if state.recompute == "none" else _read_recompute(graph, state.recompute)
+        return Recompute(given.recompute, given.keeps)
+    return Recompute() if state.recompute == "none" else _read_recompute(graph, state.recompute)
 
 
 def offload_of(state: State) -> Offload:
@@ -258,7 +261,7 @@ def _replicas_of(state: State, num_devices: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=32)
-def _read_recompute(graph: Graph, text: str) -> Ranges:
+def _read_recompute(graph: Graph, text: str) -> Recompute:
     return read_recompute(graph, text)
 
 

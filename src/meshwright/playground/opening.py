@@ -14,7 +14,8 @@ from meshwright.playground.state import AS_PLANNED, OFFLOAD_NAMES, State
 from meshwright.spec import GradientExchange, Graph, Plan
 from meshwright.spec.codec import dump_json, encode_document
 from meshwright.spec.own_code import source_hash
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import recompute_choices
 from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.units import format_count, format_seconds
 
@@ -28,8 +29,9 @@ def state_of_plan(plan: Plan, state: State, graph: Graph | None = None) -> State
     computed again has its word.
     """
     layout, num_chunks, replicas = _layout_of(plan)
-    ranges = recompute_choices(graph) if graph is not None and plan.recompute else {"none": ()}
-    word = next((name for name, found in ranges.items() if found == plan.recompute), AS_PLANNED)
+    again = Recompute(plan.recompute, plan.keeps)
+    choices = recompute_choices(graph) if graph is not None and plan.recompute else {"none": Recompute()}
+    word = next((name for name, found in choices.items() if found == again), AS_PLANNED)
     shown = replace(
         state,
         model=plan.model,

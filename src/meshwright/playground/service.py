@@ -42,7 +42,7 @@ from meshwright.spec import Cluster, MeshwrightError, encode_document, load_clus
 from meshwright.spec.codec import dump_json
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
-from meshwright.spec.recompute import RECOMPUTE_NAMES
+from meshwright.spec.recompute_words import RECOMPUTE_NAMES
 from meshwright.spec.workload import OptimizerName
 
 Row = dict[str, Any]

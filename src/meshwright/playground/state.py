@@ -22,7 +22,7 @@ from meshwright.planner.layouts import LayoutName
 from meshwright.spec.errors import PlaygroundError, suggest
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
-from meshwright.spec.recompute import RECOMPUTE_NAMES
+from meshwright.spec.recompute_words import RECOMPUTE_NAMES
 from meshwright.spec.workload import OptimizerName
 
 # A part of the plan that no other value of a control says.

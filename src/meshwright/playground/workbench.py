@@ -24,10 +24,10 @@ from meshwright.cost import CostModel, load_cost_model
 from meshwright.planner.evaluate import RankedPlan, rank_simulation
 from meshwright.playground.balance import balanced_cuts, layer_seconds
 from meshwright.playground.layout import (
+    again_of,
     check_duration,
     check_shape,
     make_plan,
-    ranges_of,
     sharding_of,
 )
 from meshwright.playground.opening import plan_key, state_of_plan
@@ -207,11 +207,11 @@ class Workbench:
     ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         kind = base.device_kind(0)
         plain = replace(state, slowdown=1.0, link_slowdown=1.0, nic_slowdown=1.0, num_nics=0, memory_gib=0.0)
-        sharding, ranges = sharding_of(state, given), ranges_of(state, graph, given)
-        key = state.model, state.microbatch_size, state.kind, state.precision, sharding, ranges
+        sharding, again = sharding_of(state, given), again_of(state, graph, given)
+        key = state.model, state.microbatch_size, state.kind, state.precision, sharding, again
 
         def weigh() -> NDArray[np.float64]:
-            local = graph if sharding.is_whole and not ranges else lower_graph(graph, sharding, ranges)
+            local = graph if sharding.is_whole and not again.ranges else lower_graph(graph, sharding, *again)
             return layer_seconds(local, state.microbatch_size, kind, self._cost(plain, base).for_teams(sharding))
 
         seconds = self._keep("seconds", key, weigh)

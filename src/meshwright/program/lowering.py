@@ -8,20 +8,23 @@ programs works on these two.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from meshwright.program.sharding import ShardedGraph, shard_graph
+from meshwright.program.sharding import MESH, ShardedGraph, shard_graph
 from meshwright.spec.collective import Collective
 from meshwright.spec.compiled_units import parts_of_layers
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.program import Program
-from meshwright.spec.recompute import Ranges, with_recompute
+from meshwright.spec.recompute import Ranges, Recompute, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.workload import Workload
+
+_KEPT_EXCHANGES = (f"{MESH}reduce_scatter.", f"{MESH}all_to_all.")
 
 
 def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
@@ -32,10 +35,16 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     if not plan.has_local_graph:
         return plan, graph
     check_plan(plan, graph)
-    local = lower_graph(graph, plan.sharding, plan.recompute, compiled=parts_of_layers(plan))
+    local = lower_graph(graph, plan.sharding, plan.recompute, plan.keeps, compiled=parts_of_layers(plan))
     workload = own_workload(plan.workload, plan.sharding)
     own = replace(
-        plan, graph_hash=local.content_hash, workload=workload, sharding=UNSHARDED, recompute=(), compiled=False
+        plan,
+        graph_hash=local.content_hash,
+        workload=workload,
+        sharding=UNSHARDED,
+        recompute=(),
+        keeps=(),
+        compiled=False,
     )
     return own, local
 
@@ -64,17 +73,24 @@ def unlower_plan(plan: Plan, whole: Plan) -> Plan:
         workload=whole.workload,
         sharding=whole.sharding,
         recompute=whole.recompute,
+        keeps=whole.keeps,
         compiled=whole.compiled,
     )
 
 
 @lru_cache(maxsize=32)
-def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges, *, compiled: int = 0) -> Graph:
+def lower_graph(
+    graph: Graph, sharding: Sharding, recompute: Ranges, keeps: tuple[int, ...] = (), *, compiled: int = 0
+) -> Graph:
     """The local graph of one device: its share of every op, what it exchanges, computes again, and compiles.
+
+    Of ranges that are computed again in which results are kept (``keeps``), it also keeps what the devices of a team
+    reduce-scatter and exchange all to all, as torchtitan's policy does (`spec.recompute_words`).
 
     Raises PlanError for a sharding that the ops cannot take.
     """
-    local = with_recompute(graph, recompute) if sharding.is_whole else _split_graph(graph, sharding, recompute)
+    again = Recompute(recompute, keeps)
+    local = with_recompute(graph, *again) if sharding.is_whole else _split_graph(graph, sharding, again)
     compiled = compiled or graph.compiled
     return local if local.compiled == compiled else replace(local, compiled=compiled)
 
@@ -96,14 +112,14 @@ def _eager(graph: Graph) -> Graph:
     return replace(graph, compiled=0)
 
 
-def _split_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
+def _split_graph(graph: Graph, sharding: Sharding, recompute: Recompute) -> Graph:
     sharded = shard_graph(graph, sharding)
     local = replace(
         sharded.graph,
         collectives=(*sharded.collectives, *_sums_of_gradients(sharded)),
         model_flops=graph.total_flops,
     )
-    return with_recompute(local, _move_ranges(graph, local, recompute))
+    return with_recompute(local, *_move_recompute(graph, local, recompute))
 
 
 def _sums_of_gradients(sharded: ShardedGraph) -> Iterator[Collective]:
@@ -117,12 +133,15 @@ def _sums_of_gradients(sharded: ShardedGraph) -> Iterator[Collective]:
             yield Collective(kind="all_reduce", axis=axis, phase="step", at=reader[tensor], tensor=tensor)
 
 
-def _move_ranges(graph: Graph, local: Graph, ranges: Ranges) -> Ranges:
+def _move_recompute(graph: Graph, local: Graph, again: Recompute) -> Recompute:
     """The same parts of the local graph: layers with the conversions that they got, other ranges from op to op."""
     starts = {old.start: new.start for old, new in zip(graph.layers, local.layers, strict=True)}
     stops = {old.stop: new.stop for old, new in zip(graph.layers, local.layers, strict=True)}
     place = {op.name: index for index, op in enumerate(local.ops)}
-    return tuple(
-        (starts.get(start, place[graph.ops[start].name]), stops.get(stop, place[graph.ops[stop - 1].name] + 1))
-        for start, stop in ranges
-    )
+    ranges, keeps = [], [place[graph.ops[op].name] for op in again.keeps]
+    for start, stop in again.ranges:
+        own = (starts.get(start, place[graph.ops[start].name]), stops.get(stop, place[graph.ops[stop - 1].name] + 1))
+        ranges.append(own)
+        if bisect_left(again.keeps, start) < bisect_left(again.keeps, stop):
+            keeps += [op for op in range(*own) if local.ops[op].kind.startswith(_KEPT_EXCHANGES)]
+    return Recompute(tuple(ranges), tuple(sorted(keeps)))

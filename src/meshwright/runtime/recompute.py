@@ -4,21 +4,42 @@ Each range of ops becomes a module of its own, called under torch's checkpoint: 
 again, with the random numbers that it drew, as soon as its backward asks for a value; it ends with the last one that is
 asked for. Parameters are among its inputs, so that a backward meets the version that the forward read. Buffers are its
 own, and running again leaves them as they are.
+
+Results of ops that are kept are saved by torch's selective checkpointing: `Kept` calls say which of the kernels inside
+are meant, all but views and copies of inputs, which are made again. Conversions between the processes of a team keep
+theirs themselves, so that nothing is exchanged twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.runtime.ranges import enclose, find_ops, note_ops
+from meshwright.runtime.teams.conversions import Convert
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
+from meshwright.spec.recompute import kept_within
+
+_aten = torch.ops.aten
+# Kernels that copy what they are given, or make room for it.
+_COPIES = frozenset(
+    {
+        _aten._to_copy.default,
+        _aten.clone.default,
+        _aten.copy_.default,
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.constant_pad_nd.default,
+    }
+)
 
 
 def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
@@ -35,25 +56,125 @@ def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int])
             continue
         _check_writes(graph, number, {op for op in ops if start <= op < stop})
         read = {str(item.target) for node in nodes for item in node.all_input_nodes if item.op == "get_attr"}
-        enclose(module, f"again_{number}", nodes, Again, read - parameters)
+        kept = kept_within(graph, start, stop)
+        enclose(module, f"again_{number}", nodes, partial(Again, kept=kept), read - parameters)
     return module
 
 
 class Again(torch.nn.Module):
-    """A range of ops under checkpoint."""
+    """A range of ops under checkpoint, some of which (``kept``) keep their results."""
 
-    def __init__(self, body: fx.GraphModule) -> None:
+    def __init__(self, body: fx.GraphModule, kept: Collection[int] = ()) -> None:
         super().__init__()
         self.body = body
+        self._keeping = _mark_kept(body, kept) if kept else None
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the range makes."""
         if not torch.is_grad_enabled():
             return self.body(*inputs)
-        return checkpoint(self.body, *inputs, use_reentrant=False, context_fn=self._contexts)
+        # Past hooks of modules, whose kernels selective checkpointing would count.
+        return checkpoint(self.body.forward, *inputs, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _untouched(list(self.body.buffers()))
+        untouched = _untouched(list(self.body.buffers()))
+        return (nullcontext(), untouched) if self._keeping is None else self._keeping.contexts(untouched)
+
+
+class _Keeping:
+    """What the kept ops of a range know of each other.
+
+    ``is_on``: such an op computes, whose kernels are meant. ``results`` are those of conversions between processes, of
+    the call that runs, in their order; ``runs_again``: they are taken from there.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.runs_again = False
+        self.results: list[torch.Tensor] = []
+
+    def contexts(
+        self, untouched: AbstractContextManager[None]
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of one call: around its forward, and around what runs again of it."""
+        results: list[torch.Tensor] = []
+        # In-place kernels inside of an op, as that which adds a bias, are among those that are kept.
+        forward, again = create_selective_checkpoint_contexts(self._policy, allow_cache_entry_mutation=True)
+        return self._within(forward, nullcontext(), results, False), self._within(again, untouched, results, True)
+
+    @contextmanager
+    def _within(
+        self,
+        mode: AbstractContextManager[Any],
+        around: AbstractContextManager[None],
+        results: list[torch.Tensor],
+        runs_again: bool,
+    ) -> Iterator[None]:
+        self.results, self.runs_again = results, runs_again
+        try:
+            with around, mode:
+                yield
+        finally:
+            self.results, self.runs_again = [], False
+
+    def _policy(self, _: Any, kernel: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        if not self.is_on or kernel in _COPIES or getattr(kernel, "is_view", False):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+
+class Kept:
+    """An op whose result is kept, as a function: hooks of a module would call kernels of their own."""
+
+    def __init__(self, call: Callable[..., Any], keeping: _Keeping, name: str) -> None:
+        self._call, self._keeping = call, keeping
+        # By which a graph's code calls it.
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """What the op makes."""
+        self._keeping.is_on = True
+        try:
+            return self._call(*given, **options)
+        finally:
+            self._keeping.is_on = False
+
+
+class KeptConversion(torch.nn.Module):
+    """A conversion between processes whose result is kept."""
+
+    def __init__(self, convert: Convert, keeping: _Keeping) -> None:
+        super().__init__()
+        self._convert, self._keeping = convert, keeping
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is wanted."""
+        if self._keeping.runs_again:
+            return self._convert(value, self._keeping.results.pop(0))
+        made: torch.Tensor = self._convert(value)
+        if torch.is_grad_enabled():
+            self._keeping.results.append(made.detach())
+        return made
+
+
+def _mark_kept(body: fx.GraphModule, kept: Collection[int]) -> _Keeping:
+    """Let the kept ops of a range's graph keep what they make."""
+    keeping = _Keeping()
+    for node in list(body.graph.nodes):
+        own = find_ops(node)
+        if own is None or own[0] not in kept or node.target is operator.getitem:
+            continue
+        call = body.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        if isinstance(call, Convert):
+            body.set_submodule(str(node.target), KeptConversion(call, keeping))
+            continue
+        with body.graph.inserting_before(node):
+            made = body.graph.call_function(Kept(call, keeping, f"kept_{own[0]}"), node.args, node.kwargs)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        body.graph.erase_node(node)
+    body.recompile()
+    return keeping
 
 
 @contextmanager

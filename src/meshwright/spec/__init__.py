@@ -94,14 +94,15 @@ from meshwright.spec.placement import PlacedStage, Placement, check_fit, check_p
 from meshwright.spec.plan import Plan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
+    Recompute,
     computed_again,
+    passed_again,
     read_from_outside,
-    read_recompute,
-    recompute_choices,
     recompute_layers,
     recompute_runs,
     with_recompute,
 )
+from meshwright.spec.recompute_words import read_recompute, recompute_choices
 from meshwright.spec.scaling import Scaling
 from meshwright.spec.server import Server
 from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
@@ -197,6 +198,7 @@ __all__ = [
     "Push",
     "Query",
     "Receive",
+    "Recompute",
     "ReduceScatter",
     "Replicate",
     "RewriteError",
@@ -246,6 +248,7 @@ __all__ = [
     "load_shipped_graph",
     "name_model",
     "op_key",
+    "passed_again",
     "read_deployment",
     "read_document",
     "read_from_outside",

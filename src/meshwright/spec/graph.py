@@ -158,8 +158,8 @@ class Graph:
 
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
     scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
-    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``compiled`` says which
-    ops torch compiles together (`compiled_units`); 0: none. ``collectives`` are what a rank exchanges at its ops, of a
+    for. ``recompute`` are ranges of ops that are computed again in the backward, but for the ops ``keeps``, whose
+    results are kept (`recompute`). ``compiled`` says which ops torch compiles together (`compiled_units`); 0: none. ``collectives`` are what a rank exchanges at its ops, of a
     graph that is one rank's share; ``model_flops`` is then what the model that it is a share of has in all. Raises
     GraphError when the parts contradict each other.
     """
@@ -174,6 +174,7 @@ class Graph:
     has_loss: bool = False
     batch_size: int | None = None
     recompute: Ranges = ()
+    keeps: tuple[int, ...] = ()
     compiled: int = 0
     collectives: tuple[Collective, ...] = ()
     model_flops: Extent | None = None
@@ -201,7 +202,7 @@ class Graph:
         # Graphs are keys of caches that mostly look for the very same one; hashing all of it takes longer than what is
         # looked up.
         ends = self.ops[-1:], self.inputs, self.outputs
-        return hash((len(self.tensors), self.layers, self.recompute, self.compiled, *ends))
+        return hash((len(self.tensors), self.layers, self.recompute, self.keeps, self.compiled, *ends))
 
     @property
     def parameters(self) -> tuple[int, ...]:

@@ -56,8 +56,8 @@ class Plan:
     own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the reference of
     the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
     content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
-    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`);
-    ``offload`` says what is kept away from devices (`offload`); ``compiled``: torch compiles the layers, each on
+    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward, but for the
+    ops ``keeps``, whose results are kept (`recompute`); ``offload`` says what is kept away from devices (`offload`); ``compiled``: torch compiles the layers, each on
     its own (`compiled_units`). ``rewritten`` is the kind of device for which the
     model's graph was rewritten before it was laid out (`rewrite.planned`); empty where it is the model's own.
     ``made_with`` says what it was priced with when it was written (`made_with`).
@@ -74,6 +74,7 @@ class Plan:
     exchange: GradientExchange = DEFAULT_EXCHANGE
     sharding: Sharding = UNSHARDED
     recompute: Ranges = ()
+    keeps: tuple[int, ...] = ()
     offload: Offload = ON_DEVICE
     compiled: bool = False
     model_sizes: tuple[tuple[str, int], ...] = ()
@@ -209,7 +210,8 @@ class Plan:
             if self.exchange.sequence
             else ""
         )
-        again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
+        kept = f" but for {format_count(len(self.keeps), 'op')}" if self.keeps else ""
+        again = f", {format_count(len(self.recompute), 'part')} computed again{kept}" if self.recompute else ""
         away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
         compiled = ", compiled" if self.compiled else ""
         return f"{waves}{split}{shared}{order}{again}{away}{compiled}"
@@ -263,8 +265,8 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             f"The plan is for {plan.workload.kind}, but the graph was captured for {graph.mode}; "
             "capture it in that mode."
         )
-    if plan.recompute:
-        with_recompute(graph, plan.recompute)
+    if plan.recompute or plan.keeps:
+        with_recompute(graph, plan.recompute, plan.keeps)
     if cluster is not None and plan.num_devices > cluster.num_ranks:
         raise PlanError(
             f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
@@ -279,6 +281,14 @@ def unknown_schedule(name: str) -> PlanError:
     return PlanError(
         f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
         "path/to/file.py:function or path/to/orders.csv."
+    )
+
+
+def kept_and_compiled() -> PlanError:
+    """The error for results that are kept among ops that run again, in layers that torch compiles."""
+    return PlanError(
+        "The plan compiles layers of which some results are kept and the rest is computed again; compiled layers run "
+        "again as a whole. Plan with --recompute full, every-N or none, or without --compile."
     )
 
 
@@ -325,6 +335,8 @@ def _check_schedule(plan: Plan) -> None:
 def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
     check_offloaded_plan(plan)
+    if plan.compiled and plan.keeps:
+        raise kept_and_compiled()
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
     ranks = {rank for stage in plan.stages for rank in stage.ranks}

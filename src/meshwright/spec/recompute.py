@@ -1,37 +1,37 @@
-"""What of a graph is computed again in the backward instead of kept, as ranges of ops ``start:stop``.
+"""What of a graph is computed again in the backward instead of kept: ranges of ops ``start:stop``, and ops in them.
 
-A range keeps what it reads from outside; when the backward comes to its end, its ops run again, up to the last value
-that their backward reads (torch.utils.checkpoint stops early, too). Two ways to choose ranges have names:
-
-    full         every repeated block on its own
-    selective    attention's scores: their softmax and its dropout (Korthikanti et al., MLSys 2023, section 5)
+A range keeps what it reads from outside, and the results of those of its ops that `Graph.keeps` names. When the
+backward comes to its end, its other ops run again, up to the last value that their backward reads
+(torch.utils.checkpoint stops early, too; results are kept as by its create_selective_checkpoint_contexts). Words for
+what users ask for stand in `recompute_words`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.spec.errors import GraphError, PlanError, suggest
+from meshwright.spec.errors import GraphError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from meshwright.spec.graph import Graph
 
 Ranges = tuple[tuple[int, int], ...]
-RecomputeName = Literal["none", "selective", "full"]
-RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
 
-# From the scores of attention on. Fused attention keeps none, and a dropout alone keeps less in its mask than its input
-# has.
-_SCORES = ("aten.softmax", "aten._softmax")
-_AFTER_SCORES = ("aten.dropout",)
-_VIEWS = ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view", "aten.clone", "aten._to_copy", "aten.to.")
-_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul")
+ATTENTION = ("aten.scaled_dot_product_attention", "aten._scaled_dot_product")
 # Stands in the name of a block between its own and what of it is computed again.
 _AGAIN = "+again "
+
+
+class Recompute(NamedTuple):
+    """Ranges of ops that are computed again, and ops in them whose results are kept, both ascending."""
+
+    ranges: Ranges = ()
+    keeps: tuple[int, ...] = ()
 
 
 def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
@@ -47,80 +47,26 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
     return tuple((ops[0], ops[-1] + 1) for ops in chosen)
 
 
-def recompute_choices(graph: Graph) -> dict[RecomputeName, Ranges]:
-    """Ranges of ops by the word for them; blocks are layers that stand in a list of the model's."""
-    blocks = [index for index, layer in enumerate(graph.layers) if "." in layer.name]
-    runs = recompute_runs(graph, (*_SCORES, *_AFTER_SCORES))
-    return {
-        "none": (),
-        "selective": tuple((start, stop) for start, stop in runs if _has_scores(graph, start)),
-        "full": recompute_layers(graph, blocks),
-    }
+def with_recompute(graph: Graph, ranges: Ranges, keeps: Sequence[int] = ()) -> Graph:
+    """The graph with these ranges computed again, but for ops whose results are kept.
 
-
-def _has_scores(graph: Graph, op: int) -> bool:
-    """Whether an op is a softmax whose result weighs values in a product; that of a router, for one, is not."""
-    if not graph.ops[op].kind.startswith(_SCORES):
-        return False
-    weights = set(graph.ops[op].outputs)
-    for reader in graph.ops[op + 1 :]:
-        if weights.intersection(reader.inputs):
-            if reader.kind.startswith(_PRODUCTS):
-                return True
-            if reader.kind.startswith((*_AFTER_SCORES, *_VIEWS)):
-                weights.update(reader.outputs)
-    return False
-
-
-def read_recompute(graph: Graph, text: str) -> Ranges:
-    """What ``none``, ``selective``, ``full`` or layers (``0:12,20:24``) mean for a graph.
-
-    Raises PlanError for other words, and for a word that means nothing in this graph.
+    Blocks of layers of which other parts are computed again or kept have another name.
     """
-    if text in RECOMPUTE_NAMES:
-        ranges = recompute_choices(graph)[text]
-        if not ranges and text != "none":
-            lacking = "scores of attention that it keeps" if text == "selective" else "repeated blocks"
-            raise PlanError(
-                f"Computing again was asked for with {text!r}, but graph {graph.name!r} has no {lacking}. "
-                "Name layers, as 0:12, or give none."
-            )
-        return ranges
-    chosen: list[int] = []
-    for part in text.split(","):
-        first, colon, last = part.partition(":")
-        numbers = [number.strip() for number in ((first, last) if colon else (first,))]
-        if not all(number.isdecimal() and len(number) < 10 for number in numbers):
-            raise PlanError(
-                f"{text!r} does not say what to compute again{suggest(text, RECOMPUTE_NAMES)}; expected "
-                f"{', '.join(RECOMPUTE_NAMES)}, or layers as 0:12 or 0:12,20:24."
-            )
-        start, stop = int(numbers[0]), int(numbers[-1]) + (not colon)
-        if not start < stop <= len(graph.layers):
-            raise PlanError(
-                f"Layers {part.strip()} were to be computed again, but the graph has layers 0 to "
-                f"{len(graph.layers) - 1}; expected start:stop with start below stop. Choose among them."
-            )
-        chosen += range(start, stop)
-    return recompute_layers(graph, sorted(set(chosen)))
-
-
-def with_recompute(graph: Graph, ranges: Ranges) -> Graph:
-    """The graph with these ranges computed again; blocks of layers of which other parts are have another name."""
-    ranges = tuple(sorted(ranges))
-    if ranges == graph.recompute:
+    ranges, keeps = tuple(sorted(ranges)), tuple(sorted(keeps))
+    if (ranges, keeps) == (graph.recompute, graph.keeps):
         return graph
     layers = []
     for layer in graph.layers:
         block = layer.block.partition(_AGAIN)[0]
         mine = [f"{a - layer.start}:{b - layer.start}" for a, b in ranges if a < layer.stop and layer.start < b]
+        mine += [f"keeps {op - layer.start}" for op in keeps if layer.start <= op < layer.stop]
         layers.append(replace(layer, block=block + _AGAIN + ",".join(mine) if block and mine else block))
-    return replace(graph, layers=tuple(layers), recompute=ranges)
+    return replace(graph, layers=tuple(layers), recompute=ranges, keeps=keeps)
 
 
 def check_recompute(graph: Graph) -> None:
-    """Raise GraphError unless the graph's ranges lie in it, ascending and apart, and it is for training."""
-    if not graph.recompute:
+    """Raise GraphError unless the graph is for training, its ranges ascend in it apart, and what it keeps can be."""
+    if not graph.recompute and not graph.keeps:
         return
     inside = all(0 <= start < stop <= len(graph.ops) for start, stop in graph.recompute)
     if not inside or any(before[1] > after[0] for before, after in pairwise(graph.recompute)):
@@ -133,10 +79,51 @@ def check_recompute(graph: Graph) -> None:
             f"Graph {graph.name!r} is for inference or holds its own backward, so nothing can be computed again in it. "
             "Capture the model alone, for training."
         )
+    _check_keeps(graph)
 
 
-def computed_again(graph: Graph, start: int, stop: int) -> range:
-    """The ops of a range that run again: up to the last one that makes or keeps a value that their backward reads."""
+def _check_keeps(graph: Graph) -> None:
+    covered = {op for start, stop in graph.recompute for op in range(start, stop)} if graph.keeps else set()
+    outside = [op for op in graph.keeps if op not in covered]
+    if outside or any(before >= after for before, after in pairwise(graph.keeps)):
+        raise GraphError(
+            f"Ops whose results are kept were given as {list(graph.keeps)[:8]}; expected ascending ones within the "
+            f"ranges that are computed again, {list(graph.recompute)[:8]}. Take both from `read_recompute`."
+        )
+    written = written_storages(graph) if graph.keeps else frozenset()
+    for op in graph.keeps:
+        if reason := why_not_kept(graph, op, written):
+            raise GraphError(
+                f"The result of {graph.ops[op].name!r} was to be kept while ops around it are computed again, but "
+                f"{reason}. Leave it out of `keeps`."
+            )
+
+
+def written_storages(graph: Graph) -> frozenset[int]:
+    """Storages of values that some op writes to in place."""
+    written = (graph.tensors[op.inputs[0]].storage for op in graph.ops if op.inputs and op.is_in_place)
+    return frozenset(written)
+
+
+def why_not_kept(graph: Graph, op: int, written: frozenset[int]) -> str:
+    """Why the result of an op cannot be kept among ops that run again; nothing if it can.
+
+    ``written`` are the graph's `written_storages`.
+    """
+    item = graph.ops[op]
+    if item.random:
+        return "it draws random numbers, and what runs again behind it would draw others than before"
+    if item.is_in_place or any(graph.tensors[i].storage in written for i in item.outputs):
+        return "it is written in place later, or writes in place itself"
+    if not any(graph.tensors[i].storage == i for i in item.outputs):
+        return "it is a view of what another op made"
+    if item.kind.startswith(ATTENTION) and not set(item.outputs) & set(item.saved):
+        return "its attention is computed op by op, not by one kernel"
+    return ""
+
+
+def passed_again(graph: Graph, start: int, stop: int) -> range:
+    """The ops of a range up to the last one that makes or keeps a value that their backward reads."""
     ops, tensors = graph.ops, graph.tensors
     savers = [index for index in range(start, stop) if ops[index].saved]
     if not savers:
@@ -149,8 +136,20 @@ def computed_again(graph: Graph, start: int, stop: int) -> range:
     return range(start, savers[-1] + keeps_own)
 
 
+def computed_again(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
+    """The ops of a range that run again: those that are passed (`passed_again`) and whose results are not kept."""
+    passed = passed_again(graph, start, stop)
+    kept = kept_within(graph, start, stop)
+    return tuple(passed) if not kept else tuple(op for op in passed if op not in kept)
+
+
+def kept_within(graph: Graph, start: int, stop: int) -> frozenset[int]:
+    """The ops of a range whose results are kept."""
+    return frozenset(graph.keeps[bisect_left(graph.keeps, start) : bisect_left(graph.keeps, stop)])
+
+
 def read_from_outside(graph: Graph, start: int, stop: int) -> set[int]:
-    """Storages of values that a range reads and does not make: all that is kept of it until it runs again."""
+    """Storages of values that a range reads and does not make, which are kept until it runs again."""
     ops = graph.ops[start:stop]
     made = {i for op in ops for i in op.outputs}
     read = {i for op in ops for i in op.inputs} - made

@@ -221,7 +221,7 @@ def _kept_bytes(shape: TransformerShape, technique: str) -> int:
     graph = shard_graph(graph, Sharding(tensor=_TENSOR, sequence_parallel="sequence" in technique)).graph
     again: Ranges = ()
     if "full" in technique:
-        again = read_recompute(graph, "full")
+        again = read_recompute(graph, "full").ranges
     elif "selective" in technique:
         again = recompute_attention(graph)
     block = slice_graph(graph, [(0, 2), (2, 3), (3, 5)])[1]

@@ -1,11 +1,15 @@
-"""Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes."""
+"""Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes.
+
+Rows of ``memory_recompute.csv`` say what is computed again, too.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_shipped_graph
+from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_shipped_graph, read_recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,14 +24,16 @@ PIPELINE_COLUMNS = (
     "schedule",
     "optimizer",
 )
+RECOMPUTE_COLUMNS = (*PIPELINE_COLUMNS, "recompute")
 
 
 def pipeline_plan(row: Mapping[str, Any]) -> Plan:
     """The plan of a row."""
     num_stages, replicas, size, count = (int(row[name]) for name in PIPELINE_COLUMNS[1:5])
-    return even_plan(
-        row["model"], num_stages, replicas, size, count, row["schedule"], Optimizer.named(row["optimizer"])
-    )
+    optimizer = Optimizer.named(row["optimizer"])
+    plan = even_plan(row["model"], num_stages, replicas, size, count, row["schedule"], optimizer)
+    again = read_recompute(load_shipped_graph(plan.model), row.get("recompute", "none"), plan.bounds)
+    return replace(plan, recompute=again.ranges, keeps=again.keeps)
 
 
 def even_plan(

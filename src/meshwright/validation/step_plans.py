@@ -8,9 +8,8 @@ are mapped:
     tp, cp, ep, pp, dp  stages one after the other, in each stage its replicas, in each replica its mesh axes
     layers, vpp         layers are assigned to stages as in Megatron-LM and torchtitan (`templates.shapes.part_starts`)
     precision           fp16, bf16, fp8: mixed precision; bf16 under FSDP that reduces in 16 bits: 16-bit gradients
-    recompute           full: every block; selective: attention, where it is not fused; op: every run of ops between
-                        the outputs that torchtitan keeps (distributed/activation_checkpoint.py: attention and the
-                        first, third, ... product of a block)
+    recompute           full: every block; selective: attention, where it is not fused; op: torchtitan's policy
+                        (`spec.recompute_words`)
     framework, date     software: whether attention is fused and how, the host, whether the exchange overlaps
     features            the optimizer, 16-bit gradients
 
@@ -35,6 +34,7 @@ from meshwright.spec import (
     MeshwrightError,
     Optimizer,
     Plan,
+    Recompute,
     StagePlan,
     Workload,
     read_recompute,
@@ -62,7 +62,7 @@ _PRECISIONS: dict[str, Precision] = {
 }
 # FLOPs of a forward, a backward and another forward over those of the first two.
 _WITH_RECOMPUTE = 4 / 3
-_ATTENTION, _SCORES, _PRODUCT = "aten.scaled_dot_product_attention", "aten.matmul", "aten.linear"
+_SCORES = "aten.matmul"
 
 
 class InexpressibleError(MeshwrightError):
@@ -127,6 +127,7 @@ def plan_step(case: StepCase) -> PlannedStep:
     replicas = setup.dp // setup.ep
     # One part of the model per stage and round of chunks; the stages of a round have the same ranks as those of others.
     first_ranks = [stage * replicas for _ in range(setup.chunks) for stage in range(setup.pp)]
+    again = _recompute(case, graph)
     plan = Plan(
         model=graph.name,
         graph_hash=graph.content_hash,
@@ -151,7 +152,8 @@ def plan_step(case: StepCase) -> PlannedStep:
             expert=setup.ep,
             sequence_parallel=setup.sequence_parallel and setup.tp > 1,
         ),
-        recompute=_recompute(case, graph),
+        recompute=again.ranges,
+        keeps=again.keeps,
     )
     return PlannedStep(graph=graph, cluster=cluster, plan=plan, software=case.software)
 
@@ -279,34 +281,17 @@ def _bounds(case: StepCase, graph: Graph) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise([0, *(1 + start for start in starts), len(graph.layers)]))
 
 
-def _recompute(case: StepCase, graph: Graph) -> Ranges:
+def _recompute(case: StepCase, graph: Graph) -> Recompute:
     match case.setup.recompute:
         case "none":
-            return ()
-        case "full":
-            return read_recompute(graph, "full")
+            return Recompute()
+        case "full" | "op" as word:
+            return read_recompute(graph, word)
         case "selective":
-            return recompute_attention(graph)
-        case "op":
-            return _between_kept(graph)
+            return Recompute(recompute_attention(graph))
 
 
 def recompute_attention(graph: Graph) -> Ranges:
     """The two products of each attention that is not fused, and what lies between them."""
     products = [i for i, op in enumerate(graph.ops) if op.kind.startswith(_SCORES)]
     return tuple((first, second + 1) for first, second in zip(products[::2], products[1::2], strict=True))
-
-
-def _between_kept(graph: Graph) -> Ranges:
-    """Runs of ops of each block that contain neither attention nor an odd-numbered product of the block."""
-    found = []
-    for layer in graph.layers[1:-1]:
-        products, start = 0, layer.start
-        for index in range(layer.start, layer.stop):
-            kind = graph.ops[index].kind
-            products += kind.startswith(_PRODUCT)
-            if kind.startswith(_ATTENTION) or (kind.startswith(_PRODUCT) and products % 2):
-                found += [(start, index)] if start < index else []
-                start = index + 1
-        found += [(start, layer.stop)] if start < layer.stop else []
-    return tuple(found)

@@ -5,6 +5,7 @@ from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.backward import Backend, library_workspaces
 from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
+from meshwright.cost.memory.lifetimes import kept_results
 from meshwright.cost.memory.options import LAYERS_AT_HAND, MemoryOptions, RankMemory, weigh_rank
 from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases
 from meshwright.cost.memory.stage import StageMemory, backend_of, weigh_stage
@@ -31,6 +32,7 @@ __all__ = [
     "count_phases",
     "find_peak",
     "follow_allocator",
+    "kept_results",
     "library_workspaces",
     "likeness",
     "trace_stage",

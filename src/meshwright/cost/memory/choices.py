@@ -1,8 +1,7 @@
 """What would a model need on a device if it were computed again, sharded or moved away? Rows for ``show --memory``.
 
 The whole model is one stage, held by all ranks of a cluster (ZeRO's data parallelism), for one microbatch in flight.
-Computing again is "selective" (softmax of attention's scores and its dropout) or "full" (every repeated block). A
-`Plan` says the same for what is simulated, but for activations, which stay on the device there.
+Computing again is by the words of `recompute_choices`. A `Plan` says the same for what is simulated, but for activations, which stay on the device there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from meshwright.spec import GraphError, recompute_choices, slice_graph, with_rec
 
 if TYPE_CHECKING:
     from meshwright.spec import Cluster, Graph, Workload
-    from meshwright.spec.recompute import RecomputeName
+    from meshwright.spec.recompute_words import RecomputeName
 
 Row = dict[str, Any]
 
@@ -27,7 +26,7 @@ def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clust
     """
     _check_trains(graph)
     device = backend_of(cluster.device_kind(0))
-    choices = {name: with_recompute(graph, ranges) for name, ranges in recompute_choices(graph).items()}
+    choices = {name: with_recompute(graph, *again) for name, again in recompute_choices(graph).items()}
     rows = []
     for layer in slice_graph(graph, [(index, index + 1) for index in range(len(graph.layers))]):
         kept = {
@@ -50,7 +49,7 @@ def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clus
     _check_trains(graph)
     kind, pcie = cluster.device_kind(0), cluster.nodes[0].pcie
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
-    choices = {name: with_recompute(graph, ranges) for name, ranges in recompute_choices(graph).items()}
+    choices = {name: with_recompute(graph, *again) for name, again in recompute_choices(graph).items()}
     ways: list[tuple[int, RecomputeName, str]] = [(zero, name, "") for name in choices for zero in range(4)]
     ways += [(2, "full", "states"), (3, "full", "both")]
     rows = []

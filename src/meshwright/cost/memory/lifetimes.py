@@ -1,6 +1,6 @@
 """How long the values of a forward live: until their last use, or until the backward that reads them.
 
-A range of ops that is computed again keeps nothing but what it reads from outside.
+A range of ops that is computed again keeps what it reads from outside, and the results of ops that are kept.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.cost.autocast import kept_copies
+from meshwright.cost.traits import family_of
 from meshwright.spec import read_from_outside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from meshwright.spec import Graph, StageSlice
+    from meshwright.spec import Graph, Op, StageSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,8 @@ class Lifetimes:
     ``kept`` outlive the forward, ``sent`` among them only because they are sent or yielded. ``last_used[op]`` are those
     whose last reader (their maker, where nobody reads them) is the op, ``released[op]`` those that no backward after
     that of the op reads; ``released_again[op]`` likewise, of values that were computed again. ``starts[stop]`` is where
-    the range of ops that ends before ``stop`` begins, ``recomputed`` are all ops of such ranges.
+    the range of ops that ends before ``stop`` begins, ``recomputed`` are all ops of such ranges, ``results`` storages
+    that are kept among them by the op that makes them.
     """
 
     kept: frozenset[int]
@@ -34,6 +37,7 @@ class Lifetimes:
     released_again: Mapping[int, Sequence[int]]
     starts: Mapping[int, int]
     recomputed: frozenset[int]
+    results: Mapping[int, frozenset[int]]
 
 
 def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
@@ -65,6 +69,12 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
         for storage in read_from_outside(graph, start, stop):
             needed[storage] = min(needed.get(storage, start), start)
             kept.add(storage)
+    results = {op: kept_results(graph, op) for op in graph.keeps if op in range_of}
+    for op, storages in results.items():
+        for storage in storages:
+            # A range that runs again takes them; none is there any more when its first op's backward ends.
+            needed[storage] = min(needed.get(storage, range_of[op]), range_of[op])
+            kept.add(storage)
     return Lifetimes(
         kept=frozenset(kept),
         sent=frozenset(sent.difference(needed)),
@@ -73,7 +83,25 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
         released_again=_by_op(needed_again),
         starts={stop: start for start, stop in ranges},
         recomputed=frozenset(range_of),
+        results=results,
     )
+
+
+def kept_results(graph: Graph, op: int) -> frozenset[int]:
+    """Storages that are kept where an op's result is: its outputs, and what its kernel makes for its backward.
+
+    Copies of inputs, cast or in another layout, are made again.
+    """
+    item = graph.ops[op]
+    made = [i for i in item.saved if graph.tensors[i].role == "saved"] if _makes_statistics(item) else []
+    copies = kept_copies(graph, item)
+    found = [*item.outputs, *(i for i in made if i not in copies)]
+    return frozenset(i for i in found if graph.tensors[i].storage == i)
+
+
+def _makes_statistics(op: Op) -> bool:
+    """Products and convolutions keep nothing of their own but copies of inputs."""
+    return family_of(op) not in ("product", "convolution")
 
 
 def _makers(graph: Graph) -> dict[int, int]:

@@ -7,8 +7,9 @@
     step        states are made at the first step. AdamW that goes over the parameters one by one takes two more tensors
                 of a parameter's size (torch/optim/adam.py, _single_tensor_adam: the root, its quotient), over all at
                 once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, take none
-    recompute   ops of a range keep only what the range reads; before its backward it is computed again, up to the last
-                value that was saved (torch/utils/checkpoint.py, non-reentrant)
+    recompute   ops of a range keep only what the range reads, and results of those that `Graph.keeps` names; before
+                its backward the others are computed again, up to the last value that was saved
+                (torch/utils/checkpoint.py, non-reentrant; create_selective_checkpoint_contexts)
 
 Gradients of parameters are freed after the optimizer's step (set_to_none) and gather over microbatches. Sizes are exact
 for the dtypes of the workload; what libraries take for themselves is not seen. Checked against torch's own account of

@@ -19,7 +19,7 @@ from meshwright.cost.memory.kept import as_kept, casts_within
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
-from meshwright.spec import GraphError, computed_again
+from meshwright.spec import GraphError, passed_again
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -32,10 +32,11 @@ from meshwright.spec.memory import (
     SENT,
     WORKSPACE,
 )
+from meshwright.spec.recompute import kept_within
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Iterable, Mapping, Sequence, Set
 
     from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
 
@@ -135,7 +136,7 @@ class StageWalk:
             self._deliver(i, _Gradient(block, holders=2))
         for index in reversed(self._stage.ops):
             if index + 1 in self._lives.starts:
-                self._recompute(self._lives.starts[index + 1], index + 1)
+                self._recompute(self._lives.starts[index + 1], index + 1, values)
             op = self._graph.ops[index]
             self.ledger.begin(f"backward of {op.name}")
             made = self._differentiate(op, values)
@@ -192,34 +193,43 @@ class StageWalk:
     def _compute(self, index: int, op: Op, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
         """Take the outputs of an op; free what had its last use, unless it is kept."""
         tensors = self._graph.tensors
-        own = [i for i in op.outputs if tensors[i].storage == i]
+        results = self._lives.results.get(index, frozenset())
+        # Those are there when a range runs again.
+        there = results if blocks is self._again else frozenset()
+        own = [i for i in op.outputs if tensors[i].storage == i and i not in there]
         for i in own:
             part = WORKSPACE if i not in kept else SENT if i in self._lives.sent else SAVED
             blocks[i] = self.ledger.take(self._sizes[i], part)
         saved = op.saved if self.trains else ()
-        internal = [i for i in saved if tensors[i].role == "saved" and tensors[i].storage == i]
+        internal = [i for i in saved if tensors[i].role == "saved" and tensors[i].storage == i and i not in there]
         for i in internal:
-            blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals else WORKSPACE)
+            blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals or i in results else WORKSPACE)
         cast = self._cast_sizes(op)
         # Copies that the backward keeps are among the internals.
         passing = sum(cast.values()) - sum(self._sizes[i] for i in kept_copies(self._graph, op) if i in internal)
         workspace = forward_workspace_bytes(self._graph, op, _Sizes(self._sizes, cast), self._device)
+        workspace = 0 if there else workspace
         self._borrow(workspace + passing)
         if not keeps_internals:
-            for i in internal:
+            for i in set(internal).difference(results):
                 self.ledger.free(blocks.pop(i))
         for storage in self._lives.last_used.get(index, ()):
             if storage in blocks and storage not in kept:
                 self.ledger.free(blocks.pop(storage))
 
-    def _recompute(self, start: int, stop: int) -> None:
-        """Compute a range again, up to the last value that its backward reads."""
+    def _recompute(self, start: int, stop: int, values: dict[int, int]) -> None:
+        """Compute a range again, up to the last value that its backward reads; results that were kept are taken."""
         tensors = self._graph.tensors
         needed = {tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
-        for index in computed_again(self._graph, start, stop):
+        for index in passed_again(self._graph, start, stop):
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name} again")
+            for storage in self._lives.results.get(index, ()):
+                self._again[storage] = values.pop(storage)
             self._compute(index, op, self._again, needed, keeps_internals=True)
+        # Results that the range did not come to go (`runtime.recompute`).
+        for index in kept_within(self._graph, start, stop):
+            self._release(values, self._lives.results[index])
         for storage in [storage for storage in self._again if storage not in needed]:
             self.ledger.free(self._again.pop(storage))
 
@@ -325,7 +335,7 @@ class StageWalk:
             self._drop(there)
             self._drop(gradient)
 
-    def _release(self, blocks: dict[int, int], storages: Sequence[int]) -> None:
+    def _release(self, blocks: dict[int, int], storages: Iterable[int]) -> None:
         for storage in storages:
             if storage in blocks:
                 self.ledger.free(blocks.pop(storage))

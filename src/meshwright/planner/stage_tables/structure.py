@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.cost.memory import kept_results
 from meshwright.planner.stage_tables.rectangles import Integers, Rectangles, rectangles, users
 from meshwright.spec import Graph, read_from_outside, slice_graph
+from meshwright.spec.recompute import kept_within
 
 _STATE_ROLES = ("parameter", "buffer", "constant")
 
@@ -58,7 +60,8 @@ def find_structure(graph: Graph) -> Structure:
                 needs.savers[graph.tensors[tensor].storage].append(layer.index)
         for start, stop in graph.recompute:
             if start in layer.ops:
-                for storage in read_from_outside(graph, start, stop):
+                results = (kept_results(graph, op) for op in kept_within(graph, start, stop))
+                for storage in read_from_outside(graph, start, stop).union(*results):
                     needs.savers[storage].append(layer.index)
         for tensor in layer.parameters:
             needs.parameters[tensor].append(layer.index)

@@ -140,7 +140,7 @@ def recompute_words(facts: Facts, system: str) -> dict[str, Any] | None:
     again = facts.again
     if again.kind == "nothing":
         return None
-    if again.kind == "scores":
+    if again.kind == "attention":
         return {"granularity": "selective"}
     if again.is_full:
         return {"granularity": "full", "method": "uniform", "num-layers": 1}
@@ -148,7 +148,7 @@ def recompute_words(facts: Facts, system: str) -> dict[str, Any] | None:
     if count is None:
         raise PlanError(
             f"The plan computes {again.describe()} again; {system} can compute every block again, or the first blocks "
-            "of every stage, equally many, or attention's scores. Plan with --recompute full, or name such layers."
+            "of every stage, equally many, or attention. Plan with --recompute full or attention, or name such layers."
         )
     return {"granularity": "full", "method": "block", "num-layers": count}
 

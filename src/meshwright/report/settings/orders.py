@@ -74,7 +74,8 @@ def _unsaid_split(plan: Plan) -> list[Unsaid]:
     if plan.recompute:
         items.append(
             Unsaid(
-                what=f"{format_count(len(plan.recompute), 'part')} of the model computed again",
+                what=f"{format_count(len(plan.recompute), 'part')} of the model computed again"
+                + (f" but for {format_count(len(plan.keeps), 'op')}" if plan.keeps else ""),
                 reason="wrap the modules of the stages (torch.utils.checkpoint)",
             )
         )

@@ -15,7 +15,8 @@ from meshwright.spec import Graph, Plan, PlanError
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import recompute_choices
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.stage_plan import StagePlan
 from meshwright.spec.workload import Optimizer, Workload
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 # are said by all.
 SAID: dict[type, frozenset[str]] = {
     Plan: frozenset(
-        {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "model_sizes", "made_with"}
+        {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "model_sizes"}
+        | {"made_with"}
     ),
     StagePlan: frozenset(),
     Workload: frozenset({"kind", "precision", "optimizer"}),
@@ -39,9 +41,13 @@ SAID: dict[type, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """What runs again in the backward: nothing, attention's scores, whole layers (``is_full``: every block), or ops."""
+    """What runs again in the backward.
 
-    kind: Literal["nothing", "scores", "layers", "ops"] = "nothing"
+    Nothing, attention, blocks but for costly ops (`spec.recompute_words`: op), whole layers (``is_full``: every block),
+    or other ops.
+    """
+
+    kind: Literal["nothing", "attention", "op", "layers", "ops"] = "nothing"
     layers: tuple[int, ...] = ()
     is_full: bool = False
 
@@ -49,7 +55,12 @@ class Again:
         """For people: ``every block``, ``layers 1, 2, 3``."""
         if self.is_full:
             return "every block"
-        words = {"nothing": "nothing", "scores": "attention's scores", "ops": "parts of layers"}
+        words = {
+            "nothing": "nothing",
+            "attention": "attention",
+            "op": "every block but for results of attention and products (create_selective_checkpoint_contexts)",
+            "ops": "parts of layers",
+        }
         return words.get(self.kind) or f"layers {', '.join(map(str, self.layers))}"
 
 
@@ -71,9 +82,8 @@ def _unknown(part: Any, place: str) -> Iterator[str]:
 
 def refuse_unknown(plan: Plan) -> None:
     """Raise PlanError for a plan that decides what no export says."""
-    plain = replace(
-        plan, sharding=UNSHARDED, recompute=(), offload=ON_DEVICE, exchange=replace(plan.exchange, zero=0, shard_size=0)
-    )
+    exchange = replace(plan.exchange, zero=0, shard_size=0)
+    plain = replace(plan, sharding=UNSHARDED, recompute=(), keeps=(), offload=ON_DEVICE, exchange=exchange)
     several = " with several stages on a rank" * plain.has_virtual_stages
     follows = several or not (plain.has_own_schedule or plain.schedule in BASIC_SCHEDULES)
     if wrong := plain.only_simulated or (f"follows the schedule {plain.schedule}{several}" if follows else ""):
@@ -97,14 +107,16 @@ def find_again(plan: Plan, graph: Graph | None) -> Again:
             "The plan computes parts of its model again, as ranges of ops, which only its graph tells the meaning of. "
             "Give the graph."
         )
-    chosen = tuple(sorted(plan.recompute))
-    choices = recompute_choices(graph)
-    if chosen == choices["selective"]:
-        return Again(kind="scores")
+    again = Recompute(tuple(sorted(plan.recompute)), tuple(sorted(plan.keeps)))
+    chosen, choices = again.ranges, recompute_choices(graph)
+    if again == choices["attention"]:
+        return Again(kind="attention")
+    if again.keeps:
+        return Again(kind="op" if again == choices["op"] else "ops")
     place = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
     if not set(chosen) <= set(place):
         return Again(kind="ops")
-    return Again(kind="layers", layers=tuple(place[item] for item in chosen), is_full=chosen == choices["full"])
+    return Again(kind="layers", layers=tuple(place[item] for item in chosen), is_full=again == choices["full"])
 
 
 def describe_axes(sharding: Sharding) -> str:

@@ -5,7 +5,7 @@
     training.local_batch_size, global_batch_size    samples of a replica (of one accumulation without stages), of all
     parallelism.data_parallel_shard_degree          replicas that share by ZeRO 2 or 3 (fsdp_reshard_after_forward)
     parallelism.tensor_parallel_degree, enable_sequence_parallel, context_parallel_degree      axes of the split
-    activation_checkpoint                           every block runs again, or nothing
+    activation_checkpoint                           every block runs again, all of it or but for costly ops; or nothing
 
 Names and meanings: torchtitan 0.3.0, torchtitan/config/configs.py and trainer.py; the mesh's order (stages outermost,
 tensor innermost): torchtitan/distributed/parallel_dims.py; units that are gathered: torchtitan/distributed/fsdp.py.
@@ -31,12 +31,8 @@ FILE_NAME = "torchtitan_plan.py"
 SAME_MODELS = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b"}
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 RESHARD = {2: "never", 3: "always"}
-# The policy's name, and what makes it.
-FULL, FULL_IMPORT, FULL_CONFIG = (
-    "full",
-    "from torchtitan.distributed.activation_checkpoint import FullAC\n",
-    "FullAC.Config()",
-)
+# The classes of its policies by their names there.
+POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
 
 
 def export_torchtitan(facts: Facts) -> Settings:
@@ -56,13 +52,13 @@ def export_torchtitan(facts: Facts) -> Settings:
             "The plan shares optimizer states out by ZeRO 1; torchtitan's FSDP2 shares gradients, too. "
             "Plan with --zero 2, or --zero 0."
         )
-    if facts.again.kind != "nothing" and not facts.again.is_full:
+    if facts.again.kind not in ("nothing", "op") and not facts.again.is_full:
         raise PlanError(
-            f"The plan computes {facts.again.describe()} again; torchtitan can compute every block again, or choose "
-            "ops by rules of its own. Plan with --recompute full, or none."
+            f"The plan computes {facts.again.describe()} again; torchtitan {VERSION} can compute every block again, "
+            "whole or but for results of attention and products. Plan with --recompute full, op or none."
         )
     require_even_tokens(facts, SYSTEM)
-    again = FULL if facts.again.is_full else None
+    again = "full" if facts.again.is_full else "selective" if facts.again.kind == "op" else None
     values = {**_parallelism(facts), **_training(facts), "activation_checkpoint": again}
     base = SAME_MODELS.get(plan.model)
     fill_in = _fill_in(facts, base)
@@ -204,7 +200,7 @@ def _unsaid_split(facts: Facts) -> list[Unsaid]:
                 reason="torchtitan keeps them whole: more memory, less traffic",
             )
         )
-    if facts.again.is_full:
+    if facts.again.kind != "nothing":
         items.append(unsaid_early_stop(SYSTEM))
     return items
 
@@ -215,14 +211,14 @@ def _module(model: str, base: str | None, values: dict[str, Any], lines: list[st
         if base
         else ("your_model.config_registry import your_config")
     )
-    is_full = values["activation_checkpoint"] == FULL
+    policy = POLICIES.get(values["activation_checkpoint"])
     written = {name: repr(value) for name, value in values.items()}
-    if is_full:
-        written["activation_checkpoint"] = FULL_CONFIG
+    if policy:
+        written["activation_checkpoint"] = f"{policy}.Config()"
     assignments = "".join(f"    config.{name} = {value}\n" for name, value in written.items())
     return (
         comment([f"{SYSTEM} {VERSION}: {model}", *lines])
-        + (FULL_IMPORT if is_full else "")
+        + (f"from torchtitan.distributed.activation_checkpoint import {policy}\n" if policy else "")
         + f"from {source} as base\n\n\ndef plan():\n    config = base()\n"
         + assignments
         + "    return config\n"

@@ -47,16 +47,18 @@ class Convert(torch.nn.Module):
         super().__init__()
         self._conversion = conversion
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is wanted."""
-        found: torch.Tensor = _Convert.apply(value, self._conversion)
+    def forward(self, value: torch.Tensor, made: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor as it is wanted; ``made`` is that, if it is known already, and nothing is exchanged then."""
+        found: torch.Tensor = _Convert.apply(value, self._conversion, made)
         return found
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, conversion: Conversion) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, conversion: Conversion, made: torch.Tensor | None) -> torch.Tensor:
         ctx.conversion = conversion
+        if made is not None:
+            return made.view_as(made)
         axis, have, want = conversion.axis, conversion.have, conversion.want
         if conversion.sums:
             return sum_shares(value, want, axis) if want is not None else sum_up(value, axis)
@@ -67,7 +69,7 @@ class _Convert(torch.autograd.Function):
         return have.join(pass_round(value, axis) if conversion.goes_round else gather(value, axis))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         conversion: Conversion = ctx.conversion
         axis, have, want = conversion.axis, conversion.have, conversion.want
         match conversion.backward:
@@ -87,7 +89,7 @@ class _Convert(torch.autograd.Function):
                 made = swap(gradient, want, have, axis) if have is not None else want.join(gather(gradient, axis))
             case None:
                 made = have.shares(gradient, axis.size)[axis.index] if have is not None else gradient
-        return made, None
+        return made, None, None
 
 
 def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
+from meshwright.spec.recompute_words import is_by_stage, words_of
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -111,6 +112,9 @@ class Figures:
         return self._seconds[microbatch_size, recompute]
 
     def _price(self, microbatch_size: int, recompute: str) -> LayerSeconds:
+        if is_by_stage(recompute):
+            # Nothing takes less time than to compute nothing again.
+            return self.seconds(microbatch_size, "none")
         graph, training = self._with(recompute), self.workload.kind == "training"
         columns: list[list[Floats]] = [[], [], [], []]
         for kind in self.cluster.device_kinds:
@@ -118,7 +122,7 @@ class Figures:
             again = np.zeros(len(graph.ops))
             for start, stop in graph.recompute:
                 ops = computed_again(graph, start, stop)
-                again[start] = prices.forward_s[ops.start : ops.stop].sum()
+                again[start] = prices.forward_s[np.array(ops, np.int64)].sum()
             # Where gradients go to the host, nothing is added to them here.
             added = prices.accumulate_s * (training and self._steps_on_device)
             backward = (prices.backward_s + again) * training + added
@@ -183,6 +187,11 @@ class Figures:
         return self._bytes[recompute]
 
     def _weigh(self, recompute: str) -> LayerBytes:
+        if is_by_stage(recompute):
+            found = [self.bytes(word) for word in words_of(recompute)]
+            return LayerBytes(
+                *(np.minimum.reduce([getattr(item, name) for item in found]) for name in LayerBytes.__slots__)
+            )
         graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
         structure = self._structure if graph is self._local else find_structure(graph)
         width, training = self.workload.float_bytes, self.workload.kind == "training"
@@ -205,7 +214,7 @@ class Figures:
     def _with(self, recompute: str) -> Graph:
         if recompute == "none":
             return self._local
-        local = lower_graph(self._short.graph, self.sharding, read_recompute(self._short.graph, recompute))
+        local = lower_graph(self._short.graph, self.sharding, *read_recompute(self._short.graph, recompute))
         return as_computed(local, self.workload.numbers)
 
     def _optimizer_seconds(self, kind: DeviceKind) -> Floats:

@@ -24,6 +24,7 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph
 from meshwright.program import own_workload
 from meshwright.spec import MeshwrightError
+from meshwright.spec.recompute_words import is_alike, words_of
 from meshwright.spec.sharding import Sharding
 
 Integers = NDArray[np.int64]
@@ -150,7 +151,7 @@ class Grid:
 
 def bound_grid(problem: Problem) -> Grid:
     """Bound all uniform configurations of a problem. Raises what is wrong with its shardings if none is possible."""
-    short = problem.short_graph(1) if _is_symbolic(problem) else None
+    short = _figures_graph(problem, 1) if _is_symbolic(problem) else None
     sheets: list[Sheet] = []
     errors: list[MeshwrightError] = []
     for sharding in problem.choices.shardings:
@@ -161,6 +162,15 @@ def bound_grid(problem: Problem) -> Grid:
     if not sheets:
         raise errors[0]
     return Grid(sheets=tuple(sheets))
+
+
+def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
+    """The shortened graph, or all of it where some of its equal layers may be computed again and others not."""
+    words = [word for text in problem.choices.recompute for word in words_of(text)]
+    if all(map(is_alike, words)):
+        return problem.short_graph(microbatch_size)
+    graph = problem.graph_for(microbatch_size)
+    return ShortGraph(graph=graph, stands_for=np.arange(len(graph.layers)))
 
 
 def variants_of(problem: Problem) -> list[tuple[str, int]]:
@@ -193,7 +203,7 @@ def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding) 
     cells = []
     for size in sizes:
         if short is None:
-            figures = Figures(problem, problem.short_graph(size), sharding)
+            figures = Figures(problem, _figures_graph(problem, size), sharding)
         sharing = dict.fromkeys(shard_size for _, shard_size in problem.choices.sharing())
         for recompute, count, shard_size in product(problem.choices.recompute, num_ranks, sharing):
             cell = _Cell(

@@ -1,0 +1,311 @@
+"""What users ask to be computed again, in words, and what these mean for a graph.
+
+    none          nothing
+    full          every repeated block
+    op            every repeated block, but for the results of products and of attention (below)
+    attention     attention alone: where scores are kept, their softmax and its dropout (Korthikanti et al., MLSys 2023,
+                  section 5); where one kernel computes it, that op and all between the products before and behind it
+    every-N       each N-th repeated block, as torchtitan's layer-wise selective checkpointing
+    keep=A+B      every repeated block, but for the results of ops whose kind or name matches one of the patterns
+    0:12,20:24    these layers
+    full@0,op@1:3 one of the words above for some stages, and nothing elsewhere
+
+``selective`` is an older word for ``attention``. What ``op`` keeps is what torchtitan's selective policy saves
+(torchtitan/distributed/activation_checkpoint.py, SelectiveAC): results of attention in one kernel, of convolutions, of
+products with a bias or of batches of matrices (aten.addmm, bmm), and of every second plain product (aten.mm), the
+first, the third and so on of each block; also of topk and of the largest value of a tensor. Where ops are split over
+devices, what these reduce-scatter or exchange all to all is kept, too (`program.lowering`). torchtitan leaves routers
+by their name out of the count of plain products; here they count.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, get_args
+
+from meshwright.spec.errors import PlanError, suggest
+from meshwright.spec.recompute import (
+    ATTENTION,
+    Recompute,
+    recompute_layers,
+    recompute_runs,
+    why_not_kept,
+    written_storages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from meshwright.spec.graph import Graph, Op
+
+RecomputeName = Literal["none", "op", "attention", "full"]
+RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
+_OLDER = {"selective": "attention"}
+_EVERY = re.compile(r"every-([1-9]\d{0,8})")
+_KEEP, _AT = "keep=", "@"
+
+# From the scores of attention on. A dropout alone keeps less in its mask than its input has.
+_SCORES = ("aten.softmax", "aten._softmax")
+_AFTER_SCORES = ("aten.dropout",)
+_VIEWS = ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view", "aten.clone", "aten._to_copy", "aten.to.")
+_BATCHED = ("aten.bmm", "aten.baddbmm", "aten.matmul")
+# Products that lie at both ends of attention.
+_PROJECTIONS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.bmm.", "aten.conv", "aten.einsum.")
+# Kept whatever their number; a product of two matrices is kept every second time.
+_ALWAYS_KEPT = ("aten.addmm.", "aten.bmm.", "aten.conv", "aten.einsum.", "aten._scaled_mm.", "aten.topk.")
+_MAX = "aten.max.default"
+_MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
+_LONGEST = 20
+
+
+def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
+    """Ranges and kept ops by the word for them; blocks are layers that stand in a list of the model's."""
+    blocks = _blocks(graph)
+    full = recompute_layers(graph, blocks)
+    return {
+        "none": Recompute(),
+        "op": Recompute(full, tuple(op for block in blocks for op in _costly(graph, block))),
+        "attention": Recompute(tuple(sorted((*_score_runs(graph), *_fused_runs(graph))))),
+        "full": Recompute(full),
+    }
+
+
+def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | None = None) -> Recompute:
+    """What a word, layers, or words for stages mean for a graph.
+
+    ``bounds`` are the layers of each stage, which words for stages are told of.
+
+    Raises PlanError for other words, for a word that means nothing in this graph, for patterns that match no op of it,
+    and for stages that there are not.
+    """
+    if _AT in text:
+        return _read_stages(graph, text, bounds)
+    word = _OLDER.get(text, text)
+    if word in RECOMPUTE_NAMES:
+        found = recompute_choices(graph)[word]
+        if not found.ranges and word != "none":
+            lacking = "attention whose scores or result it keeps" if word == "attention" else "repeated blocks"
+            raise _means_nothing(graph, text, lacking)
+        return found
+    if every := _EVERY.fullmatch(text):
+        blocks, step = _blocks(graph), int(every[1])
+        if len(blocks) < step:
+            raise _means_nothing(graph, text, f"{step} repeated blocks")
+        return Recompute(recompute_layers(graph, blocks[step - 1 :: step]))
+    if text.startswith(_KEEP):
+        return _read_keep(graph, text)
+    return Recompute(_read_layers(graph, text))
+
+
+def name_recompute(graph: Graph, again: Recompute) -> str:
+    """The word that means what is given, or its layers as ``1,2,5``; empty if there is neither."""
+    for word, found in recompute_choices(graph).items():
+        if found == again:
+            return word
+    if again.keeps:
+        return ""
+    place = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
+    if not all(item in place for item in again.ranges):
+        return ""
+    layers, blocks = [place[item] for item in again.ranges], _blocks(graph)
+    step = blocks.index(layers[0]) + 1 if layers[0] in blocks else 0
+    return f"every-{step}" if step and layers == blocks[step - 1 :: step] else ",".join(map(str, layers))
+
+
+def is_alike(text: str) -> bool:
+    """Whether words mean the same for blocks that are alike, wherever these stand in the model."""
+    return text in (*RECOMPUTE_NAMES, *_OLDER) or (text.startswith(_KEEP) and not is_by_stage(text))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words for stages in a text, and what holds for stages that it may not name; else the text alone."""
+    if not is_by_stage(text):
+        return (text,)
+    return tuple(dict.fromkeys((*(part[0] for part in _parts_by_stage(text)), "none")))
+
+
+def is_by_stage(text: str) -> bool:
+    """Whether words are for stages, so that what they mean depends on where the model is cut."""
+    return _AT in text
+
+
+def num_named_stages(text: str) -> int:
+    """How many stages a plan needs to have all that are named in words for stages."""
+    return max(stop for _, _, stop in _parts_by_stage(text))
+
+
+def word_of_first(text: str) -> str:
+    """Of words for stages, the one of the first stage that is named; any other text is itself."""
+    return min(_parts_by_stage(text), key=lambda part: part[1])[0] if is_by_stage(text) else text
+
+
+def _means_nothing(graph: Graph, text: str, lacking: str) -> PlanError:
+    return PlanError(
+        f"Computing again was asked for with {text!r}, but graph {graph.name!r} has no {lacking}. Name layers, as "
+        "0:12, or give none."
+    )
+
+
+def _blocks(graph: Graph) -> list[int]:
+    return [index for index, layer in enumerate(graph.layers) if "." in layer.name]
+
+
+def _costly(graph: Graph, block: int) -> Iterator[int]:
+    """The ops of a block whose results torchtitan's policy saves."""
+    layer, matrices, written = graph.layers[block], 0, written_storages(graph)
+    for index in range(layer.start, layer.stop):
+        op = graph.ops[index]
+        is_plain = op.kind.startswith(_MATRICES) and _multiplies_matrices(graph, op)
+        matrices += is_plain
+        is_kept = op.kind.startswith((*ATTENTION, *_ALWAYS_KEPT, *_MATRICES)) or op.kind == _MAX
+        if is_kept and not (is_plain and matrices % 2 == 0) and not why_not_kept(graph, index, written):
+            yield index
+
+
+def _multiplies_matrices(graph: Graph, op: Op) -> bool:
+    """Whether torch computes a product by aten.mm: by a matrix, without a bias."""
+    return len(op.inputs) == 2 and len(graph.tensors[op.inputs[1]].shape) == 2
+
+
+def _score_runs(graph: Graph) -> Iterator[tuple[int, int]]:
+    runs = recompute_runs(graph, (*_SCORES, *_AFTER_SCORES))
+    return ((start, stop) for start, stop in runs if _has_scores(graph, start))
+
+
+def _has_scores(graph: Graph, op: int) -> bool:
+    """Whether an op is a softmax whose result weighs values in a product; that of a router, for one, is not."""
+    if not graph.ops[op].kind.startswith(_SCORES):
+        return False
+    weights = set(graph.ops[op].outputs)
+    for reader in graph.ops[op + 1 :]:
+        if weights.intersection(reader.inputs):
+            if reader.kind.startswith(_BATCHED):
+                return True
+            if reader.kind.startswith((*_AFTER_SCORES, *_VIEWS)):
+                weights.update(reader.outputs)
+    return False
+
+
+def _fused_runs(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Attention in one op, from behind the product before it to the product behind it, within a layer."""
+    for layer in graph.layers:
+        ops = range(layer.start, layer.stop)
+        attending = [op for op in ops if graph.ops[op].kind.startswith(ATTENTION)]
+        edges = [layer.start - 1, *(op for op in ops if graph.ops[op].kind.startswith(_PROJECTIONS)), layer.stop]
+        runs = {(max(e for e in edges if e < op) + 1, min(e for e in edges if e > op)) for op in attending}
+        yield from sorted(runs)
+
+
+def _read_keep(graph: Graph, text: str) -> Recompute:
+    patterns = [pattern.strip() for pattern in text.removeprefix(_KEEP).split("+")]
+    blocks = _blocks(graph)
+    if not blocks:
+        raise _means_nothing(graph, text, "repeated blocks")
+    ops = [op for block in blocks for op in range(graph.layers[block].start, graph.layers[block].stop)]
+    written, found = written_storages(graph), set()
+    for pattern in patterns:
+        matching = [op for op in ops if _matches(graph.ops[op], pattern)]
+        if not matching:
+            kinds = list(dict.fromkeys(_short(graph.ops[op].kind) for op in ops))
+            listed = ", ".join(sorted(kinds)[:_LONGEST]) + (", ..." if len(kinds) > _LONGEST else "")
+            raise PlanError(
+                f"Results of {pattern!r} were to be kept{suggest(pattern, kinds)}; no op in the repeated blocks of "
+                f"graph {graph.name!r} is of such a kind or name. Its kinds are {listed}. Give these or patterns of "
+                "them with a plus between, as keep=aten.linear+aten.scaled_dot_product*."
+            )
+        reasons = {op: why_not_kept(graph, op, written) for op in matching}
+        if all(reasons.values()):
+            op, reason = next(iter(reasons.items()))
+            raise PlanError(
+                f"Results of {pattern!r} were to be kept, but that of {graph.ops[op].name!r} cannot be: {reason}. Leave "
+                "the pattern out."
+            )
+        found |= {op for op, reason in reasons.items() if not reason}
+    return Recompute(recompute_layers(graph, blocks), tuple(sorted(found)))
+
+
+def _matches(op: Op, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (op.kind, _short(op.kind), op.name))
+
+
+def _short(kind: str) -> str:
+    """An operator's name without its overload."""
+    return ".".join(kind.split(".")[:2])
+
+
+def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
+    chosen: list[int] = []
+    for part in text.split(","):
+        try:
+            start, stop = _read_numbers(part)
+        except ValueError:
+            known = (*RECOMPUTE_NAMES, *_OLDER, "every-2", _KEEP)
+            raise PlanError(
+                f"{text!r} does not say what to compute again{suggest(text, known)}; expected "
+                f"{', '.join(RECOMPUTE_NAMES)}, every-2 (each second block), keep=KIND+KIND (blocks without these "
+                "ops), layers as 0:12 or 0:12,20:24, or words for stages as full@0,op@1:3."
+            ) from None
+        if not start < stop <= len(graph.layers):
+            raise PlanError(
+                f"Layers {part.strip()} were to be computed again, but the graph has layers 0 to "
+                f"{len(graph.layers) - 1}; expected start:stop with start below stop. Choose among them."
+            )
+        chosen += range(start, stop)
+    return recompute_layers(graph, sorted(set(chosen)))
+
+
+def _read_numbers(text: str) -> tuple[int, int]:
+    """``3`` or ``3:5`` as start and stop. Raises ValueError for anything else."""
+    first, colon, last = text.partition(":")
+    numbers = [number.strip() for number in ((first, last) if colon else (first,))]
+    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
+        raise ValueError(text)
+    return int(numbers[0]), int(numbers[-1]) + (not colon)
+
+
+def _parts_by_stage(text: str) -> list[tuple[str, int, int]]:
+    """Word, first stage and the stage behind the last one, of ``full@0,op@1:3``."""
+    found = []
+    for part in text.split(","):
+        word, _, stages = part.strip().rpartition(_AT)
+        try:
+            start, stop = _read_numbers(stages)
+        except ValueError:
+            start, stop = 0, 0
+        if not word or start >= stop or _AT in word or ":" in word or word.isdecimal():
+            raise PlanError(
+                f"{part.strip()!r} in {text!r} does not say what stages compute again; expected a word and a stage or "
+                "a range of them, as full@0,op@1:3, with commas between. Give it so, or one word for all stages."
+            )
+        found.append((word, start, stop))
+    return found
+
+
+def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | None) -> Recompute:
+    parts = _parts_by_stage(text)
+    if bounds is None:
+        raise PlanError(
+            f"Stages were named in {text!r}, but here it is not known where the model is cut. Give one word, or layers "
+            "as 0:12."
+        )
+    ranges, keeps, seen = [], [], set()
+    for word, first, last in parts:
+        if last > len(bounds) or seen.intersection(range(first, last)):
+            raise PlanError(
+                f"{text!r} was to say what stages compute again, but names stage {max(last - 1, first)} of "
+                f"{len(bounds)}, or one twice; stages count from 0. Name each at most once."
+            )
+        seen.update(range(first, last))
+        start, stop = graph.layers[bounds[first][0]].start, graph.layers[bounds[last - 1][1] - 1].stop
+        found = _within(graph, word, start, stop)
+        ranges += found.ranges
+        keeps += found.keeps
+    return Recompute(tuple(sorted(ranges)), tuple(sorted(keeps)))
+
+
+def _within(graph: Graph, word: str, start: int, stop: int) -> Recompute:
+    """What a word means for the ops ``start:stop``; a stage may lack what it names."""
+    found = read_recompute(graph, word)
+    inside: Callable[[int], bool] = range(start, stop).__contains__
+    return Recompute(tuple(item for item in found.ranges if inside(item[0])), tuple(filter(inside, found.keeps)))
