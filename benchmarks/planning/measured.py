@@ -20,11 +20,11 @@ from planning.unequal_devices import unequal_problem
 
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan
+from meshwright.planner.choices import Choices
 from meshwright.planner.methods.differentiable import method
 from meshwright.planner.methods.differentiable.layouts import StageLayout
 from meshwright.planner.methods.differentiable.measured import NUM_AGAIN, NUM_FINALISTS, refine_measured, with_noise
 from meshwright.planner.methods.differentiable.stage_repair import price_layout
-from meshwright.planner.problem import Choices
 
 MEASURED = SPLITS["measured"]
 

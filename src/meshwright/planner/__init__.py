@@ -8,6 +8,7 @@ puts every op on a device instead.
 """
 
 from meshwright.planner.adoption import adopt_schedule
+from meshwright.planner.choices import Choices, Setting
 from meshwright.planner.diagnosis import NothingFitsError
 from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
 from meshwright.planner.exchanges import (
@@ -28,7 +29,7 @@ from meshwright.planner.placing.constraints import Constraints
 from meshwright.planner.placing.place import place, seconds_on_one_device
 from meshwright.planner.plans import Coverage, Plans, explain_difference
 from meshwright.planner.prices import within_budget
-from meshwright.planner.problem import Choices, Problem, Setting
+from meshwright.planner.problem import Problem
 from meshwright.planner.replanning import replan, replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import DEFAULT_METHOD, search_plans

@@ -9,19 +9,19 @@ the whole graph but for what it says of the setting, which `Space.whole` adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import MemoryLimit
-from meshwright.planner.adoption import DEFAULT_CHUNKS
+from meshwright.planner.choices import Choices, Setting
 from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, is_plain_chain, shorten
 from meshwright.planner.stage_tables import Structure, Tables, as_kept_least, find_structure, make_tables
-from meshwright.program import lower_graph, name_schedule, own_workload
+from meshwright.program import lower_graph, own_workload
 from meshwright.spec import (
     Cluster,
     GradientExchange,
@@ -35,71 +35,14 @@ from meshwright.spec import (
     format_seconds,
     read_recompute,
 )
-from meshwright.spec.exchange import ZeroStage
-from meshwright.spec.offload import ON_DEVICE, check_offload
-from meshwright.spec.plan import BASIC_SCHEDULES, kept_and_compiled
+from meshwright.spec.offload import check_offload
+from meshwright.spec.plan import kept_and_compiled
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, num_named_stages, word_of_first
 from meshwright.spec.scenario import Scenario
-from meshwright.spec.sharding import UNSHARDED, Sharding
 
 # What the best plan is best in.
 Aim = Literal["throughput", "latency"]
-
-
-class Setting(NamedTuple):
-    """What decides the graph and the memory of a device; ``recompute`` in words or layers (`spec.read_recompute`)."""
-
-    num_devices: int
-    sharding: Sharding = UNSHARDED
-    zero: ZeroStage = 0
-    recompute: str = "none"
-    offload: Offload = ON_DEVICE
-    shard_size: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What plans may choose among; where there is one value, it is fixed.
-
-    ``shard_sizes`` go with ZeRO 1 to 3 (`GradientExchange.shard_size`).
-    ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
-    number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
-    ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
-    orders; once made, they are names and references, and ``schedule_hashes`` holds the hashes of the files. Raises
-    ScheduleReferenceError for what is not a schedule.
-    """
-
-    num_devices: tuple[int, ...] = ()
-    shardings: tuple[Sharding, ...] = (UNSHARDED,)
-    zero: tuple[ZeroStage, ...] = (0,)
-    shard_sizes: tuple[int, ...] = (0,)
-    recompute: tuple[str, ...] = ("none",)
-    offload: tuple[Offload, ...] = (ON_DEVICE,)
-    microbatch_sizes: tuple[int, ...] = ()
-    schedules: tuple[str, ...] = BASIC_SCHEDULES
-    num_stages: tuple[int, ...] = ()
-    num_chunks: tuple[int, ...] = (DEFAULT_CHUNKS,)
-    schedule_hashes: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        known = self.schedule_hashes
-        named = dict((name, known[name]) if name in known else name_schedule(name) for name in self.schedules)
-        object.__setattr__(self, "schedules", tuple(named))
-        object.__setattr__(self, "schedule_hashes", named)
-        for zero, size in self.sharing():
-            GradientExchange(zero=zero, shard_size=size)
-
-    def sharing(self) -> Iterator[tuple[ZeroStage, int]]:
-        """ZeRO stages, each with a shard size; 0 has none. Raises PlanError where sizes have no stage to go with."""
-        if not any(self.zero) and any(self.shard_sizes):
-            raise PlanError(
-                f"A shard size of {max(self.shard_sizes)} was given without ZeRO, so that replicas share nothing; "
-                "expected ZeRO 1 to 3 with it. Add --zero 3, or leave the shard size out."
-            )
-        for zero in self.zero:
-            for size in self.shard_sizes if zero else (0,):
-                yield zero, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,7 +50,7 @@ class Problem:
     """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
     ``cost`` is the cost model to price with, by default datasheets.
-    ``exchange`` is that of all plans, but for the ZeRO stage. ``memory`` says how much of a device plans may use.
+    ``exchange`` is that of all plans, but for what replicas share. ``memory`` says how much of a device plans may use.
     ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
     ``aim``: the shortest step; or, in inference, the least time until a batch that arrives at once is answered.
     ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
+from meshwright.planner.choices import Choices
 from meshwright.planner.method import Limits, Proposal, SearchState, Steps
 from meshwright.planner.methods.auto import improve
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.microbatches import divisors
 from meshwright.planner.plans import Plans
-from meshwright.planner.problem import Choices, Problem
+from meshwright.planner.problem import Problem
 from meshwright.planner.search import search_plans
 from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Graph, Plan, PlanError, StagePlan, format_count

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
+from meshwright.planner.choices import Choices
 from meshwright.planner.methods.alpa import stages
 from meshwright.planner.methods.alpa.clusters import cluster_layers
 from meshwright.planner.methods.alpa.stages import slice_stages, submeshes
-from meshwright.planner.problem import Choices, Problem
+from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, PlanError, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import Sharding
 from tests.marks import examples

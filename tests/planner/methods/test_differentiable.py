@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan
+from meshwright.planner.choices import Choices
 from meshwright.planner.method import SearchState
 from meshwright.planner.methods.differentiable import differentiable, layouts, method
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
 from meshwright.planner.methods.differentiable.stage_repair import price_layout, repair_layout
 from meshwright.planner.methods.differentiable.stages import make_stages
 from meshwright.planner.methods.slicing import CandidateSearch
-from meshwright.planner.problem import Choices, Problem
+from meshwright.planner.problem import Problem
 from meshwright.spec import GradientExchange, Workload, check_plan, load_cluster, load_shipped_graph
 from tests.planner.searching import solve
 from tests.planner.test_search import GIB, cluster_of, weighted_graph

@@ -11,10 +11,11 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.planner import Plans
+from meshwright.planner.choices import Choices
 from meshwright.planner.method import Proposal, SearchState
 from meshwright.planner.methods.pipedream import Level, Options, load_profile, pipedream, plan_profile
 from meshwright.planner.methods.pipedream.method import place_stages
-from meshwright.planner.problem import Choices, Problem
+from meshwright.planner.problem import Problem
 from meshwright.spec import Cluster, Graph, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
 from tests.planner.searching import search_plans

@@ -21,6 +21,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from meshwright.planner.choices import Setting
 from meshwright.planner.climbing import as_chain, climb, moved_boundaries
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Method, SearchState, Steps
@@ -32,7 +33,7 @@ from meshwright.planner.methods.slicing.method import MAX_RANKS, adopt_whole
 from meshwright.planner.methods.unequal import unequal
 from meshwright.planner.methods.unequal.assemble import are_equal
 from meshwright.planner.microbatches import MAX_MICROBATCH_SIZES
-from meshwright.planner.problem import Problem, Setting
+from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from meshwright.planner.choices import Setting
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.alpa.express import express
 from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
 from meshwright.planner.methods.alpa.mesh import mesh_of_cluster
 from meshwright.planner.methods.alpa.stages import Objective, slice_stages
 from meshwright.planner.microbatches import microbatch_sizes
-from meshwright.planner.problem import Problem, Setting, Space
+from meshwright.planner.problem import Problem, Space
 from meshwright.spec import MeshwrightError, Plan, PlanError
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import Sharding

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
+from meshwright.planner.choices import Setting
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.grid.sheet import Configuration, bound_grid
-from meshwright.planner.problem import Problem, Setting
+from meshwright.planner.problem import Problem
 from meshwright.spec import Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 

@@ -1,0 +1,70 @@
+"""What the plans of a search may choose among, and one choice of all that decides the graph of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.planner.adoption import DEFAULT_CHUNKS
+from meshwright.program import name_schedule
+from meshwright.spec import PlanError
+from meshwright.spec.exchange import GradientExchange, ZeroStage
+from meshwright.spec.offload import ON_DEVICE, Offload
+from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.sharding import UNSHARDED, Sharding
+
+
+class Setting(NamedTuple):
+    """What decides the graph and the memory of a device; ``recompute`` in words or layers (`spec.read_recompute`)."""
+
+    num_devices: int
+    sharding: Sharding = UNSHARDED
+    zero: ZeroStage = 0
+    recompute: str = "none"
+    offload: Offload = ON_DEVICE
+    shard_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What plans may choose among; where there is one value, it is fixed.
+
+    ``shard_sizes`` go with ZeRO 1 to 3 (`GradientExchange.shard_size`).
+    ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
+    number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
+    ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
+    orders; once made, they are names and references, and ``schedule_hashes`` holds the hashes of the files. Raises
+    ScheduleReferenceError for what is not a schedule.
+    """
+
+    num_devices: tuple[int, ...] = ()
+    shardings: tuple[Sharding, ...] = (UNSHARDED,)
+    zero: tuple[ZeroStage, ...] = (0,)
+    shard_sizes: tuple[int, ...] = (0,)
+    recompute: tuple[str, ...] = ("none",)
+    offload: tuple[Offload, ...] = (ON_DEVICE,)
+    microbatch_sizes: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = BASIC_SCHEDULES
+    num_stages: tuple[int, ...] = ()
+    num_chunks: tuple[int, ...] = (DEFAULT_CHUNKS,)
+    schedule_hashes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = self.schedule_hashes
+        named = dict((name, known[name]) if name in known else name_schedule(name) for name in self.schedules)
+        object.__setattr__(self, "schedules", tuple(named))
+        object.__setattr__(self, "schedule_hashes", named)
+        for zero, size in self.sharing():
+            GradientExchange(zero=zero, shard_size=size)
+
+    def sharing(self) -> Iterator[tuple[ZeroStage, int]]:
+        """ZeRO stages, each with a shard size; 0 has none. Raises PlanError where sizes have no stage to go with."""
+        if not any(self.zero) and any(self.shard_sizes):
+            raise PlanError(
+                f"A shard size of {max(self.shard_sizes)} was given without ZeRO, so that replicas share nothing; "
+                "expected ZeRO 1 to 3 with it. Add --zero 3, or leave the shard size out."
+            )
+        for zero in self.zero:
+            for size in self.shard_sizes if zero else (0,):
+                yield zero, size
