@@ -29,6 +29,8 @@ AGAIN = "+again"
 CLIP = "+clip"
 ZERO = "+zero"
 PARTS = "+parts"
+# What is kept on the host, or on drives.
+HOST, NVME = "+host", "+nvme"
 MAX_NORM = 0.3
 SPLITS = {
     "whole": Sharding(),
@@ -62,6 +64,11 @@ _LAYOUTS = {
         ((2,), "1f1b", f"whole{ZERO}3{AGAIN}{CLIP}"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}3"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1"),
+        ((1, 1), "1f1b", f"whole{HOST}"),
+        ((2,), "1f1b", f"whole{NVME}{CLIP}"),
+        *(((2,), "1f1b", f"whole{ZERO}{stage}{HOST}") for stage in (1, 2, 3)),
+        ((1,), "1f1b", f"sequence{HOST}"),
+        ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1{NVME}"),
     ],
     4: [
         ((1,), "1f1b", "tensor4"),
@@ -97,6 +104,13 @@ _LAYOUTS = {
         ((2,), "1f1b", f"sequence{ZERO}3{CLIP}"),
         ((2,), "gpipe", f"ring{ZERO}3"),
         ((2,), "1f1b", f"expert{ZERO}3"),
+        ((4,), "1f1b", f"whole{HOST}"),
+        ((2, 2), "1f1b", f"whole{HOST}{CLIP}"),
+        ((2, 2), "1f1b", f"whole{ZERO}1{NVME}"),
+        ((2, 2), "1f1b", f"whole{ZERO}2{HOST}"),
+        ((2, 2), "gpipe", f"whole{ZERO}3{NVME}{CLIP}"),
+        ((2,), "1f1b", f"sequence{ZERO}1{HOST}{CLIP}"),
+        ((1, 1, 1, 1), "zb-h1", f"whole{HOST}"),
     ],
     # Pipeline, replicas and a split at once.
     8: [

@@ -17,7 +17,7 @@ from meshwright.program.lowering import lower_plan
 from meshwright.program.parts import cut_parts
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
+from meshwright.spec import GradientExchange, Offload, Plan, StagePlan, Workload
 from meshwright.spec.recompute import recompute_choices
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
 from meshwright.training.losses import Losses
@@ -26,10 +26,11 @@ from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
 from tests.runtime.matrix import cases_of_run
-from tests.runtime.team_cases import AGAIN, CLIP, FEW, MAX_NORM, PARTS, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, CLIP, FEW, HOST, MAX_NORM, NVME, PARTS, SPLITS, ZERO, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
+PLACES = {HOST: "host", NVME: "nvme"}
 
 
 def make_plan(graph, layout):
@@ -52,6 +53,7 @@ def make_plan(graph, layout):
         sharding=sharding,
         recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
         exchange=GradientExchange(bucket_bytes=2**14, zero=int(zero[0]) if zero else 0),
+        offload=Offload(optimizer=next((place for word, place in PLACES.items() if word in layout.split), "device")),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
 

@@ -187,7 +187,7 @@ def _summed(done: Exchanged, plan: Plan, graph: Graph) -> _Pieces:
     kept = rows.num_bytes > 0
     place = np.cumsum(kept) - 1
     parts = np.ones(len(rows.rank), np.int64)
-    if plan.exchange.zero:
+    if plan.exchange.shard_optimizer:
         replicas = np.array([len(bucket.ranks) for bucket in gradient_buckets(graph, plan)], np.int64)
         parts = replicas[rows.bucket] if len(replicas) else parts
     needs = kept[held.row]

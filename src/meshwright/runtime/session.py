@@ -18,6 +18,7 @@ from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.models import Model
+from meshwright.runtime.offload import Hosting
 from meshwright.runtime.precisions import multiplying
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import Part
@@ -42,7 +43,8 @@ class Session:
     """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each.
 
     ``plan`` is the whole plan, ``model`` what this process has of it; ``parts`` are the modules as the program calls
-    them. ``make_shorter`` makes steps of fewer microbatches, of which those at hand are kept.
+    them. ``make_shorter`` makes steps of fewer microbatches, of which those at hand are kept. ``hosting`` is the host
+    where something is kept away from the device.
     """
 
     grid: Grid
@@ -60,6 +62,7 @@ class Session:
     device: torch.device
     sync_buffers: BufferSync
     make_shorter: Callable[[int], Steps]
+    hosting: Hosting | None = None
     shorter: dict[int, Steps] = field(default_factory=dict)
 
     def count_microbatches(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -154,7 +157,9 @@ class Session:
             return self.steps.finish()
 
     def close(self) -> None:
-        """Give the user's parameters back without hooks."""
+        """Give the user's parameters back without hooks, and up what is kept away from the device."""
+        if self.hosting is not None:
+            self.hosting.close()
         if self.exchange is not None:
             self.exchange.close()
 
