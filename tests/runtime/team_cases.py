@@ -29,8 +29,8 @@ AGAIN = "+again"
 CLIP = "+clip"
 ZERO = "+zero"
 PARTS = "+parts"
-# What is kept on the host, or on drives.
-HOST, NVME = "+host", "+nvme"
+# What is kept on the host, or on drives: states, and, behind them, parameters.
+HOST, NVME, AWAY = "+host", "+nvme", "+parameters"
 MAX_NORM = 0.3
 SPLITS = {
     "whole": Sharding(),
@@ -68,6 +68,7 @@ _LAYOUTS = {
         ((2,), "1f1b", f"whole{NVME}{CLIP}"),
         *(((2,), "1f1b", f"whole{ZERO}{stage}{HOST}") for stage in (1, 2, 3)),
         ((1,), "1f1b", f"sequence{HOST}"),
+        ((1, 1), "1f1b", f"whole{ZERO}3{HOST}{AWAY}"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1{NVME}"),
     ],
     4: [
@@ -111,6 +112,9 @@ _LAYOUTS = {
         ((2, 2), "gpipe", f"whole{ZERO}3{NVME}{CLIP}"),
         ((2,), "1f1b", f"sequence{ZERO}1{HOST}{CLIP}"),
         ((1, 1, 1, 1), "zb-h1", f"whole{HOST}"),
+        ((2, 2), "1f1b", f"whole{ZERO}3{HOST}{AWAY}{AGAIN}"),
+        ((4,), "1f1b", f"whole{ZERO}3{NVME}{AWAY}{CLIP}"),
+        ((2,), "1f1b", f"sequence{ZERO}3{HOST}{AWAY}"),
     ],
     # Pipeline, replicas and a split at once.
     8: [

@@ -26,7 +26,7 @@ from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
 from tests.runtime.matrix import cases_of_run
-from tests.runtime.team_cases import AGAIN, CLIP, FEW, HOST, MAX_NORM, NVME, PARTS, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, AWAY, CLIP, FEW, HOST, MAX_NORM, NVME, PARTS, SPLITS, ZERO, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
@@ -53,7 +53,10 @@ def make_plan(graph, layout):
         sharding=sharding,
         recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
         exchange=GradientExchange(bucket_bytes=2**14, zero=int(zero[0]) if zero else 0),
-        offload=Offload(optimizer=next((place for word, place in PLACES.items() if word in layout.split), "device")),
+        offload=Offload(
+            optimizer=next((place for word, place in PLACES.items() if word in layout.split), "device"),
+            parameters="host" if AWAY in layout.split else "device",
+        ),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
 

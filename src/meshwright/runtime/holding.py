@@ -114,6 +114,7 @@ def _join_replicas(
                 let_go=let_go,
                 device=device,
                 numbers=plan.workload.numbers,
+                offload=plan.offload,
             )
     told: list[tuple[list[torch.Tensor], int, dist.ProcessGroup]] = []
     for stage, module, ranks in replicated:

@@ -52,10 +52,13 @@ class LossScale(AgreedNumber):
         # Gradients that are copied meanwhile stay as they are: a product with 1 writes the same bits.
         self.inverse = 1.0 if self._unscales else 1.0 / self.value
         factor = 1.0 / self.value if self._unscales else 1.0
-        inverse = torch.full((1,), factor, device=self._total.device)
-        gradients = [own_part(item.grad) for item in self._parameters if item.grad is not None]
-        if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._total, inverse)
+        own = [own_part(item.grad) for item in self._parameters if item.grad is not None]
+        # Gradients may lie on the host.
+        for device in dict.fromkeys(item.device for item in own):
+            found, inverse = torch.zeros(1, device=device), torch.full((1,), factor, device=device)
+            gradients = [item for item in own if item.device == device]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            self._total += found.to(self._total.device)
         self._is_open = True
 
     def skips(self) -> bool:

@@ -102,7 +102,7 @@ def open_session(
     exchange = _make_exchange(share, grid)
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
     folder = offload_folder or Path(tempfile.gettempdir())
-    hosted = take_to_host(share, exchange, updated, partial(_complete_gradients, share, updated), device, folder)
+    hosted = take_to_host(share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder)
     scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
@@ -270,7 +270,7 @@ def _make_agreements(
     plan = share.plan
     if not isinstance(plan, Plan):
         return None, None
-    complete_gradients = partial(_complete_gradients, share, updated)
+    complete_gradients = partial(_complete_gradients, share, updated, device)
     if hosted is not None:
         complete_gradients = hosted.readiness.complete
     index = len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket)
@@ -287,9 +287,14 @@ def _make_agreements(
     return scale, NormClip(index, max_norm, updated, holders, complete, grid, transport, device, inverse)
 
 
-def _complete_gradients(share: Holding, updated: Mapping[int, torch.nn.Parameter]) -> None:
+def _complete_gradients(share: Holding, updated: Mapping[int, torch.nn.Parameter], device: torch.device) -> None:
+    """Sum gradients of which the processes of a team have parts; of those on the host on the device."""
+    own = _gradients(updated)
     for stage in share.stages:
-        share.model.sum_parts(stage, _gradients(updated))
+        here = {i: item.to(device) for i, item in own.items() if i in stage.parameters}
+        share.model.sum_parts(stage, here)
+        for i in (i for i, item in here.items() if item is not own[i]):
+            own[i].copy_(here[i])
 
 
 def _gradients(parameters: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor]:

@@ -105,9 +105,11 @@ class Session:
 
     @property
     def own_state(self) -> list[torch.Tensor]:
-        """Parameters, their master weights and buffers, as far as this process holds them."""
+        """Parameters, their master weights and buffers, as far as this process holds them on its device."""
         buffers = [item for module in self.modules for item in module.buffers()]
-        return [own_part(item) for item in (*self.parameters.values(), *self.updates.masters, *buffers)]
+        away = self.hosting.resident if self.hosting is not None else ()
+        parameters = [item for i, item in self.parameters.items() if i not in away]
+        return [own_part(item) for item in (*parameters, *self.updates.masters, *buffers)]
 
     @property
     def graph(self) -> Graph:

@@ -79,6 +79,11 @@ class Hosting:
         self._pieces = {piece.facts.number: piece for piece in pieces}
 
     @property
+    def resident(self) -> set[int]:
+        """The parameters that lie on the host, by tensor id."""
+        return {i for piece in self._pieces.values() if piece.facts.is_resident for i in piece.facts.parameters}
+
+    @property
     def moved(self) -> list[tuple[Instruction, int]]:
         """What was done in the last step, as it ended, and the bytes of each."""
         return self.readiness.streams.moved
@@ -89,7 +94,7 @@ class Hosting:
         more = {
             item.index: (COMPLETED,)
             for item in items
-            if isinstance(item.instruction, CopyDown) and item.instruction.piece in self.readiness.partial
+            if isinstance(item.instruction, CopyDown | HostStep) and item.instruction.piece in self.readiness.partial
         }
         return self.readiness.streams.begin([(item, self._act(item.instruction)) for item in items], more)
 

@@ -17,6 +17,7 @@ from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
 from meshwright.runtime.offload.room import Needs, check_room, count_needs
+from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
 from meshwright.spec.errors import PlanError
@@ -63,8 +64,12 @@ def take_to_host(
     needs = count_needs(facts, plan)
     if detect_fake_mode() is None:
         check_room(needs, folder)
-    memory = HostMemory(device)
-    pieces = [make_hosted(item, plan.workload.numbers, memory) for item in facts]
+    memory, numbers = HostMemory(device), plan.workload.numbers
+    if plan.exchange.zero >= 2 and numbers.gradients != numbers.values:
+        widen_gradients(share.modules, getattr(torch, numbers.gradients))
+    if plan.offload.parameters == "host" and device.type == "cpu" and detect_fake_mode() is None:
+        move_to_host(share.modules, memory)
+    pieces = [make_hosted(item, numbers, memory) for item in facts]
     partial = {item.tensor for item in share.model.graph.collectives if item.phase == "step"}
     readiness = Readiness(pieces, HostStreams(device), partial, complete)
     return Hosted(plan=plan, pieces=pieces, memory=memory, needs=needs, readiness=readiness, folder=folder)
@@ -88,5 +93,6 @@ def _find_facts(
     every = host_pieces(share.model.graph, plan, buckets)
     numbered = [(len(buckets) + place, piece) for place, piece in enumerate(every)]
     unsummed = [(number, piece) for number, piece in numbered if number in order]
-    found = {item.number: item for item in find_pieces(exchanged, unsummed, updated)}
+    are_resident = plan.offload.parameters == "host"
+    found = {item.number: item for item in find_pieces(exchanged, unsummed, updated, are_resident=are_resident)}
     return [found[number] for number in order]

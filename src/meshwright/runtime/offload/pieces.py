@@ -30,7 +30,8 @@ class PieceFacts:
     """A piece before there is memory for it: its parameters by tensor id and where each begins among its ``size``.
 
     ``flat_gradients`` and ``flat_values`` are where they lie one behind the other on the device. ``mark`` is the number
-    by which the program says that they are ready, if it is no bucket.
+    by which the program says that they are ready, if it is no bucket. Of one that ``is_resident`` parameters and
+    gradients lie on the host as they are.
     """
 
     number: int
@@ -41,14 +42,20 @@ class PieceFacts:
     flat_gradients: torch.Tensor | None = None
     flat_values: torch.Tensor | None = None
     mark: int = -1
+    is_resident: bool = False
 
 
 def find_pieces(
     exchanged: Sequence[tuple[Bucket, BucketBuffer]],
     unsummed: Sequence[tuple[int, HostPiece]],
     updated: Mapping[int, torch.Tensor],
+    *,
+    are_resident: bool,
 ) -> list[PieceFacts]:
-    """The pieces of a rank: of its buckets, and of those that are in none, by their numbers in the program."""
+    """The pieces of a rank: of its buckets, and of those that are in none, by their numbers in the program.
+
+    ``are_resident``: parameters that are in no bucket lie on the host.
+    """
     found = []
     for bucket, buffer in exchanged:
         own = {i: updated[i] for i in bucket.parameters if i in updated}
@@ -76,7 +83,15 @@ def find_pieces(
         own = {i: updated[i] for i in piece.parameters}
         starts, size = _one_behind_the_other(own)
         found.append(
-            PieceFacts(number=number, stage=piece.stage, parameters=own, starts=starts, size=size, mark=piece.index)
+            PieceFacts(
+                number=number,
+                stage=piece.stage,
+                parameters=own,
+                starts=starts,
+                size=size,
+                mark=piece.index,
+                is_resident=are_resident,
+            )
         )
     return found
 
@@ -95,12 +110,17 @@ class HostedPiece:
     values: torch.Tensor
     leaving: torch.Tensor
     hosted: dict[int, torch.nn.Parameter]
+    has_masters: bool
     present: list[int] = field(default_factory=list)
+
+    def find_present(self) -> None:
+        """Note which parameters have a gradient."""
+        self.present = [i for i, item in self.facts.parameters.items() if item.grad is not None]
 
     def copy_down(self) -> int:
         """Gradients from the device to here; the bytes."""
         facts = self.facts
-        self.present = [i for i, item in facts.parameters.items() if item.grad is not None]
+        self.find_present()
         if facts.flat_gradients is not None:
             self.gradients.copy_(facts.flat_gradients, non_blocking=True)
             return self.gradients.nbytes
@@ -110,17 +130,39 @@ class HostedPiece:
             self._of(self.gradients, i).copy_(own_part(gradient), non_blocking=True)
         return sum(self._of(self.gradients, i).nbytes for i in self.present)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients that there are, or room for them."""
+        if not self.facts.is_resident:
+            return self.gradients.nbytes
+        return sum(self._gradient(i).nbytes for i in self.present)
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply gradients on the host."""
+        gradients = [self._gradient(i) for i in self.present] if self.facts.is_resident else [self.gradients]
+        for item in gradients:
+            item.mul_(factor.to(item) if isinstance(factor, torch.Tensor) else factor)
+
     def take_gradients(self) -> list[torch.nn.Parameter]:
         """Give what the optimizer updates its gradients; the parameters that have one."""
         found = [self.hosted[i] for i in self.present if i in self.hosted]
         for i in self.present:
             if i in self.hosted:
-                self.hosted[i].grad = self._of(self.gradients, i).to(self.hosted[i].dtype)
+                self.hosted[i].grad = self._gradient(i).to(self.hosted[i].dtype)
         return found
+
+    def _gradient(self, tensor: int) -> torch.Tensor:
+        if not self.facts.is_resident:
+            return self._of(self.gradients, tensor)
+        gradient = self.facts.parameters[tensor].grad
+        assert gradient is not None, "others are not present"
+        return own_part(gradient)
 
     def narrow(self) -> None:
         """Write the parameters that leave, where they are no values themselves."""
-        if self.leaving is not self.values:
+        if self.has_masters and self.facts.is_resident:
+            self.copy_up()
+        elif self.has_masters:
             self.leaving.copy_(self.values)
 
     def copy_up(self) -> int:
@@ -131,10 +173,12 @@ class HostedPiece:
             return self.leaving.nbytes
         for i, item in facts.parameters.items():
             own_part(item.detach()).copy_(self._of(self.leaving, i), non_blocking=True)
-        return sum(self._of(self.leaving, i).nbytes for i in facts.parameters)
+        return self.leaving.nbytes
 
     def read_values(self) -> None:
-        """Take the device's parameters as what the optimizer goes on with."""
+        """Take the parameters as what the optimizer goes on with."""
+        if self.facts.is_resident and not self.has_masters:
+            return
         for i, item in self.facts.parameters.items():
             self._of(self.values, i).copy_(own_part(item.detach()))
 
@@ -156,16 +200,24 @@ class HostedPiece:
 def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory) -> HostedPiece:
     """A piece in the memory of the host, with the values of the device."""
     first = next(iter(facts.parameters.values()))
-    gradients = memory.empty(facts.size, gradient_type(first), copied=True)
     is_narrow = bool(numbers.master) and first.dtype is not getattr(torch, numbers.master)
     is_narrow = is_narrow and first.dtype is getattr(torch, numbers.values)
-    values = memory.empty(facts.size, getattr(torch, numbers.master) if is_narrow else first.dtype, copied=not is_narrow)
-    leaving = gradients.view(first.dtype)[: facts.size] if is_narrow else values
-    found = HostedPiece(facts=facts, gradients=gradients, values=values, leaving=leaving, hosted={})
+    dtype = getattr(torch, numbers.master) if is_narrow else first.dtype
+    if facts.is_resident:
+        gradients = torch.empty(0, dtype=gradient_type(first))
+        values = memory.empty(facts.size if is_narrow else 0, dtype)
+        leaving = values
+    else:
+        gradients = memory.empty(facts.size, gradient_type(first), copied=True)
+        values = memory.empty(facts.size, dtype, copied=not is_narrow)
+        leaving = gradients.view(first.dtype)[: facts.size] if is_narrow else values
+    found = HostedPiece(
+        facts=facts, gradients=gradients, values=values, leaving=leaving, hosted={}, has_masters=is_narrow
+    )
     values.zero_()
     found.read_values()
     for i, item in facts.parameters.items():
-        own = found._of(values, i)
+        own = found._of(values, i) if len(values) else own_part(item.detach())
         if item.requires_grad and own.numel():
             found.hosted[i] = torch.nn.Parameter(own)
     return found

@@ -150,7 +150,7 @@ class StatesOnDrives:
         self._file.close()
 
     def _held(self, piece: HostedPiece) -> dict[_Name, torch.Tensor]:
-        masters = {(-1, ""): piece.values} if piece.leaving is not piece.values else {}
+        masters = {(-1, ""): piece.values} if piece.has_masters else {}
         return masters | find_states(self._optimizer, piece)
 
     def _held_bytes(self, piece: HostedPiece) -> int:

@@ -37,14 +37,14 @@ class HostedValues(Masters):
         return {
             str(i): item.detach()
             for piece in self._pieces
-            if piece.leaving is not piece.values
+            if piece.has_masters
             for i, item in piece.hosted.items()
         }
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from a `state`, and from the parameters on the device where there are no masters."""
         for piece in self._pieces:
-            if piece.leaving is piece.values:
+            if not piece.has_masters:
                 piece.read_values()
                 continue
             values = torch.zeros(piece.facts.size, dtype=piece.values.dtype)
@@ -79,10 +79,12 @@ class HostSteps(StageSteps):
         inverse = self._scale.inverse if self._scale is not None else 1.0
         is_left_out = self._scale is not None and self._scale.skips()
         if not is_left_out and self._optimizer is not None:
+            if piece.facts.is_resident:
+                piece.find_present()
             if inverse != 1.0:
-                piece.gradients.mul_(inverse)
+                piece.scale(inverse)
             if self._clip is not None:
-                piece.gradients.mul_(self._clip().to(piece.gradients))
+                piece.scale(self._clip())
             chosen = piece.take_gradients()
             if chosen:
                 self._optimizer.step()
@@ -90,7 +92,7 @@ class HostSteps(StageSteps):
                 parameter.grad = None
             self.states.stepped(piece)
         piece.narrow()
-        return piece.gradients.nbytes
+        return piece.num_bytes
 
     def state(self) -> dict[str, Any]:
         """As of steps on the device; of states on drives, tensors that are read from there when they are looked at."""
