@@ -17,7 +17,7 @@ from meshwright.program.lowering import lower_plan
 from meshwright.program.parts import cut_parts
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Offload, Plan, StagePlan, Workload
+from meshwright.spec import GradientExchange, Offload, Optimizer, Plan, StagePlan, Workload
 from meshwright.spec.recompute import recompute_choices
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
 from meshwright.training.losses import Losses
@@ -46,7 +46,10 @@ def make_plan(graph, layout):
         model="test",
         graph_hash=graph.content_hash,
         cluster="test",
-        workload=Workload(global_batch=MICROBATCH_SIZE * NUM_MICROBATCHES * sharding.expert),
+        workload=Workload(
+            global_batch=MICROBATCH_SIZE * NUM_MICROBATCHES * sharding.expert,
+            optimizer=Optimizer(kind="sgd", momentum=True) if layout.optimizer == "sgd" else Optimizer(),
+        ),
         stages=tuple(stages),
         num_microbatches=NUM_MICROBATCHES,
         schedule=layout.schedule,
@@ -93,6 +96,8 @@ def train(captured, loops, layout):
         losses.add(step, made)
     losses.add(num_steps - 1, session.finish())
     losses.finish()
+    done = session.hosting.moved if session.hosting is not None else []
+    hosted = {"done_by_host": of_streams(done), "asked_of_host": asked_of_host(session)}
     found = gather_state(case.model, session)
     session.close()
     case.model.load_state_dict(loops.state)
@@ -108,7 +113,27 @@ def train(captured, loops, layout):
     else:
         wanted, wanted_losses = train_serially(model, stream, optimizer, max_norm)
     found = errors(found, wanted, loops.state, losses.known, wanted_losses)
-    return found | {"exchanged": exchanged, "expected": expected}
+    return found | {"exchanged": exchanged, "expected": expected} | hosted
+
+
+def of_streams(moved):
+    """By kind of instruction, which has a stream of its own: pieces and bytes in order."""
+    found = {}
+    for item, num_bytes in moved:
+        found.setdefault(type(item).__name__, []).append([item.piece, num_bytes])
+    return found
+
+
+def asked_of_host(session):
+    """The same as the program of this process says, whose plan counts four bytes for what has eight here."""
+    program, rank = session.program, session.grid.rank
+    rows = [
+        program.body.instruction(index)
+        for stream in program.streams_of(rank)
+        if program.streams[stream].name in ("down", "host", "up", "drives")
+        for index in program.body.stream_range(stream)
+    ]
+    return of_streams([(item, 2 * item.num_bytes) for item in rows])
 
 
 KINDS = {

@@ -36,7 +36,7 @@ from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.layouts import channel_layouts, takes_channels_last
 from meshwright.runtime.loss_scale import LossScale
-from meshwright.runtime.offload import Hosted, HostedValues, Hosting, HostSteps, take_to_host
+from meshwright.runtime.offload import Hosted, HostedValues, Hosting, HostSteps, find_partial, take_to_host
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
@@ -109,7 +109,7 @@ def open_session(
     updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale, hosted)
     hosting = None
     if hosted is not None and isinstance(updates, HostSteps):
-        hosting = Hosting(hosted.pieces, updates, hosted.readiness)
+        hosting = Hosting(hosted.pieces, updates, hosted.readiness, hosted.memory)
     graph, size = share.model.graph, share.model.plan.microbatch_size
     channels_last = bool(graph.compiled) and takes_channels_last(graph, share.model.stand_in, size, device, autocast)
     runners = tuple(
@@ -289,9 +289,9 @@ def _make_agreements(
 
 def _complete_gradients(share: Holding, updated: Mapping[int, torch.nn.Parameter], device: torch.device) -> None:
     """Sum gradients of which the processes of a team have parts; of those on the host on the device."""
-    own = _gradients(updated)
+    own, partial_ones = _gradients(updated), find_partial(share.model.graph)
     for stage in share.stages:
-        here = {i: item.to(device) for i, item in own.items() if i in stage.parameters}
+        here = {i: own[i].to(device) for i in stage.parameters if i in own and i in partial_ones}
         share.model.sum_parts(stage, here)
         for i in (i for i, item in here.items() if item is not own[i]):
             own[i].copy_(here[i])

@@ -111,6 +111,15 @@ class Session:
         parameters = [item for i, item in self.parameters.items() if i not in away]
         return [own_part(item) for item in (*parameters, *self.updates.masters, *buffers)]
 
+    def count_host_bytes(self) -> int:
+        """Bytes in use on the host for what is kept away from the device."""
+        return self.hosting.memory.num_bytes if self.hosting is not None else 0
+
+    @property
+    def remark(self) -> str:
+        """What a user is to know of how the session runs; nothing if all is as planned."""
+        return self.hosting.remark if self.hosting is not None else ""
+
     @property
     def graph(self) -> Graph:
         """What this process computes of the model."""

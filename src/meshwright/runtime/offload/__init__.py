@@ -8,7 +8,7 @@ hosting   all of a rank
 """
 
 from meshwright.runtime.offload.hosting import Hosting
-from meshwright.runtime.offload.opening import Hosted, take_to_host
+from meshwright.runtime.offload.opening import Hosted, find_partial, take_to_host
 from meshwright.runtime.offload.updates import HostedValues, HostSteps
 
-__all__ = ["HostSteps", "Hosted", "HostedValues", "Hosting", "take_to_host"]
+__all__ = ["HostSteps", "Hosted", "HostedValues", "Hosting", "find_partial", "take_to_host"]

@@ -29,7 +29,7 @@ class DriveFile:
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        self._folder, self._end = folder, 0
+        self.folder, self._end = folder, 0
         self.num_bytes = round_up(num_bytes, PAGE_BYTES)
         try:
             self._file, self.is_direct = _open_nameless(folder)
@@ -54,7 +54,7 @@ class DriveFile:
         while done < len(into):
             count = os.preadv(self._file, [into[done:]], start + done)
             if not count:
-                raise RunError(f"{self._folder}: the file of optimizer states ended early. Start the run again.")
+                raise RunError(f"{self.folder}: the file of optimizer states ended early. Start the run again.")
             done += count
 
     def write(self, start: int, values: memoryview) -> None:
@@ -65,7 +65,7 @@ class DriveFile:
                 done += os.pwritev(self._file, [values[done:]], start + done)
         except OSError as error:
             raise RunError(
-                f"{self._folder}: optimizer states cannot be written there ({error.strerror or error}). {_ADVICE}"
+                f"{self.folder}: optimizer states cannot be written there ({error.strerror or error}). {_ADVICE}"
             ) from None
 
     def map(self, start: int, num_bytes: int) -> HostBuffer:
@@ -89,7 +89,7 @@ class DriveFile:
                 return
             self.close()
             raise RunError(
-                f"{self._folder}: has no room for {format_bytes(num_bytes)} of optimizer states "
+                f"{self.folder}: has no room for {format_bytes(num_bytes)} of optimizer states "
                 f"({error.strerror or error}). {_ADVICE}"
             ) from None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece
 from meshwright.runtime.offload.streams import Act, HostStreams, HostWork
 from meshwright.runtime.offload.updates import HostSteps
@@ -74,14 +75,21 @@ class Readiness:
 class Hosting:
     """The host of one rank: its pieces, and the threads that work on them."""
 
-    def __init__(self, pieces: Sequence[HostedPiece], updates: HostSteps, readiness: Readiness) -> None:
-        self.readiness, self._updates = readiness, updates
+    def __init__(
+        self, pieces: Sequence[HostedPiece], updates: HostSteps, readiness: Readiness, memory: HostMemory
+    ) -> None:
+        self.readiness, self.memory, self._updates = readiness, memory, updates
         self._pieces = {piece.facts.number: piece for piece in pieces}
 
     @property
     def resident(self) -> set[int]:
         """The parameters that lie on the host, by tensor id."""
         return {i for piece in self._pieces.values() if piece.facts.is_resident for i in piece.facts.parameters}
+
+    @property
+    def remark(self) -> str:
+        """What a user is to know of where states lie."""
+        return self._updates.states.remark
 
     @property
     def moved(self) -> list[tuple[Instruction, int]]:

@@ -21,6 +21,7 @@ from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
 from meshwright.spec.errors import PlanError
+from meshwright.spec.graph import Graph
 from meshwright.spec.offload_instructions import HostStep
 from meshwright.spec.plan import Plan
 
@@ -70,9 +71,13 @@ def take_to_host(
     if plan.offload.parameters == "host" and device.type == "cpu" and detect_fake_mode() is None:
         move_to_host(share.modules, memory)
     pieces = [make_hosted(item, numbers, memory) for item in facts]
-    partial = {item.tensor for item in share.model.graph.collectives if item.phase == "step"}
-    readiness = Readiness(pieces, HostStreams(device), partial, complete)
+    readiness = Readiness(pieces, HostStreams(device), find_partial(share.model.graph), complete)
     return Hosted(plan=plan, pieces=pieces, memory=memory, needs=needs, readiness=readiness, folder=folder)
+
+
+def find_partial(graph: Graph) -> set[int]:
+    """The parameters of whose gradients the processes of a team have parts, which are summed before an update."""
+    return {item.tensor for item in graph.collectives if item.phase == "step"}
 
 
 def _find_facts(

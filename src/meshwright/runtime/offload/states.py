@@ -26,6 +26,8 @@ _Name = tuple[int, str]
 class States(Protocol):
     """Where the states of pieces are between steps."""
 
+    remark: str
+
     def read(self, piece: HostedPiece) -> int:
         """Bring a piece's states to the host; the bytes."""
 
@@ -45,6 +47,8 @@ class States(Protocol):
 
 class StatesOnHost:
     """States in the memory of the host."""
+
+    remark = ""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, memory: HostMemory) -> None:
         self._optimizer, self._memory = optimizer, memory
@@ -96,6 +100,12 @@ class StatesOnDrives:
         pieces: Sequence[HostedPiece],
     ) -> None:
         self._optimizer, self._memory, self._file = optimizer, memory, file
+        self.remark = ""
+        if not file.is_direct:
+            self.remark = (
+                f"{file.folder}: takes no direct reads and writes, so that optimizer states go through the system's "
+                "cache, which takes memory of the host. Give a folder on a drive: offload_folder, or --offload-folder."
+            )
         self._places = {piece.facts.number: place for place, piece in enumerate(pieces)}
         self._slots: dict[int, HostBuffer] = {}
         self._regions: dict[int, _Region] = {}
