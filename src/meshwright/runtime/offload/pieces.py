@@ -161,7 +161,8 @@ class HostedPiece:
     def narrow(self) -> None:
         """Write the parameters that leave, where they are no values themselves."""
         if self.has_masters and self.facts.is_resident:
-            self.copy_up()
+            for i, item in self.facts.parameters.items():
+                own_part(item.detach()).copy_(self._of(self.values, i))
         elif self.has_masters:
             self.leaving.copy_(self.values)
 
