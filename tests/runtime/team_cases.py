@@ -31,6 +31,8 @@ CLIP = "+clip"
 ZERO = "+zero"
 PAIRS = "+pairs"
 PARTS = "+parts"
+# What is kept on the host, or on drives: states, and, behind them, parameters.
+HOST, NVME, AWAY = "+host", "+nvme", "+parameters"
 MAX_NORM = 0.2
 SPLITS = {
     "whole": Sharding(),
@@ -67,6 +69,12 @@ _LAYOUTS = {
         *(((2,), "1f1b", f"whole{ZERO}{stage}{AGAIN}=op") for stage in (1, 2, 3)),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}3"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1"),
+        ((1, 1), "1f1b", f"whole{HOST}"),
+        ((2,), "1f1b", f"whole{NVME}{CLIP}"),
+        *(((2,), "1f1b", f"whole{ZERO}{stage}{HOST}") for stage in (1, 2, 3)),
+        ((1,), "1f1b", f"sequence{HOST}"),
+        ((1, 1), "1f1b", f"whole{ZERO}3{HOST}{AWAY}"),
+        ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1{NVME}"),
     ],
     4: [
         ((1,), "1f1b", "tensor4"),
@@ -98,6 +106,8 @@ _LAYOUTS = {
         *(((4,), "1f1b", f"whole{ZERO}{stage}{PAIRS}") for stage in (1, 2, 3)),
         ((4,), "gpipe", f"whole{ZERO}1{PAIRS}{CLIP}"),
         ((4,), "gpipe", f"whole{ZERO}3{AGAIN}{PAIRS}{CLIP}"),
+        ((4,), "1f1b", f"whole{ZERO}1{PAIRS}{HOST}"),
+        ((4,), "1f1b", f"whole{ZERO}3{PAIRS}{HOST}{AWAY}"),
         ((2, 2), "1f1b", f"whole{ZERO}1"),
         ((2, 2), "1f1b", "whole" + PARTS),
         ((2,), "1f1b", "tensor" + PARTS),
@@ -108,6 +118,16 @@ _LAYOUTS = {
         ((2,), "1f1b", f"sequence{ZERO}3{CLIP}"),
         ((2,), "gpipe", f"ring{ZERO}3"),
         ((2,), "1f1b", f"expert{ZERO}3"),
+        ((4,), "1f1b", f"whole{HOST}"),
+        ((2, 2), "1f1b", f"whole{HOST}{CLIP}"),
+        ((2, 2), "1f1b", f"whole{ZERO}1{NVME}"),
+        ((2, 2), "1f1b", f"whole{ZERO}2{HOST}"),
+        ((2, 2), "gpipe", f"whole{ZERO}3{NVME}{CLIP}"),
+        ((2,), "1f1b", f"sequence{ZERO}1{HOST}{CLIP}"),
+        ((1, 1, 1, 1), "zb-h1", f"whole{HOST}"),
+        ((2, 2), "1f1b", f"whole{ZERO}3{HOST}{AWAY}{AGAIN}"),
+        ((4,), "1f1b", f"whole{ZERO}3{NVME}{AWAY}{CLIP}"),
+        ((2,), "1f1b", f"sequence{ZERO}3{HOST}{AWAY}"),
     ],
     # Pipeline, replicas and a split at once.
     8: [

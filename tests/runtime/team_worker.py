@@ -18,7 +18,7 @@ from meshwright.program.lowering import lower_plan
 from meshwright.program.parts import cut_parts
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph
+from meshwright.spec import GradientExchange, Offload, Optimizer, Plan, StagePlan, Workload, slice_graph
 from meshwright.spec.instructions import Backward, Forward
 from meshwright.spec.recompute_words import read_recompute
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
@@ -28,10 +28,25 @@ from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
 from tests.runtime.matrix import cases_of_run
-from tests.runtime.team_cases import AGAIN, CLIP, FEW, MAX_NORM, PAIRS, PARTS, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.team_cases import (
+    AGAIN,
+    AWAY,
+    CLIP,
+    FEW,
+    HOST,
+    MAX_NORM,
+    NVME,
+    PAIRS,
+    PARTS,
+    SPLITS,
+    ZERO,
+    all_cases,
+    main_cases,
+)
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
+PLACES = {HOST: "host", NVME: "nvme"}
 
 
 def make_plan(graph, layout):
@@ -50,7 +65,10 @@ def make_plan(graph, layout):
         model="test",
         graph_hash=graph.content_hash,
         cluster="test",
-        workload=Workload(global_batch=MICROBATCH_SIZE * num_microbatches * sharding.expert),
+        workload=Workload(
+            global_batch=MICROBATCH_SIZE * num_microbatches * sharding.expert,
+            optimizer=Optimizer(kind="sgd", momentum=True) if layout.optimizer == "sgd" else Optimizer(),
+        ),
         stages=tuple(stages),
         num_microbatches=num_microbatches,
         schedule=layout.schedule,
@@ -59,6 +77,10 @@ def make_plan(graph, layout):
         keeps=again.keeps,
         exchange=GradientExchange(
             bucket_bytes=2**14, zero=int(zero[0]) if zero else 0, shard_size=2 if PAIRS in layout.split else 0
+        ),
+        offload=Offload(
+            optimizer=next((place for word, place in PLACES.items() if word in layout.split), "device"),
+            parameters="host" if AWAY in layout.split else "device",
         ),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
@@ -103,6 +125,8 @@ def train(captured, loops, layout):
         losses.add(step, made)
     losses.add(num_steps - 1, session.finish())
     losses.finish()
+    done = session.hosting.moved if session.hosting is not None else []
+    hosted = {"done_by_host": of_streams(done), "asked_of_host": asked_of_host(session)}
     found = gather_state(case.model, session)
     session.close()
     case.model.load_state_dict(loops.state)
@@ -118,7 +142,27 @@ def train(captured, loops, layout):
     else:
         wanted, wanted_losses = train_serially(model, stream, optimizer, max_norm)
     found = errors(found, wanted, loops.state, losses.known, wanted_losses)
-    return found | {"exchanged": exchanged, "expected": expected}
+    return found | {"exchanged": exchanged, "expected": expected} | hosted
+
+
+def of_streams(moved):
+    """By kind of instruction, which has a stream of its own: pieces and bytes in order."""
+    found = {}
+    for item, num_bytes in moved:
+        found.setdefault(type(item).__name__, []).append([item.piece, num_bytes])
+    return found
+
+
+def asked_of_host(session):
+    """The same as the program of this process says, whose plan counts four bytes for what has eight here."""
+    program, rank = session.program, session.grid.rank
+    rows = [
+        program.body.instruction(index)
+        for stream in program.streams_of(rank)
+        if program.streams[stream].name in ("down", "host", "up", "drives")
+        for index in program.body.stream_range(stream)
+    ]
+    return of_streams([(item, 2 * item.num_bytes) for item in rows])
 
 
 KINDS = {

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import Feed, capture_model, prepare
-from meshwright.spec import GradientExchange, Plan, RunError, Sharding, StagePlan, Workload
+from meshwright.spec import GradientExchange, Offload, Plan, RunError, Sharding, StagePlan, Workload
 from tests.rank_results import write_results
 
 BATCH, STEPS, STOP = 8, 6, 4
@@ -23,6 +23,12 @@ CASES = {
     "zero 3": {"exchange": GradientExchange(zero=3)},
     "tensor": {"sharding": Sharding(tensor=2), "ranks": (0,)},
     "pipedream": {"cut": 2, "schedule": "pipedream"},
+    "host": {"exchange": GradientExchange(zero=1), "offload": Offload(optimizer="host")},
+    "drives": {"cut": 2, "offload": Offload(optimizer="nvme"), "optimizer": "momentum"},
+    "parameters": {
+        "exchange": GradientExchange(zero=3),
+        "offload": Offload(optimizer="nvme", parameters="host"),
+    },
 }
 
 
@@ -37,7 +43,7 @@ class Net(nn.Module):
         return self.down(nn.functional.dropout(torch.relu(self.up(self.norm(x))), 0.2, self.training))
 
 
-def plan_of(graph, *, cut=1, schedule="1f1b", ranks=(0, 1), exchange=None, sharding=None, **_):
+def plan_of(graph, *, cut=1, schedule="1f1b", ranks=(0, 1), exchange=None, sharding=None, offload=None, **_):
     count = len(graph.layers)
     bounds = [count * place // cut for place in range(cut + 1)]
     return Plan(
@@ -53,6 +59,7 @@ def plan_of(graph, *, cut=1, schedule="1f1b", ranks=(0, 1), exchange=None, shard
         schedule=schedule,
         exchange=exchange or GradientExchange(),
         sharding=sharding or Sharding(),
+        offload=offload or Offload(),
     )
 
 

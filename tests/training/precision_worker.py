@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from meshwright.capture import capture_model
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.spec import GradientExchange, Plan, Sharding, StagePlan, Workload
+from meshwright.spec import GradientExchange, Offload, Plan, Sharding, StagePlan, Workload
 from meshwright.training import prepare
 from tests.processes import fork_ranks
 from tests.runtime.models import GPT
@@ -35,6 +35,12 @@ LAYOUTS = {
     "zero 2": ([(0, 1, (0, 1))], {"exchange": GradientExchange(zero=2)}),
     "zero 3": ([(0, 1, (0, 1))], {"exchange": GradientExchange(zero=3)}),
     "tensor": ([(0, 1, (0,))], {"sharding": Sharding(tensor=2)}),
+    "host": ([(0, 1, (0, 1))], {"offload": Offload(optimizer="host")}),
+    "zero 2 host": ([(0, 1, (0, 1))], {"exchange": GradientExchange(zero=2), "offload": Offload(optimizer="host")}),
+    "zero 3 away": (
+        [(0, 1, (0, 1))],
+        {"exchange": GradientExchange(zero=3), "offload": Offload(optimizer="nvme", parameters="host")},
+    ),
 }
 # Parameters and activations, gradients, master weights; under autocast products compute in another type.
 TYPES = {
@@ -94,7 +100,7 @@ def orders_of(plan, layout):
     """Which microbatches are added up one after the other, and that then: (groups of those that meet first)."""
     turns = [[m for m in range(COUNT) if plan.stages[0].rank_of(m) == rank] for rank in plan.stages[0].ranks]
     # FSDP2 sums over replicas behind every backward.
-    return [list(item) for item in zip(*turns, strict=True)] if layout in ("zero 2", "zero 3") else turns
+    return [list(item) for item in zip(*turns, strict=True)] if layout.startswith(("zero 2", "zero 3")) else turns
 
 
 class Halves(torch.nn.Linear):
@@ -215,6 +221,11 @@ def train_here(plan, broken_step=None):
         "gradients": optimizer.gradient_bytes,
         "states": sum(item.nbytes for item in [*states, *session.updates.masters]),
     }
+    if session.hosting is not None:
+        # On drives they are not at hand.
+        kept = session.updates.state()
+        states = [v for state in kept["optimizer"]["state"].values() for v in state.values() if v.ndim]
+        held["states"] = sum(item.nbytes for item in [*states, *kept["masters"].values()])
     if session.exchange is not None and (buffers := sum(item.nbytes for item in session.exchange.buffers)):
         held["gradients"] = buffers
     steps = optimizer.num_steps
@@ -237,6 +248,7 @@ def compare(precision, layout, broken_step=None):
     if state is None:
         return None
     groups = orders_of(plan, layout)
+    # Shards that are master weights have gradients of their type.
     kept = TYPES[precision][2] if layout in ("zero 2", "zero 3") else None
     wanted_losses, wanted, skipped = train_plainly(precision, groups, broken_step, kept=kept)
     others = [[m] for m in reversed(range(COUNT))]

@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.program.expansion import Expansion
 from meshwright.spec import (
     GradientExchange,
+    Offload,
     Plan,
     PlanError,
     RunError,
@@ -48,6 +49,7 @@ def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, pr
 TWO = ((0, 1), (2, 3))
 FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 TENSOR = Sharding(tensor=2, sequence_parallel=True)
+ON_DRIVES, AWAY = Offload(optimizer="nvme"), Offload(optimizer="host", parameters="host")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,8 @@ TENSOR = Sharding(tensor=2, sequence_parallel=True)
             ("llama-tiny", TWO, {"schedule": "pipedream"}, 1, {"send", "receive"}),
             ("gpt-tiny", ((0, 1),), {"sharding": Sharding(context=2)}, 1, {"all_reduce"}),
             ("mixtral-tiny", ((0, 1),), {"sharding": Sharding(expert=2)}, 3, {"all_to_all", "all_reduce"}),
+            ("gpt-tiny", TWO, {"exchange": GradientExchange(zero=1), "offload": ON_DRIVES}, 1, {"reduce_scatter"}),
+            ("llama-tiny", TWO, {"exchange": GradientExchange(zero=3), "offload": AWAY}, 1, {"reduce_scatter"}),
         ),
     ],
 )

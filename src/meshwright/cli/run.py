@@ -61,6 +61,10 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --checkpoint, up to --steps in all.")
     ] = False,
+    offload_folder: Annotated[
+        Path | None,
+        typer.Option(help="Where states lie that the plan keeps on NVMe; by default the folder of temporary files."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Train in one process, too, and compare the losses of every step.")
     ] = False,
@@ -125,6 +129,7 @@ def run(
         save_model=str(save_model.resolve()) if save_model is not None else None,
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,
         checkpoint_every=checkpoint_every,
+        offload_folder=str(offload_folder.resolve()) if offload_folder is not None else None,
         resume=resume,
         first_recorded=first_recorded,
         num_recorded_steps=num_recorded,

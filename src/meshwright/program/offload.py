@@ -187,7 +187,7 @@ def _summed(done: Exchanged, plan: Plan, graph: Graph) -> _Pieces:
     kept = rows.num_bytes > 0
     place = np.cumsum(kept) - 1
     parts = np.ones(len(rows.rank), np.int64)
-    if plan.exchange.zero:
+    if plan.exchange.shard_optimizer:
         buckets = gradient_buckets(graph, plan)
         shared = np.array([plan.exchange.num_parts(len(bucket.ranks)) for bucket in buckets], np.int64)
         parts = shared[rows.bucket] if len(shared) else parts

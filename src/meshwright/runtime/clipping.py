@@ -67,7 +67,8 @@ def _num_groups(plan: Plan | Placement, num_replicas: int) -> int:
 class NormClip(AgreedNumber):
     """The square of the norm of a step; other arguments as of `AgreedNumber`.
 
-    ``holders``: by tensor id, how many processes hold a parameter (or the same share) alike.
+    ``holders``: by tensor id, how many processes hold a parameter (or the same share) alike. ``inverse()`` is what
+    gradients are still to be multiplied with before they are clipped.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class NormClip(AgreedNumber):
         grid: Grid,
         transport: Transport,
         device: torch.device,
+        inverse: Callable[[], float] = lambda: 1.0,
     ) -> None:
         super().__init__(index, complete, grid, transport, torch.float64, device)
-        self._max_norm = max_norm
+        self._max_norm, self._inverse = max_norm, inverse
         self._parameters = [(item, 1.0 / holders[i]) for i, item in parameters.items() if item.requires_grad]
 
     def _add_own(self) -> None:
@@ -92,4 +94,5 @@ class NormClip(AgreedNumber):
 
     def coefficient(self) -> torch.Tensor:
         """What to multiply gradients with, behind `begin` and its works."""
-        return (self._max_norm / (self._total[0].sqrt() + _EPSILON)).clamp(max=1.0)
+        norm = self._total[0].sqrt() * self._inverse()
+        return (self._max_norm / (norm + _EPSILON)).clamp(max=1.0)

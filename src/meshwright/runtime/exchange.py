@@ -93,6 +93,11 @@ class BucketExchange:
         ]
 
     @property
+    def filled(self) -> list[BucketBuffer]:
+        """The buckets."""
+        return self._buckets
+
+    @property
     def buffers(self) -> list[torch.Tensor]:
         """The flat buffers."""
         return [item.flat for item in self._buckets]

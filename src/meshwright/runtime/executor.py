@@ -23,6 +23,7 @@ from meshwright.runtime.coming import Coming
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.messages import Messages
+from meshwright.runtime.offload import Hosting
 from meshwright.runtime.pending import Key, Pending, Work
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
 from meshwright.runtime.rank_program import Computed, Issued, RankProgram, SectionName
@@ -93,8 +94,8 @@ class Executor:
     ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
     gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
     parameters. ``loss_scale`` multiplies each microbatch's loss: 1 / their number for the mean over a step; ``scale``,
-    too, so that gradients stay in the range of float16. ``agreements`` are numbers by the index of their sum. Arguments
-    are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
+    too, so that gradients stay in the range of float16. ``agreements`` are numbers by the index of their sum.
+    ``hosting`` does what the host does. Arguments are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Executor:
         bound_gradient_sends: bool = True,
         agreements: Mapping[int, AgreedNumber] = MappingProxyType({}),
         scale: LossScale | None = None,
+        hosting: Hosting | None = None,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._loss_scale = loss_scale
@@ -125,7 +127,7 @@ class Executor:
             self._stages, transport, layouts, self._pending, bound_gradient_sends=bound_gradient_sends
         )
         self._sums = BucketSums(exchange, transport, self._issue_marked, agreements)
-        self._scale = scale
+        self._scale, self._hosting = scale, hosting
         self._optimizer_step = optimizer_step
         self._recorder = recorder
         self._device = device
@@ -139,6 +141,7 @@ class Executor:
             late.index for program in rank_programs.values() for item in program.computations for late in item.late
         }
         self._computations = {name: self._bind_all(program) for name, program in rank_programs.items()}
+        self._rank_programs = rank_programs
         self._visit = Visit("body", 0, 0)
         self._position = 0
         self._reached = 0
@@ -168,6 +171,9 @@ class Executor:
         """Enter a section, and issue what waits for nothing in it."""
         self._visit, self._position = visit, 0
         self._pending.begin(visit.place, visit.section)
+        if self._hosting is not None:
+            for index, work in self._hosting.begin(self._rank_programs[visit.section].beside).items():
+                self._pending.add(Key(visit.place, index), [work], self._recorder.now())
         for item, issue in self._firsts[visit.section]:
             self._issue(item, issue)
 
@@ -266,6 +272,8 @@ class Executor:
 
     def _run(self, bound: _Bound) -> None:
         item, place = bound.item, self._visit.place
+        if self._hosting is not None:
+            self._complete_gradients(item, place)
         for index in item.awaits:
             self._pending.wait(Key(place, index))
         for late in item.late:
@@ -278,6 +286,8 @@ class Executor:
             self._pending.record(Key(place, item.index), start)
         else:
             bound.run()
+        if self._hosting is not None:
+            self._hosting.readiness.computed(item.index)
         for other, issue in bound.then:
             self._issue(other, issue)
 
@@ -285,7 +295,22 @@ class Executor:
         for index in item.awaits:
             self._pending.wait(Key(self._visit.place, index))
         start = self._recorder.now()
-        self._pending.add(Key(self._visit.place, item.index), issue(), start)
+        works = issue()
+        if self._hosting is not None:
+            works = self._hosting.readiness.streams.issued(item.index, works)
+        self._pending.add(Key(self._visit.place, item.index), works, start)
+
+    def _complete_gradients(self, item: Computed, place: int) -> None:
+        """Tell the host that a computation begins; before the first update, complete what it waits for."""
+        assert self._hosting is not None, "there is a host"
+        readiness = self._hosting.readiness
+        readiness.computing(item.index)
+        if isinstance(item.instruction, OptimizerStep) and readiness.completes:
+            program = self._rank_programs[self._visit.section]
+            updates = [other for other in program.computations if isinstance(other.instruction, OptimizerStep)]
+            for index in {index for other in updates for index in other.awaits} - {one.index for one in program.beside}:
+                self._pending.wait(Key(place, index))
+            readiness.complete()
 
     def _issue_marked(self, item: Issued) -> None:
         self._issue(item, self._bind_issue(item))

@@ -20,13 +20,14 @@ What several stages hold stays whole, and is summed in buckets.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.program.sharding import Unit, find_units
@@ -35,6 +36,7 @@ from meshwright.runtime.ranges import enclose, find_ops
 from meshwright.runtime.teams import Grid
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
+from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Numbers
 from meshwright.spec.slices import StageSlice
@@ -42,7 +44,8 @@ from meshwright.spec.slices import StageSlice
 
 def replica_groups(plan: Plan, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The processes that hold the same stages, by the ranks of the plan. All processes call it together."""
-    shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1)
+    alone = plan.offload.parameters == "host"
+    shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1 or alone)
     return {ranks: grid.new_group(ranks) for ranks in shared}
 
 
@@ -85,10 +88,12 @@ def share_out(
     kept: Collection[int],
     let_go: bool,
     numbers: Numbers,
+    offload: Offload = ON_DEVICE,
 ) -> Mapping[int, torch.nn.Parameter]:
     """Share out the parameters of a stage's module but those ``kept``; returns, by tensor id, the own parts.
 
-    ``let_go``: units are let go behind their forward (zero 3). Raises PlanError for what FSDP2 cannot share out.
+    ``let_go``: units are let go behind their forward (zero 3); ``offload``: where they are between passes, and the
+    master weights. Raises PlanError for what FSDP2 cannot share out.
     """
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     root, units = find_units(graph, stage, set(kept))
@@ -100,10 +105,14 @@ def share_out(
     gathered.append((root.parameters, module))
     ignored = {module.get_parameter(graph.tensors[i].name) for i in kept if i in stage.parameters}
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if numbers.master and graph.mode == "training":
-        master, values, gradients = (
-            getattr(torch, name) for name in (numbers.master, numbers.values, numbers.gradients)
+    values, gradients = getattr(torch, numbers.values), getattr(torch, numbers.gradients)
+    if offload.optimizer != "device":
+        # Master weights, where there are some, lie with the optimizer.
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=gradients if gradients is not values else None, cast_forward_inputs=False
         )
+    elif numbers.master and graph.mode == "training":
+        master = getattr(torch, numbers.master)
         # A process's parts of the parameters are its master weights.
         replace_held(
             [module],
@@ -116,10 +125,16 @@ def share_out(
         policy = MixedPrecisionPolicy(param_dtype=values, reduce_dtype=gradients, cast_forward_inputs=False)
     before: list[FSDPModule] = []
     for _, item in gathered:
-        each = _fully_shard(item, mesh, let_go=let_go and item is not module, ignored=ignored, policy=policy)
+        options: dict[str, Any] = {"mp_policy": policy, "ignored_params": ignored}
+        if offload.parameters == "host":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        each = _fully_shard(item, mesh, let_go=let_go and item is not module, options=options)
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)
         each.set_modules_to_backward_prefetch(before if let_go else [])
+        if before and offload.parameters == "host" and item is not module:
+            # Copies of a unit begin with the unit before it.
+            before[0].set_modules_to_forward_prefetch([each])
         before = [each]
     return {i: item.get_parameter(graph.tensors[i].name) for parameters, item in gathered for i in parameters}
 
@@ -129,11 +144,10 @@ def _fully_shard(
     mesh: DeviceMesh,
     *,
     let_go: bool,
-    ignored: set[torch.nn.Parameter],
-    policy: MixedPrecisionPolicy,
+    options: Mapping[str, Any],
 ) -> FSDPModule:
     try:
-        return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, ignored_params=ignored, mp_policy=policy)
+        return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, **options)
     except (ValueError, NotImplementedError) as error:
         raise PlanError(
             f"The plan shares out parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "

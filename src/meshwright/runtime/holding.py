@@ -114,6 +114,7 @@ def _join_replicas(
                 kept=kept,
                 let_go=let_go,
                 numbers=plan.workload.numbers,
+                offload=plan.offload,
             )
     told: list[tuple[list[torch.Tensor], int, dist.ProcessGroup]] = []
     for stage, module, ranks in replicated:

@@ -22,7 +22,10 @@ _START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
 
 
 class LossScale(AgreedNumber):
-    """The scale of a run, and of a step the ranks on which a gradient is not finite; arguments as of `AgreedNumber`."""
+    """The scale of a run, and of a step the ranks on which a gradient is not finite; arguments as of `AgreedNumber`.
+
+    ``unscales``: gradients are divided by the scale here; else who updates multiplies them with the ``inverse``.
+    """
 
     def __init__(
         self,
@@ -32,9 +35,13 @@ class LossScale(AgreedNumber):
         grid: Grid,
         transport: Transport,
         device: torch.device,
+        *,
+        unscales: bool = True,
     ) -> None:
         super().__init__(index, complete, grid, transport, torch.float32, device)
-        self.value = _START
+        self.value, self._unscales = _START, unscales
+        # What gradients of the step are still to be multiplied with, where that is not done here.
+        self.inverse = 1.0
         self._num_good = 0
         self._parameters = [item for item in parameters.values() if item.requires_grad]
         # Whether a number was agreed on that has not moved the scale yet.
@@ -42,10 +49,16 @@ class LossScale(AgreedNumber):
 
     def _add_own(self) -> None:
         """Divide this process's gradients by the scale, and note whether one is not finite."""
-        inverse = torch.full((1,), 1.0 / self.value, device=self._total.device)
-        gradients = [own_part(item.grad) for item in self._parameters if item.grad is not None]
-        if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._total, inverse)
+        # Gradients that are copied meanwhile stay as they are: a product with 1 writes the same bits.
+        self.inverse = 1.0 if self._unscales else 1.0 / self.value
+        factor = 1.0 / self.value if self._unscales else 1.0
+        own = [own_part(item.grad) for item in self._parameters if item.grad is not None]
+        # Gradients may lie on the host.
+        for device in dict.fromkeys(item.device for item in own):
+            found, inverse = torch.zeros(1, device=device), torch.full((1,), factor, device=device)
+            gradients = [item for item in own if item.device == device]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            self._total += found.to(self._total.device)
         self._is_open = True
 
     def skips(self) -> bool:

@@ -6,9 +6,12 @@ the process groups, the buckets, the updates, and the executor.
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,7 @@ from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.layouts import channel_layouts, takes_channels_last
 from meshwright.runtime.loss_scale import LossScale
+from meshwright.runtime.offload import Hosted, HostedValues, Hosting, HostSteps, find_partial, take_to_host
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
@@ -69,13 +73,15 @@ def open_session(
     clip_norm: float | None = None,
     device: torch.device | None = None,
     events: EventSink | None = None,
+    offload_folder: Path | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
     is done about gradients that are stale, ``clip_norm`` the norm that all gradients together have at most, ``device``
     where it computes, by default the one that the plan's cluster has, and then the process group is joined. ``events``
-    receive the progress of compiling. A plan in
+    receive the progress of compiling. ``offload_folder`` is where states lie that are on drives, by default that of
+    temporary files. A plan in
     ``mixed`` or ``bfloat16`` is one of the graph of the model that was cast (`training.precision`). Raises PlanError if
     the plan does not fit the graph, these or the number of processes, splits what cannot be run in shares, or parts
     what writes to the same memory.
@@ -95,10 +101,17 @@ def open_session(
         set_gradient_types(share.parameters, numbers)
     exchange = _make_exchange(share, grid)
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
-    scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device)
+    folder = offload_folder or Path(tempfile.gettempdir())
+    hosted = take_to_host(
+        share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder
+    )
+    scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
-    updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale)
+    updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale, hosted)
+    hosting = None
+    if hosted is not None and isinstance(updates, HostSteps):
+        hosting = Hosting(hosted.pieces, updates, hosted.readiness, hosted.memory)
     graph, size = share.model.graph, share.model.plan.microbatch_size
     channels_last = bool(graph.compiled) and takes_channels_last(graph, share.model.stand_in, size, device, autocast)
     runners = tuple(
@@ -131,6 +144,7 @@ def open_session(
             bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
             agreements={item.index: item for item in (scale, clip) if item is not None},
             scale=scale,
+            hosting=hosting,
         )
 
     def make_shorter(count: int) -> Steps:
@@ -155,6 +169,7 @@ def open_session(
         device=device,
         sync_buffers=share.sync_buffers,
         make_shorter=make_shorter,
+        hosting=hosting,
     )
 
 
@@ -251,25 +266,37 @@ def _make_agreements(
     grid: Grid,
     transport: Transport,
     device: torch.device,
+    hosted: Hosted | None,
 ) -> tuple[LossScale | None, NormClip | None]:
     """On what all ranks agree before an update, in this order: the scale of the loss, and the norm of all gradients."""
     plan = share.plan
     if not isinstance(plan, Plan):
         return None, None
-
-    def complete_gradients() -> None:
-        for stage in share.stages:
-            share.model.sum_parts(stage, _gradients(updated))
-
+    complete_gradients = partial(_complete_gradients, share, updated, device)
+    if hosted is not None:
+        complete_gradients = hosted.readiness.complete
     index = len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket)
-    scale = LossScale(index, updated, complete_gradients, grid, transport, device) if plan.scales_loss else None
+    scale = None
+    if plan.scales_loss:
+        scale = LossScale(index, updated, complete_gradients, grid, transport, device, unscales=hosted is None)
     if max_norm is None:
         return scale, None
     shared_out = {i for i, own in updated.items() if own is not share.cut[i]}
     holders = count_holders(share.all_stages, plan, share.model.alike, shared_out)
     # Gradients are completed once.
     complete, index = (complete_gradients, index) if scale is None else (lambda: None, index + 1)
-    return scale, NormClip(index, max_norm, updated, holders, complete, grid, transport, device)
+    inverse = (lambda: 1.0) if scale is None else (lambda: scale.inverse)
+    return scale, NormClip(index, max_norm, updated, holders, complete, grid, transport, device, inverse)
+
+
+def _complete_gradients(share: Holding, updated: Mapping[int, torch.nn.Parameter], device: torch.device) -> None:
+    """Sum gradients of which the processes of a team have parts; of those on the host on the device."""
+    own, partial_ones = _gradients(updated), find_partial(share.model.graph)
+    for stage in share.stages:
+        here = {i: own[i].to(device) for i in stage.parameters if i in own and i in partial_ones}
+        share.model.sum_parts(stage, here)
+        for i in (i for i, item in here.items() if item is not own[i]):
+            own[i].copy_(here[i])
 
 
 def _gradients(parameters: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor]:
@@ -309,12 +336,13 @@ def _make_updates(
     stale: Mapping[int, int],
     clip: NormClip | None,
     scale: LossScale | None,
+    hosted: Hosted | None,
 ) -> StageSteps:
     plan, model = share.plan, share.model
     scales: dict[int, float] = {}
     if isinstance(plan, Plan) and _updates_by_stage(plan):
         scales = {stage.index: 1.0 / minibatches_per_update(plan, stage.index) for stage in share.stages}
-    masters = Masters(updated, plan.workload.numbers)
+    masters = Masters(updated, plan.workload.numbers) if hosted is None else HostedValues(updated, hosted.pieces)
     trainable = [parameter for parameter in masters.updated.values() if parameter.requires_grad]
     shards_optimizer = isinstance(plan, Plan) and plan.exchange.shard_optimizer
     if shards_optimizer and not isinstance(optimizer, torch.optim.Optimizer):
@@ -323,7 +351,10 @@ def _make_updates(
     own = own_optimizer(optimizer, trainable, share.replaced(masters.updated))
     if shards_optimizer:
         check_elementwise(own)
-    return StageSteps(
+    steps: Callable[..., StageSteps] = StageSteps
+    if hosted is not None:
+        steps = partial(HostSteps, pieces=hosted.pieces, make_states=hosted.make_states)
+    return steps(
         own,
         updated,
         share.stages,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from meshwright.runtime.coming import Loading
 from meshwright.runtime.rank_program import SectionName
 from meshwright.runtime.recorder import Moment, Recorder
 
@@ -15,6 +14,13 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Come back when it is done."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """Work whose maker knows when it was done."""
+
+    span: tuple[int, int] | None
 
 
 class Key(NamedTuple):
@@ -52,7 +58,7 @@ class Pending:
                 work.wait()
             if self._recorder.active:
                 # Of what is made beside, the maker knows when.
-                known = next((work.span for work in works if isinstance(work, Loading)), None)
+                known = next((work.span for work in works if isinstance(work, Timed)), None)
                 self.record(key, *(known or (start,)))
 
     def record(self, key: Key, start: Moment, end: Moment | None = None) -> None:

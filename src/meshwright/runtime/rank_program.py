@@ -3,25 +3,49 @@
 The compute stream gives the order. Everything else is asynchronous, and when it may be issued is known beforehand: a
 transfer or collective follows the last of its own rank's computations that it waits for (or a mark inside it), and
 comes after its predecessor in its stream. What it waits for on other ranks is brought about by the communication
-itself.
+itself. What stands in the streams of the host runs in threads of its own, each when what it waits for has happened.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import Instruction
-from meshwright.spec.program import Program, Section
+from meshwright.spec.program import Program, Section, StreamName
 
 SectionName = Literal["prologue", "body", "epilogue"]
 
 _BEFORE_ALL = -1
 # What late waits call the sections that others can wait for.
 _LATE_SECTIONS: tuple[SectionName, ...] = ("prologue", "body")
+# What the host does beside the computations.
+_HOST_STREAMS: tuple[StreamName, ...] = ("down", "host", "up", "drives")
+
+
+class MarkKey(NamedTuple):
+    """A mark that a computation raises for a bucket, or a piece, that is ready."""
+
+    instruction: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostItem:
+    """An instruction of the host, in a stream of some ``name``.
+
+    ``awaits`` are others of its rank, of any stream; of computations it may wait for ``marks``.
+    """
+
+    index: int
+    stream: int
+    name: StreamName
+    instruction: Instruction
+    awaits: tuple[int, ...]
+    marks: tuple[MarkKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +89,15 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """What one rank issues in one run of a section: ``first`` at once, then the computations in order."""
+    """What one rank issues in one run of a section: ``first`` at once, then the computations in order.
+
+    ``beside`` is what its host does.
+    """
 
     rank: int
     first: tuple[Issued, ...]
     computations: tuple[Computed, ...]
+    beside: tuple[HostItem, ...] = ()
 
 
 def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
@@ -87,8 +115,13 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
     marked: dict[int, list[Issued]] = {place: [] for place in order.values()}
     late = _late_waits(section)
     asynchronous: set[int] = set()
+    beside: list[HostItem] = []
     for stream in streams:
         if stream in compute:
+            continue
+        if program.streams[stream].name in _HOST_STREAMS:
+            asynchronous.update(section.stream_range(stream))
+            beside += _beside(program, section, stream)
             continue
         trigger, inside = _BEFORE_ALL, False
         for index in section.stream_range(stream):
@@ -111,7 +144,29 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
             )
             for index, place in order.items()
         ),
+        beside=tuple(beside),
     )
+
+
+def _beside(program: Program, section: Section, stream: int) -> list[HostItem]:
+    """What the host does in one of its streams, in order."""
+    count, found = section.num_instructions, []
+    for index in section.stream_range(stream):
+        waits = section.waits_of(index).tolist()
+        marks = [wait - count for wait in waits if wait >= count]
+        found.append(
+            HostItem(
+                index=index,
+                stream=stream,
+                name=program.streams[stream].name,
+                instruction=section.instruction(index),
+                awaits=tuple(wait for wait in waits if wait < count),
+                marks=tuple(
+                    MarkKey(int(section.mark_instruction[mark]), int(section.mark_index[mark])) for mark in marks
+                ),
+            )
+        )
+    return found
 
 
 def _trigger(section: Section, order: dict[int, int], index: int, trigger: int, inside: bool) -> tuple[int, bool]:

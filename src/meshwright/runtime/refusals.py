@@ -50,11 +50,6 @@ def wrong_in_compute(instruction: Beside) -> ProgramError:
 def wrong_beside(instruction: Instruction) -> ProgramError:
     """The error for an instruction beside the compute stream that the executor does not issue."""
     match instruction:
-        case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
-            return ProgramError(
-                f"{instruction} belongs to an optimizer on the host; the runtime steps on the device. Simulate "
-                "this program, or plan without `offload` to run."
-            )
         case Push() | Sum() | Pull():
             return ProgramError(
                 f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
@@ -75,6 +70,11 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
             | Send()
             | Receive()
             | AllReduce()
+            | CopyDown()
+            | HostStep()
+            | CopyUp()
+            | ReadStates()
+            | WriteStates()
         ):
             return ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
         case _:

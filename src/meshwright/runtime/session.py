@@ -18,6 +18,7 @@ from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.models import Model
+from meshwright.runtime.offload import Hosting
 from meshwright.runtime.precisions import multiplying
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import Part
@@ -42,7 +43,8 @@ class Session:
     """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each.
 
     ``plan`` is the whole plan, ``model`` what this process has of it; ``parts`` are the modules as the program calls
-    them. ``make_shorter`` makes steps of fewer microbatches, of which those at hand are kept.
+    them. ``make_shorter`` makes steps of fewer microbatches, of which those at hand are kept. ``hosting`` is the host
+    where something is kept away from the device.
     """
 
     grid: Grid
@@ -60,6 +62,7 @@ class Session:
     device: torch.device
     sync_buffers: BufferSync
     make_shorter: Callable[[int], Steps]
+    hosting: Hosting | None = None
     shorter: dict[int, Steps] = field(default_factory=dict)
 
     def count_microbatches(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -102,9 +105,20 @@ class Session:
 
     @property
     def own_state(self) -> list[torch.Tensor]:
-        """Parameters, their master weights and buffers, as far as this process holds them."""
+        """Parameters, their master weights and buffers, as far as this process holds them on its device."""
         buffers = [item for module in self.modules for item in module.buffers()]
-        return [own_part(item) for item in (*self.parameters.values(), *self.updates.masters, *buffers)]
+        away = self.hosting.resident if self.hosting is not None else ()
+        parameters = [item for i, item in self.parameters.items() if i not in away]
+        return [own_part(item) for item in (*parameters, *self.updates.masters, *buffers)]
+
+    def count_host_bytes(self) -> int:
+        """Bytes in use on the host for what is kept away from the device."""
+        return self.hosting.memory.num_bytes if self.hosting is not None else 0
+
+    @property
+    def remark(self) -> str:
+        """What a user is to know of how the session runs; nothing if all is as planned."""
+        return self.hosting.remark if self.hosting is not None else ""
 
     @property
     def graph(self) -> Graph:
@@ -154,7 +168,9 @@ class Session:
             return self.steps.finish()
 
     def close(self) -> None:
-        """Give the user's parameters back without hooks."""
+        """Give the user's parameters back without hooks, and up what is kept away from the device."""
+        if self.hosting is not None:
+            self.hosting.close()
         if self.exchange is not None:
             self.exchange.close()
 

@@ -165,8 +165,6 @@ class Plan:
     @property
     def only_simulated(self) -> str:
         """What the runtime does not execute, in words; nothing of a plan that it does."""
-        if self.offload != ON_DEVICE:
-            return f"keeps {self.offload.describe()}"
         return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

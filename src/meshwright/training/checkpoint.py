@@ -119,7 +119,9 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
     try:
         if meta.sums and _sum_of(path) != meta.sums[session.rank]:
             raise RunError(f"{path}: was changed since it was written. {advice}")
-        state = torch.load(path, map_location=session.device, weights_only=True)
+        # States that lie on the host go there at once.
+        place = session.device if session.hosting is None else "cpu"
+        state = torch.load(path, map_location=place, weights_only=True)
     except RunError:
         raise
     except Exception as error:

@@ -52,6 +52,7 @@ class Job:
     ``checkpoint``: the folder that checkpoints are written to, every so many
     steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before. ``device``: by
     default what the plan's cluster has. ``compiled``: whether layers are compiled; by default as the plan says.
+    ``offload_folder``: where states lie that are kept on drives.
     """
 
     plan: str
@@ -70,6 +71,7 @@ class Job:
     resume: bool = False
     device: Backend | None = None
     compiled: bool | None = None
+    offload_folder: str | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -115,6 +115,12 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
         _check_steps(plan, job)
     if plan.workload.kind != "training":
         _refuse_training(job)
+    on_drives = isinstance(plan, Plan) and plan.offload.optimizer == "nvme"
+    if job.offload_folder is not None and not on_drives:
+        raise PlanError(
+            f"{job.plan} keeps nothing on drives, but a folder was given for that: {job.offload_folder}. Leave "
+            "--offload-folder out, or plan with --offload optimizer=nvme."
+        )
     return plan
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,9 +23,14 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Counts from its making on; ``resident`` are the tensors that are already there and belong to training."""
+    """Counts from its making on; ``resident`` are the tensors that are already there and belong to training.
 
-    def __init__(self, device: torch.device, resident: Iterable[torch.Tensor]) -> None:
+    ``beside()`` are bytes in use for what is kept away from the device, by which a processor's process grows, too.
+    """
+
+    def __init__(
+        self, device: torch.device, resident: Iterable[torch.Tensor], beside: Callable[[], int] = lambda: 0
+    ) -> None:
         self._device = device
         self._resident_bytes = sum(tensor.numel() * tensor.element_size() for tensor in resident)
         if device.type == "cuda":
@@ -33,7 +38,8 @@ class MemoryMeter:
         else:
             with contextlib.suppress(OSError):
                 _CLEAR_REFS.write_text("5")
-        self._start_bytes = _read_status("VmRSS")
+        self._start_bytes, self._beside = _read_status("VmRSS"), beside
+        self._beside_bytes = beside()
 
     def peak(self) -> PeakMemory:
         """The most of training so far; 0 where the platform does not tell."""
@@ -43,6 +49,7 @@ class MemoryMeter:
             )
             return PeakMemory(in_use, reserved)
         peak = _read_status("VmHWM")
+        peak -= min(self._beside() - self._beside_bytes, peak)
         return PeakMemory(max(peak - self._start_bytes, 0) + self._resident_bytes if peak else 0, 0)
 
 

@@ -29,7 +29,7 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
         held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
         if isinstance(held, DTensor):
             # Replicas that have parts of it put them together, at the same place in this loop.
-            held = held.full_tensor().to(getattr(torch, facts.dtype))
+            held = _on_device(held, session.device).full_tensor().to(getattr(torch, facts.dtype))
         own = held.detach().contiguous() if held is not None else torch.empty(0)
         if session.rank in holders and session.rank != 0:
             dist.send(own, 0)
@@ -51,6 +51,17 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
         key: state[names.get(key, key)] if names.get(key, key) in state else value.detach().cpu().clone()
         for key, value in model.state_dict().items()
     }
+
+
+def _on_device(value: DTensor, device: torch.device) -> DTensor:
+    """A tensor of parts that may lie on the host, where its processes exchange them."""
+    local = value.to_local()
+    if local.device == device:
+        return value
+    made: DTensor = DTensor.from_local(
+        local.to(device), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+    )
+    return made
 
 
 def save_state(state: dict[str, torch.Tensor], path: Path) -> None:

@@ -70,6 +70,7 @@ def prepare(
     device: Backend | None = None,
     compiled: bool | None = None,
     events: EventSink | None = None,
+    offload_folder: Path | str | None = None,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
 
@@ -91,9 +92,11 @@ def prepare(
         device: ``cpu`` or ``cuda``; by default what the plan's cluster has.
         compiled: whether torch compiles the layers, each on its own; by default as the plan says.
         events: receives the progress of compiling, of a plan whose layers are compiled.
+        offload_folder: where optimizer states lie that the plan keeps on drives; by default the folder of temporary
+            files. Nothing stays there.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
-    faithfully.
+    faithfully, RunError if a host or its drives have no room for what the plan keeps there.
     """
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     if compiled is not None:
@@ -133,7 +136,10 @@ def prepare(
         clip_norm=clip_norm,
         device=own_device,
         events=events,
+        offload_folder=Path(offload_folder) if offload_folder is not None else None,
     )
+    if session.remark and rank == 0:
+        warnings.warn(session.remark, stacklevel=2)
     _release_other_parameters(model, session)
     settings = {
         "clip norm": str(clip_norm),
@@ -163,7 +169,7 @@ class Trainer:
         self._is_checked = False
         self._losses = Losses(session) if session.graph.has_loss else None
         self._clock_offset_ns = measure_clock_offset()
-        self._memory = MemoryMeter(session.device, session.own_state)
+        self._memory = MemoryMeter(session.device, session.own_state, session.count_host_bytes)
 
     @property
     def plan(self) -> Plan | Placement:

@@ -157,6 +157,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         clip_norm=job.clip_norm,
         device=job.device,
         events=events if dist.get_rank() == 0 else None,
+        offload_folder=job.offload_folder,
     )
     compiled = gather_compiled(trainer)
     seconds: list[float] = []

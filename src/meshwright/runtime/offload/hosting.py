@@ -1,0 +1,170 @@
+"""What a rank's host does of a program: pieces come down, are updated and go up, beside the computations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from meshwright.runtime.offload.memory import HostMemory
+from meshwright.runtime.offload.pieces import HostedPiece
+from meshwright.runtime.offload.streams import Act, HostStreams, HostWork
+from meshwright.runtime.offload.updates import HostSteps
+from meshwright.runtime.rank_program import HostItem, MarkKey
+from meshwright.spec.errors import ProgramError
+from meshwright.spec.instructions import Instruction
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+
+# What copies wait for besides, where processes of a team have parts of gradients: that these are summed.
+COMPLETED = -1
+
+
+class Readiness:
+    """Says to the threads when something of the device is ready; ``complete()`` sums gradients up in teams.
+
+    ``partial`` are the parameters of whose gradients the processes of a team have parts.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[HostedPiece],
+        streams: HostStreams,
+        partial: Collection[int],
+        complete: Callable[[], None],
+    ) -> None:
+        self.streams, self._complete = streams, complete
+        self.partial = {piece.facts.number for piece in pieces if not piece.facts.parameters.keys().isdisjoint(partial)}
+        self._is_complete = False
+        self._marks = _Marks(pieces, streams)
+
+    def begin(self, marks: Collection[MarkKey]) -> None:
+        """A section begins, whose computations raise these marks."""
+        self._is_complete = False
+        self._marks.begin(marks)
+
+    def computing(self, index: int) -> None:
+        """A computation begins."""
+        self._marks.computing(index)
+
+    def computed(self, index: int) -> None:
+        """It was issued to its end."""
+        self._marks.computed(index)
+        self.streams.happened(index)
+
+    @property
+    def completes(self) -> bool:
+        """Whether gradients are to be completed, once all are summed."""
+        return bool(self.partial) and not self._is_complete
+
+    def complete(self) -> None:
+        """Complete gradients; once in a step."""
+        if not self._is_complete:
+            self._complete()
+            self._is_complete = True
+            self.streams.happened(COMPLETED)
+
+    def close(self) -> None:
+        """End the threads, and leave the user's parameters without hooks."""
+        self.streams.close()
+        self._marks.close()
+
+
+class Hosting:
+    """The host of one rank: its pieces, and the threads that work on them."""
+
+    def __init__(
+        self, pieces: Sequence[HostedPiece], updates: HostSteps, readiness: Readiness, memory: HostMemory
+    ) -> None:
+        self.readiness, self.memory, self._updates = readiness, memory, updates
+        self._pieces = {piece.facts.number: piece for piece in pieces}
+
+    @property
+    def resident(self) -> set[int]:
+        """The parameters that lie on the host, by tensor id."""
+        return {i for piece in self._pieces.values() if piece.facts.is_resident for i in piece.facts.parameters}
+
+    @property
+    def remark(self) -> str:
+        """What a user is to know of where states lie."""
+        return self._updates.states.remark
+
+    @property
+    def moved(self) -> list[tuple[Instruction, int]]:
+        """What was done in the last step, as it ended, and the bytes of each."""
+        return self.readiness.streams.moved
+
+    def begin(self, items: Sequence[HostItem]) -> dict[int, HostWork]:
+        """Take up what the host does in a section."""
+        self.readiness.begin({mark for item in items for mark in item.marks})
+        more = {
+            item.index: (COMPLETED,)
+            for item in items
+            if isinstance(item.instruction, CopyDown | HostStep) and item.instruction.piece in self.readiness.partial
+        }
+        return self.readiness.streams.begin([(item, self._act(item.instruction)) for item in items], more)
+
+    def close(self) -> None:
+        """End the threads, and give up what lies on drives."""
+        self.readiness.close()
+        self._updates.states.close()
+
+    def _act(self, instruction: Instruction) -> Act:
+        match instruction:
+            case CopyDown(piece=number):
+                return self._pieces[number].copy_down
+            case HostStep(piece=number):
+                return lambda: self._updates.update(self._pieces[number])
+            case CopyUp(piece=number):
+                return self._pieces[number].copy_up
+            case ReadStates(piece=number):
+                return lambda: self._updates.states.read(self._pieces[number])
+            case WriteStates(piece=number):
+                return lambda: self._updates.states.write(self._pieces[number])
+            case _:
+                raise ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
+
+
+class _Marks:
+    """Raises the marks of pieces that no bucket has, from hooks of their parameters."""
+
+    def __init__(self, pieces: Sequence[HostedPiece], streams: HostStreams) -> None:
+        self._streams = streams
+        self._counts: dict[int, int] = {}
+        self._missing: dict[int, int] = {}
+        self._of: defaultdict[int, list[MarkKey]] = defaultdict(list)
+        self._raising = -1
+        self._handles = []
+        for piece in pieces:
+            trained = [item for item in piece.facts.parameters.values() if item.requires_grad]
+            if piece.facts.mark >= 0:
+                self._counts[piece.facts.mark] = len(trained)
+                hook = self._hook(piece.facts.mark)
+                self._handles += [item.register_post_accumulate_grad_hook(hook) for item in trained]
+
+    def begin(self, marks: Collection[MarkKey]) -> None:
+        self._of.clear()
+        for mark in marks:
+            self._of[mark.instruction].append(mark)
+
+    def computing(self, index: int) -> None:
+        self._raising = index
+        self._missing = {mark.index: self._counts[mark.index] for mark in self._of.get(index, ())}
+
+    def computed(self, index: int) -> None:
+        self._missing = {}
+        for mark in self._of.get(index, ()):
+            self._streams.happened(mark)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, piece: int) -> Callable[[torch.Tensor], None]:
+        def reached(_parameter: torch.Tensor) -> None:
+            if piece in self._missing:
+                self._missing[piece] -= 1
+                if not self._missing[piece]:
+                    self._streams.happened(MarkKey(self._raising, piece))
+
+        return reached

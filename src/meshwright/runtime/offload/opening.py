@@ -1,0 +1,103 @@
+"""A rank's host, put together: the pieces of what it updates, memory for them, states, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._guards import detect_fake_mode
+
+from meshwright.program import gradient_buckets, host_pieces
+from meshwright.runtime.exchange import BucketExchange, Exchange
+from meshwright.runtime.holding import Holding
+from meshwright.runtime.offload.drives import DriveFile
+from meshwright.runtime.offload.hosting import Readiness
+from meshwright.runtime.offload.memory import HostMemory
+from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
+from meshwright.runtime.offload.room import Needs, check_room, count_needs
+from meshwright.runtime.offload.shards import move_to_host, widen_gradients
+from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
+from meshwright.runtime.offload.streams import HostStreams
+from meshwright.spec.errors import PlanError
+from meshwright.spec.graph import Graph
+from meshwright.spec.offload_instructions import HostStep
+from meshwright.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """The pieces of a rank in its host's memory, what it needs there, and who says when something is ready."""
+
+    plan: Plan
+    pieces: list[HostedPiece]
+    memory: HostMemory
+    needs: Needs
+    readiness: Readiness
+    folder: Path
+
+    def make_states(self, optimizer: torch.optim.Optimizer | None) -> States:
+        """Where the optimizer's states will lie. Raises RunError for a folder that cannot take them."""
+        if self.plan.offload.optimizer == "host" or detect_fake_mode() is not None:
+            return StatesOnHost(optimizer, self.memory)
+        file = DriveFile(self.folder, self.needs.drive_bytes)
+        return StatesOnDrives(optimizer, self.memory, file, self.pieces)
+
+
+def take_to_host(
+    share: Holding,
+    exchange: Exchange | None,
+    updated: Mapping[int, torch.nn.Parameter],
+    complete: Callable[[], None],
+    device: torch.device,
+    folder: Path,
+) -> Hosted | None:
+    """What a rank updates, in its host's memory; None where its plan steps on the device. All call it together.
+
+    ``complete()`` sums up gradients of which the processes of a team have parts. Raises RunError for hosts or drives
+    without room.
+    """
+    plan = share.plan
+    if not isinstance(plan, Plan) or plan.offload.optimizer == "device":
+        return None
+    facts = _find_facts(share, plan, exchange, updated)
+    needs = count_needs(facts, plan)
+    if detect_fake_mode() is None:
+        check_room(needs, folder)
+    memory, numbers = HostMemory(device), plan.workload.numbers
+    if plan.exchange.zero >= 2 and numbers.gradients != numbers.values:
+        widen_gradients(share.modules, getattr(torch, numbers.gradients))
+    if plan.offload.parameters == "host" and device.type == "cpu" and detect_fake_mode() is None:
+        move_to_host(share.modules, memory)
+    pieces = [make_hosted(item, numbers, memory) for item in facts]
+    readiness = Readiness(pieces, HostStreams(device), find_partial(share.model.graph), complete)
+    return Hosted(plan=plan, pieces=pieces, memory=memory, needs=needs, readiness=readiness, folder=folder)
+
+
+def find_partial(graph: Graph) -> set[int]:
+    """The parameters of whose gradients the processes of a team have parts, which are summed before an update."""
+    return {item.tensor for item in graph.collectives if item.phase == "step"}
+
+
+def _find_facts(
+    share: Holding, plan: Plan, exchange: Exchange | None, updated: Mapping[int, torch.nn.Parameter]
+) -> list[PieceFacts]:
+    """The pieces whose steps the program has for this rank, in its order."""
+    if plan.exchange.partition_bytes:
+        raise PlanError(
+            f"The plan keeps {plan.offload.describe()}, and cuts buckets of gradients in parts (partition_bytes = "
+            f"{plan.exchange.partition_bytes}); such a plan can only be simulated. Leave partition_bytes out."
+        )
+    buckets = gradient_buckets(share.model.graph, plan)
+    assert exchange is None or isinstance(exchange, BucketExchange), "plans that flush sum buckets"
+    buffers = {item.index: item for item in exchange.filled} if exchange is not None else {}
+    exchanged = [(bucket, buffers[bucket.index]) for bucket in buckets if bucket.index in buffers]
+    items = [item.instruction for item in share.arranged["body"].beside]
+    order = [item.piece for item in items if isinstance(item, HostStep)]
+    every = host_pieces(share.model.graph, plan, buckets)
+    numbered = [(len(buckets) + place, piece) for place, piece in enumerate(every)]
+    unsummed = [(number, piece) for number, piece in numbered if number in order]
+    are_resident = plan.offload.parameters == "host"
+    found = {item.number: item for item in find_pieces(exchanged, unsummed, updated, are_resident=are_resident)}
+    return [found[number] for number in order]

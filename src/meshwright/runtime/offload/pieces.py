@@ -1,0 +1,224 @@
+"""The pieces of a rank's parameters that its host updates: what of them lies on the device and what on the host.
+
+A piece is what the program's `CopyDown`, `HostStep` and `CopyUp` name by its number: a bucket that is summed, of which
+a rank may have a part, or parameters that no bucket has (`program.offload`). On the host each has
+
+    gradients   flat, in their type: where they are copied to, and, with master weights, where the new parameters stand
+                that are copied from there
+    values      what the optimizer updates: a copy of the parameters, or their master weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from meshwright.program import Bucket, HostPiece
+from meshwright.runtime.exchange import BucketBuffer
+from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.offload.memory import HostMemory
+from meshwright.runtime.precisions import gradient_type
+from meshwright.runtime.sharded_optimizer import ShardedBucket
+from meshwright.spec.precision import Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceFacts:
+    """A piece before there is memory for it: its parameters by tensor id and where each begins among its ``size``.
+
+    ``flat_gradients`` and ``flat_values`` are where they lie one behind the other on the device. ``mark`` is the number
+    by which the program says that they are ready, if it is no bucket. Of one that ``is_resident`` parameters and
+    gradients lie on the host as they are.
+    """
+
+    number: int
+    stage: int
+    parameters: Mapping[int, torch.Tensor]
+    starts: Mapping[int, int]
+    size: int
+    flat_gradients: torch.Tensor | None = None
+    flat_values: torch.Tensor | None = None
+    mark: int = -1
+    is_resident: bool = False
+
+
+def find_pieces(
+    exchanged: Sequence[tuple[Bucket, BucketBuffer]],
+    unsummed: Sequence[tuple[int, HostPiece]],
+    updated: Mapping[int, torch.Tensor],
+    *,
+    are_resident: bool,
+) -> list[PieceFacts]:
+    """The pieces of a rank: of its buckets, and of those that are in none, by their numbers in the program.
+
+    ``are_resident``: parameters that are in no bucket lie on the host.
+    """
+    found = []
+    for bucket, buffer in exchanged:
+        own = {i: updated[i] for i in bucket.parameters if i in updated}
+        if not own:
+            continue
+        if isinstance(buffer, ShardedBucket):
+            origin = buffer.own_values.storage_offset()
+            starts = {i: item.storage_offset() - origin for i, item in own.items()}
+            flat, values, size = buffer.own_gradients, buffer.own_values, len(buffer.own_values)
+        else:
+            starts, size = _one_behind_the_other(own)
+            flat, values = buffer.flat[:size], None
+        found.append(
+            PieceFacts(
+                number=bucket.index,
+                stage=bucket.stages[0],
+                parameters=own,
+                starts=starts,
+                size=size,
+                flat_gradients=flat,
+                flat_values=values,
+            )
+        )
+    for number, piece in unsummed:
+        own = {i: updated[i] for i in piece.parameters}
+        starts, size = _one_behind_the_other(own)
+        found.append(
+            PieceFacts(
+                number=number,
+                stage=piece.stage,
+                parameters=own,
+                starts=starts,
+                size=size,
+                mark=piece.index,
+                is_resident=are_resident,
+            )
+        )
+    return found
+
+
+def _one_behind_the_other(own: Mapping[int, torch.Tensor]) -> tuple[dict[int, int], int]:
+    *starts, size = accumulate((own_part(item).numel() for item in own.values()), initial=0)
+    return dict(zip(own, starts, strict=True)), size
+
+
+@dataclass(slots=True)
+class HostedPiece:
+    """A piece with its memory; ``present`` are the parameters that had a gradient when they were copied down."""
+
+    facts: PieceFacts
+    gradients: torch.Tensor
+    values: torch.Tensor
+    leaving: torch.Tensor
+    hosted: dict[int, torch.nn.Parameter]
+    has_masters: bool
+    present: list[int] = field(default_factory=list)
+
+    def find_present(self) -> None:
+        """Note which parameters have a gradient."""
+        self.present = [i for i, item in self.facts.parameters.items() if item.grad is not None]
+
+    def copy_down(self) -> int:
+        """Gradients from the device to here; the bytes."""
+        facts = self.facts
+        self.find_present()
+        if facts.flat_gradients is not None:
+            self.gradients.copy_(facts.flat_gradients, non_blocking=True)
+            return self.gradients.nbytes
+        for i in self.present:
+            gradient = facts.parameters[i].grad
+            assert gradient is not None, "it was just there"
+            self._of(self.gradients, i).copy_(own_part(gradient), non_blocking=True)
+        return sum(self._of(self.gradients, i).nbytes for i in self.present)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients that there are, or room for them."""
+        if not self.facts.is_resident:
+            return self.gradients.nbytes
+        return sum(self._gradient(i).nbytes for i in self.present)
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply gradients on the host."""
+        gradients = [self._gradient(i) for i in self.present] if self.facts.is_resident else [self.gradients]
+        for item in gradients:
+            item.mul_(factor.to(item) if isinstance(factor, torch.Tensor) else factor)
+
+    def take_gradients(self) -> list[torch.nn.Parameter]:
+        """Give what the optimizer updates its gradients; the parameters that have one."""
+        found = [self.hosted[i] for i in self.present if i in self.hosted]
+        for i in self.present:
+            if i in self.hosted:
+                self.hosted[i].grad = self._gradient(i).to(self.hosted[i].dtype)
+        return found
+
+    def _gradient(self, tensor: int) -> torch.Tensor:
+        if not self.facts.is_resident:
+            return self._of(self.gradients, tensor)
+        gradient = self.facts.parameters[tensor].grad
+        assert gradient is not None, "others are not present"
+        return own_part(gradient)
+
+    def narrow(self) -> None:
+        """Write the parameters that leave, where they are no values themselves."""
+        if self.has_masters and self.facts.is_resident:
+            for i, item in self.facts.parameters.items():
+                own_part(item.detach()).copy_(self._of(self.values, i))
+        elif self.has_masters:
+            self.leaving.copy_(self.values)
+
+    def copy_up(self) -> int:
+        """New parameters to the device; the bytes."""
+        facts = self.facts
+        if facts.flat_values is not None:
+            facts.flat_values.copy_(self.leaving, non_blocking=True)
+            return self.leaving.nbytes
+        for i, item in facts.parameters.items():
+            own_part(item.detach()).copy_(self._of(self.leaving, i), non_blocking=True)
+        return self.leaving.nbytes
+
+    def read_values(self) -> None:
+        """Take the parameters as what the optimizer goes on with."""
+        if self.facts.is_resident and not self.has_masters:
+            return
+        for i, item in self.facts.parameters.items():
+            self._of(self.values, i).copy_(own_part(item.detach()))
+
+    def place_values(self, values: torch.Tensor) -> None:
+        """Let the optimizer update other memory, or, of no elements, none."""
+        self.values = values
+        for i, item in self.hosted.items():
+            item.data = self._of(values, i) if values.numel() else values
+
+    def shape_of(self, tensor: int) -> torch.Size:
+        """The shape of what the rank has of a parameter."""
+        return own_part(self.facts.parameters[tensor].detach()).shape
+
+    def _of(self, flat: torch.Tensor, tensor: int) -> torch.Tensor:
+        item, start = own_part(self.facts.parameters[tensor].detach()), self.facts.starts[tensor]
+        return flat[start : start + item.numel()].view(item.shape)
+
+
+def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory) -> HostedPiece:
+    """A piece in the memory of the host, with the values of the device."""
+    first = next(iter(facts.parameters.values()))
+    is_narrow = bool(numbers.master) and first.dtype is not getattr(torch, numbers.master)
+    is_narrow = is_narrow and first.dtype is getattr(torch, numbers.values)
+    dtype = getattr(torch, numbers.master) if is_narrow else first.dtype
+    if facts.is_resident:
+        gradients = torch.empty(0, dtype=gradient_type(first))
+        values = memory.empty(facts.size if is_narrow else 0, dtype)
+        leaving = values
+    else:
+        gradients = memory.empty(facts.size, gradient_type(first), copied=True)
+        values = memory.empty(facts.size, dtype, copied=not is_narrow)
+        leaving = gradients.view(first.dtype)[: facts.size] if is_narrow else values
+    found = HostedPiece(
+        facts=facts, gradients=gradients, values=values, leaving=leaving, hosted={}, has_masters=is_narrow
+    )
+    values.zero_()
+    found.read_values()
+    for i, item in facts.parameters.items():
+        own = found._of(values, i) if len(values) else own_part(item.detach())
+        if item.requires_grad and own.numel():
+            found.hosted[i] = torch.nn.Parameter(own)
+    return found

@@ -1,0 +1,200 @@
+"""What goes on beside a rank's computations on its host: one thread for each stream of the program.
+
+A thread takes the instructions of its stream in order. Each waits for what it depends on: instructions of other streams
+here, computations that the executor says have `happened` or marks that they raised, and works that it `issued`. So
+nothing holds up the thread that issues computations until it needs what was made. On a GPU a thread has a CUDA stream
+of its own, in which it copies; an instruction is done when its copies are.
+
+Fake tensors, of a dry run, belong to one thread: there instructions run when something waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from queue import SimpleQueue
+
+import torch
+from torch._guards import detect_fake_mode
+
+from meshwright.runtime.pending import Work
+from meshwright.runtime.rank_program import HostItem, MarkKey
+from meshwright.spec.errors import RunError
+from meshwright.spec.instructions import Instruction
+
+# Does an instruction; returns the bytes that it moved.
+Act = Callable[[], int]
+
+
+class _Signal:
+    """Something of the executor's that may be waited for: set once, with works and a moment of a GPU's stream."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._works: Sequence[Work] = ()
+        self._moment: torch.cuda.Event | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def set(self, works: Sequence[Work] = (), moment: torch.cuda.Event | None = None) -> None:
+        if not self._event.is_set():
+            self._works, self._moment = works, moment
+            self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+        for work in self._works:
+            work.wait()
+        if self._moment is not None:
+            self._moment.wait()
+
+
+class _WaitedOnce:
+    """Work that several threads wait for: gloo copies a scattered sum into its place again with every wait."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+
+
+class HostWork:
+    """An instruction under way; ``span`` is when it was done, by this process's clock, once it is."""
+
+    def __init__(self, item: HostItem, act: Act, streams: HostStreams) -> None:
+        self.item, self._act, self._streams = item, act, streams
+        self.awaits: list[_Signal | HostWork] = []
+        self.span: tuple[int, int] | None = None
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it is done."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Come back when it is done. Raises what went wrong with it, or with what it needs."""
+        self._streams.run_until(self)
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def run(self, stream: torch.cuda.Stream | None) -> None:
+        """Do it, behind what it waits for."""
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+                for awaited in self.awaits:
+                    awaited.wait()
+                if self._streams.is_closed:
+                    raise RunError("The session was closed while its host was at work. Call nothing behind `close`.")
+                start = time.perf_counter_ns()
+                moved = self._act()
+                if stream is not None:
+                    stream.synchronize()
+                self.span = start, time.perf_counter_ns()
+                self._streams.moved.append((self.item.instruction, moved))
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+
+class HostStreams:
+    """The streams of a rank's host. ``moved``: of the last section what was done, as it ended, and bytes of each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.moved: list[tuple[Instruction, int]] = []
+        self.is_closed = False
+        self._is_inline = detect_fake_mode() is not None
+        self._queues: dict[int, SimpleQueue[HostWork | None]] = {}
+        self._inline: dict[int, deque[HostWork]] = {}
+        self._signals: dict[int | MarkKey, _Signal] = {}
+
+    def begin(self, items: Iterable[tuple[HostItem, Act]], more: Mapping[int, Collection[int]]) -> dict[int, HostWork]:
+        """Take up the instructions of a section; the work of each, by its id.
+
+        ``more``: what instructions wait for besides, as ids that `happened` is called with.
+        """
+        self.moved = []
+        self._signals = {}
+        works = {item.index: HostWork(item, act, self) for item, act in items}
+        for index, work in works.items():
+            awaited: tuple[int | MarkKey, ...] = (*work.item.awaits, *work.item.marks, *more.get(index, ()))
+            for key in awaited:
+                found = works.get(key) if isinstance(key, int) else None
+                work.awaits.append(found or self._signals.setdefault(key, _Signal()))
+        for work in works.values():
+            self._take(work)
+        return works
+
+    def happened(self, key: int | MarkKey) -> None:
+        """A computation was issued to its end, or raised a mark."""
+        if (signal := self._signals.get(key)) is not None:
+            signal.set(moment=self._moment())
+
+    def issued(self, index: int, works: Sequence[Work]) -> Sequence[Work]:
+        """Something was issued that goes on by itself; what others are to wait for in place of it."""
+        if (signal := self._signals.get(index)) is None:
+            return works
+        if self._device.type != "cuda":
+            works = [_WaitedOnce(work) for work in works]
+        signal.set(works)
+        return works
+
+    def run_until(self, work: HostWork) -> None:
+        """Where nothing runs by itself: do what can be done, until some work is."""
+        while self._is_inline and not work.is_set:
+            ready = [
+                queue.popleft()
+                for queue in self._inline.values()
+                if queue and all(awaited.is_set for awaited in queue[0].awaits)
+            ]
+            if not ready:
+                raise RunError(f"{work.item.instruction} waits for what never comes. Please report it with the plan.")
+            for each in ready:
+                each.run(None)
+
+    def close(self) -> None:
+        """End the threads; what is still waiting is given up."""
+        self.is_closed = True
+        for signal in self._signals.values():
+            signal.set()
+        for queue in self._queues.values():
+            queue.put(None)
+
+    def _take(self, work: HostWork) -> None:
+        stream = work.item.stream
+        if self._is_inline:
+            self._inline.setdefault(stream, deque()).append(work)
+            return
+        if stream not in self._queues:
+            self._queues[stream] = SimpleQueue()
+            threading.Thread(
+                target=_serve, args=(self._queues[stream], self._device), name=work.item.name, daemon=True
+            ).start()
+        self._queues[stream].put(work)
+
+    def _moment(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda" or self._is_inline:
+            return None
+        moment = torch.cuda.Event()
+        moment.record()
+        return moment
+
+
+def _serve(queue: SimpleQueue[HostWork | None], device: torch.device) -> None:
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    while (work := queue.get()) is not None:
+        work.run(stream)

@@ -1,0 +1,115 @@
+"""Updates on the host: the optimizer over pieces whose gradients came down, with the states that are at hand.
+
+It is the user's own optimizer, over the host's copies of the parameters or their master weights. Where torch has one
+fused pass over the elements on a processor, it takes that, unless the user chose otherwise. Gradients on the device stay
+as they were summed: what they are to be multiplied with, to clip them or to take a scale back, is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.runtime.offload.pieces import HostedPiece
+from meshwright.runtime.offload.states import States
+from meshwright.runtime.precisions import Masters
+from meshwright.runtime.stage_steps import StageSteps
+
+# Optimizers that torch runs in one pass on processors (torch.optim: `fused`).
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+class HostedValues(Masters):
+    """What the optimizer updates lies on the host: ``updated`` has it by tensor id, of trained parameters."""
+
+    def __init__(self, parameters: Mapping[int, torch.nn.Parameter], pieces: Sequence[HostedPiece]) -> None:
+        self._pieces = pieces
+        hosted = {i: item for piece in pieces for i, item in piece.hosted.items()}
+        trained = {i for piece in pieces for i in piece.facts.parameters}
+        # Of a part without elements nothing is updated.
+        self.updated = {i: hosted.get(i, item) for i, item in parameters.items() if i in hosted or i not in trained}
+        self.masters = {}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Master weights by tensor id; none where parameters are all there is."""
+        return {
+            str(i): item.detach() for piece in self._pieces if piece.has_masters for i, item in piece.hosted.items()
+        }
+
+    def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `state`, and from the parameters on the device where there are no masters."""
+        for piece in self._pieces:
+            if not piece.has_masters:
+                piece.read_values()
+                continue
+            values = torch.zeros(piece.facts.size, dtype=piece.values.dtype)
+            piece.place_values(values)
+            for i, item in piece.hosted.items():
+                item.data.copy_(state[str(i)])
+
+
+class HostSteps(StageSteps):
+    """Called with a stage, clears its gradients, for its pieces were updated: `update` does that, one by one."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        *given: Any,
+        pieces: Sequence[HostedPiece],
+        make_states: Callable[[torch.optim.Optimizer | None], States],
+        **named: Any,
+    ) -> None:
+        super().__init__(optimizer, *given, **named)
+        use_fused(optimizer)
+        self._pieces, self.states = pieces, make_states(optimizer)
+
+    def __call__(self, stage: int) -> None:
+        """Count an update of a stage, and clear its gradients."""
+        self._num_updates[stage] += not (self._scale is not None and self._scale.skips())
+        for parameter in self._of_stage[stage]:
+            parameter.grad = None
+
+    def update(self, piece: HostedPiece) -> int:
+        """Update a piece; the bytes of its gradients."""
+        inverse = self._scale.inverse if self._scale is not None else 1.0
+        is_left_out = self._scale is not None and self._scale.skips()
+        if not is_left_out and self._optimizer is not None:
+            if piece.facts.is_resident:
+                piece.find_present()
+            if inverse != 1.0:
+                piece.scale(inverse)
+            if self._clip is not None:
+                piece.scale(self._clip())
+            chosen = piece.take_gradients()
+            if chosen:
+                self._optimizer.step()
+            for parameter in chosen:
+                parameter.grad = None
+            self.states.stepped(piece)
+        piece.narrow()
+        return piece.num_bytes
+
+    def state(self) -> dict[str, Any]:
+        """As of steps on the device; of states on drives, tensors that are read from there when they are looked at."""
+        with self.states.at_hand(self._pieces):
+            return super().state()
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`, behind what the device has."""
+        super().take_state(state)
+        for piece in self._pieces:
+            self.states.stepped(piece)
+            self.states.write(piece)
+
+
+def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let an optimizer go over elements on processors once, if it can and nothing else was chosen."""
+    if type(optimizer) not in _FUSED:
+        return
+    for group in optimizer.param_groups:
+        given = [group.get(name) for name in ("fused", "foreach", "differentiable", "capturable")]
+        real = all(item.is_floating_point() and type(item.data) is torch.Tensor for item in group["params"])
+        if not any(given) and group.get("fused") is None and real:
+            group["fused"] = True

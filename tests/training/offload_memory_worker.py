@@ -1,0 +1,88 @@
+"""Two ranks of `test_offload_memory`: what their devices hold at the peak of a few steps, and what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from meshwright.simulator import simulate_plan
+from meshwright.spec import (
+    GradientExchange,
+    Nvme,
+    Offload,
+    Optimizer,
+    Plan,
+    StagePlan,
+    Workload,
+    load_cluster,
+    load_shipped_graph,
+    write_document,
+)
+from meshwright.spec.recompute import recompute_choices
+from meshwright.training.peak_memory import measure_rank_peak
+from tests.rank_results import write_results
+
+HOST, NVME = Offload(optimizer="host"), Offload(optimizer="nvme")
+AWAY = Offload(optimizer="host", parameters="host")
+REPLICAS, PIPELINE = ((0, 1),), ((0,), (1,))
+# Model, replicas of stages, ZeRO stage, what is kept away, optimizer, whether blocks are computed again.
+CASES = {
+    "host": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", False),
+    "host momentum": ("llama-tiny", PIPELINE, 0, HOST, "sgd", False),
+    "host again": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", True),
+    "drives": ("llama-tiny", PIPELINE, 0, NVME, "adamw", False),
+    "drives convolutions": ("vgg-tiny", PIPELINE, 0, NVME, "adamw", False),
+    "parameters": ("gpt-tiny", REPLICAS, 3, AWAY, "adamw", False),
+}
+
+
+def cluster_with_host():
+    """Two processors with drives and a memory beside them that is described."""
+    cluster = load_cluster("2xcpu")
+    drives = Nvme(capacity_bytes=10**11, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+    described = {"host_memory_bandwidth_bytes_per_s": 14e9, "nvme": drives}
+    return replace(cluster, nodes=tuple(replace(node, **described) for node in cluster.nodes))
+
+
+def plan_of(case, cluster):
+    model, ranks, zero, offload, optimizer, again = CASES[case]
+    graph = load_shipped_graph(model)
+    count = len(graph.layers)
+    bounds = [count * place // len(ranks) for place in range(len(ranks) + 1)]
+    return Plan(
+        model=model,
+        graph_hash=graph.content_hash,
+        cluster=str(cluster),
+        workload=Workload(global_batch=8, optimizer=Optimizer(kind=optimizer, momentum=optimizer == "sgd")),
+        stages=tuple(
+            StagePlan(start=start, stop=stop, ranks=own)
+            for start, stop, own in zip(bounds[:-1], bounds[1:], ranks, strict=True)
+        ),
+        num_microbatches=4,
+        recompute=recompute_choices(graph)["full"] if again else (),
+        exchange=GradientExchange(zero=zero, bucket_bytes=2**18),
+        offload=offload,
+    )
+
+
+def find(folder):
+    torch.set_default_dtype(torch.float32)
+    path = folder / "cluster.json"
+    if dist.get_rank() == 0:
+        write_document(cluster_with_host(), path)
+    dist.barrier()
+    found = {}
+    for case in CASES:
+        plan = plan_of(case, path)
+        own = measure_rank_peak(plan)
+        every = [None, None]
+        dist.all_gather_object(every, own)
+        predicted = simulate_plan(plan, load_shipped_graph(plan.model), load_cluster(path)).peak_memory_bytes
+        found[case] = [every, list(predicted)]
+    return found
+
+
+if __name__ == "__main__":
+    write_results(find)
