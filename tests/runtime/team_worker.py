@@ -89,6 +89,7 @@ def train(captured, loops, layout):
     losses.add(num_steps - 1, session.finish())
     losses.finish()
     found = gather_state(case.model, session)
+    everywhere = put_together(exchanged, session)
     session.close()
     case.model.load_state_dict(loops.state)
     if found is None:
@@ -103,7 +104,7 @@ def train(captured, loops, layout):
     else:
         wanted, wanted_losses = train_serially(model, stream, optimizer, max_norm)
     found = errors(found, wanted, loops.state, losses.known, wanted_losses)
-    return found | {"exchanged": exchanged, "expected": expected}
+    return found | {"exchanged": everywhere, "expected": expected}
 
 
 KINDS = {
@@ -122,10 +123,12 @@ def recorded(into):
     def noting(name):
         def call(*given, **options):
             tensors = [item for item in (*given, *options.values()) if isinstance(item, torch.Tensor)]
-            full = max(tensors, key=torch.numel)
+            # Of an all-to-all what this process hands in: what comes out depends on routers.
+            full = tensors[1] if name == "all_to_all_single" else max(tensors, key=torch.numel)
             # How many targets count is a number that the local graph does not list.
             if full.numel() > 1:
-                into.append([KINDS[name], full.numel() * full.element_size()])
+                group = dist.get_process_group_ranks(options.get("group"))
+                into.append([KINDS[name], full.numel() * full.element_size(), group])
             return kept[name](*given, **options)
 
         return call
@@ -139,16 +142,32 @@ def recorded(into):
             setattr(dist, name, function)
 
 
+def put_together(exchanged, session):
+    """What this process calls, with what all processes of a group hand to their all-to-alls together."""
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, exchanged)
+    kinds = [[kind for kind, *_ in each] for each in lists]
+    found = []
+    for place, (kind, num_bytes, group) in enumerate(exchanged):
+        if kind == "all_to_all":
+            assert {kinds[process][place] for process in group} == {kind}
+            num_bytes = sum(lists[process][place][1] for process in group)
+        found.append([kind, num_bytes, group])
+    return found
+
+
 def expected_collectives(session):
     """What the local graph lists for a step of one stage that runs each microbatch forward and at once backward."""
     graph, plan = session.graph, session.model.plan
 
     def listed(phase):
         items = [item for item in graph.collectives if item.phase == phase]
-        return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8)] for item in items]
+        groups = {axis: list(found.ranks) for axis, found in session.grid.axes.items()}
+        return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8), groups[item.axis]] for item in items]
 
     inside = (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
-    return inside or expected_of_replicas(session)
+    replicas = [session.grid.process_of(rank) for rank in plan.stages[0].ranks]
+    return inside or [[*item, replicas] for item in expected_of_replicas(session)]
 
 
 def expected_of_replicas(session):
