@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The label of the sorted choices, and of the experts that they are sorted by.
 ROWS = "rows"
-PRODUCTS = ("grouped_mm_fallback", "_grouped_mm", "grouped_mm")
+PRODUCTS = ("grouped_mm", "_grouped_mm")
 _SAME = ("to", "_to_copy", "clone", "contiguous", "alias", "detach")
 _COUNTS = ("histc", "bincount")
 _BLANK = ("empty_like", "zeros_like")
