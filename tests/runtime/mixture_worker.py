@@ -32,9 +32,7 @@ _LAYOUTS = (
     ((1,), "expert-tensor"),
     ((2,), f"expert{ZERO}3"),
 )
-CASES = [
-    TeamLayout(stages, "1f1b", split, optimizer) for stages, split in _LAYOUTS for optimizer in sorted(OPTIMIZERS)
-]
+CASES = [TeamLayout(stages, "1f1b", split, optimizer) for stages, split in _LAYOUTS for optimizer in sorted(OPTIMIZERS)]
 # Always tried: every layout of one model or another.
 MAIN = {
     "mixtral": CASES[0::2],

@@ -151,8 +151,10 @@ def put_together(exchanged, session):
     for place, (kind, num_bytes, group) in enumerate(exchanged):
         if kind == "all_to_all":
             assert {kinds[process][place] for process in group} == {kind}
-            num_bytes = sum(lists[process][place][1] for process in group)
-        found.append([kind, num_bytes, group])
+            handed_in = [lists[process][place][1] for process in group]
+            found.append([kind, sum(handed_in), group])
+        else:
+            found.append([kind, num_bytes, group])
     return found
 
 

@@ -253,7 +253,8 @@ def _op_names(ops: Sequence[OpRow]) -> list[str]:
     names = []
     for row in ops:
         kind = kind_of(row.node)
-        short = kind.split(".")[1] if kind.startswith(("aten.", "meshwright.")) else kind.replace("::", ".").removesuffix(".default")
+        own = kind.startswith(("aten.", "meshwright."))
+        short = kind.split(".")[1] if own else kind.replace("::", ".").removesuffix(".default")
         names.append(f"{short}_{counts[short]}")
         counts[short] += 1
     return names

@@ -1,4 +1,4 @@
-"""Grouped products as one operator, ``meshwright::grouped_mm``: for every device and type, and for tensors without data.
+"""Grouped products as one operator, ``meshwright::grouped_mm``: for every device and type, with or without data.
 
     rows (S, K), sorted by group; matrices (G, K, N); ends (G), where the rows of each group end → (S, N)
 
@@ -18,7 +18,8 @@ import torch
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 _LIBRARY.define("grouped_mm_backward(Tensor rows, Tensor matrices, Tensor ends, Tensor gradient) -> (Tensor, Tensor)")
-# Of NVIDIA's GPUs the kernel serves compute capability 8.0 and newer, on 16-byte boundaries (torch 2.13, GroupedBlas.cpp).
+# Of NVIDIA's GPUs the kernel serves compute capability 8.0 and newer, and strides of 16 bytes (torch 2.13,
+# GroupedBlas.cpp).
 _CAPABILITY, _ALIGNMENT = (8, 0), 16
 _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,7 +113,5 @@ def _looks(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> to
 
 
 @torch.library.register_fake("meshwright::grouped_mm_backward", lib=_LIBRARY)
-def _backward_looks(
-    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward_looks(rows: torch.Tensor, matrices: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.new_empty(rows.shape), matrices.new_empty(matrices.shape)

@@ -3,8 +3,8 @@
 A task is to such a model what a shape is to a model of the zoo: sizes that `replace` changes, a batch, a loss, and
 `build`. Losses are cross-entropies of the output's ``logits``, over all tokens for text, over the classes otherwise;
 they are computed outside of the module, in its own precision. What routers of experts add to it (``aux_loss``) is in it
-where the configuration says ``output_router_logits``, at its ``router_aux_loss_coef``, as transformers adds it. Source of the rules per task: the documentation of the
-classes in transformers 5, and the papers named below.
+where the configuration says ``output_router_logits``, at its ``router_aux_loss_coef``, as transformers adds it. Source
+of the rules per task: the documentation of the classes in transformers 5, and the papers named below.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Grouped products: what of a graph computes on the choices of a router, sorted by expert.
 
 A mixture without capacity computes every matrix of its experts by one product (torch's ``_grouped_mm``; transformers,
-torchtitan): of T tokens with k choices each, the S = k·T choices are sorted by expert, and ``ends`` tells where the rows
-of each expert end.
+torchtitan): of T tokens with k choices each, the S = k·T choices are sorted by expert, and ``ends`` tells where the
+rows of each expert end.
 
     ids (S)  ─sort─▶ sorted ids, order ;   tokens[order // k] ─▶ rows (S, ·) ;   histogram(ids) ─cumsum─▶ ends (E)
     rows ─grouped product(matrices, ends)─▶ ... ─grouped product─▶ rows ;   rows[inverse of order] ─▶ choices

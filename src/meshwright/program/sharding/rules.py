@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.absorb import is_absorbed
 from meshwright.program.sharding.dims import Split, find_label
+from meshwright.program.sharding.experts import check_experts
 from meshwright.program.sharding.facts import UNEVEN_FROM, divides
 from meshwright.program.sharding.grouped import ROWS
 from meshwright.program.sharding.propagate import arriving, follow
@@ -166,10 +167,11 @@ class ExpertRule(_OwnFirst):
         graph = facts.graph
         counts = {mixture.module: mixture.num_experts for mixture in facts.mixtures}
         for index, op in enumerate(graph.ops):
-            counts |= {op.module or op.name: size for _, size in _expert_labels(facts, index)}
+            for _, size in _expert_labels(facts, index):
+                counts[op.module or op.name] = size
         if not (counts or self.own):
             raise PlanError(
-                f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has no experts: no grouped "
+                f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has none: no grouped "
                 "product, and no batched product with a matrix per expert. Choose 1, or placements of its tables."
             )
         for module, count in counts.items():
@@ -191,16 +193,6 @@ class ExpertRule(_OwnFirst):
         weights = arriving(state, index)
         return max(
             weights, key=lambda split: (_is_over_samples(state.facts, index, split), weights[split]), default=None
-        )
-
-
-def check_experts(size: int, module: str, num_experts: int) -> None:
-    """Raise PlanError for experts of a module that ``size`` ranks of the expert axis do not divide."""
-    if num_experts % size:
-        few = f"fewer experts than ranks: {num_experts}" if num_experts < size else f"{num_experts} experts"
-        raise PlanError(
-            f"expert = {size} lays experts out over ranks, but {module!r} has {few}; expected a number that it divides. "
-            f"Choose a divisor of {num_experts}."
         )
 
 

@@ -99,7 +99,7 @@ def with_samples(graph: Graph, factor: int) -> Graph:
 
 
 def _with_samples(op: Op, scaled: Callable[[Extent], Extent]) -> Op:
-    """The op with the FLOPs of all samples, and with numbers that count them; sizes of its results are those it makes."""
+    """The op with the FLOPs of all samples, and with numbers that count them."""
     numbers = tuple(
         (name, str(scaled(Extent.decode_scalar(text))) if name in _VALUES and _COUNTS_SAMPLES.fullmatch(text) else text)
         for name, text in op.attributes

@@ -24,6 +24,7 @@ from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
 from meshwright.runtime.teams.grouped import arranging_module
+from meshwright.runtime.teams.modules import Empty, Fed, Plain
 from meshwright.runtime.teams.operators import (
     BIASES,
     AddOnce,
@@ -206,7 +207,7 @@ class LocalModel:
     def _stand_in(self, index: int) -> torch.nn.Module:
         made = [self.graph.tensors[i] for i in self.graph.ops[index].outputs]
         shapes = [tuple(extent.at(self.plan.microbatch_size) for extent in tensor.shape) for tensor in made]
-        return _Empty(shapes, [getattr(torch, tensor.dtype) for tensor in made], self.device)
+        return Empty(shapes, [getattr(torch, tensor.dtype) for tensor in made], self.device)
 
     def _module_of(self, index: int) -> torch.nn.Module | None:
         """What computes an op otherwise than torch's operator on local tensors does."""
@@ -229,7 +230,7 @@ class LocalModel:
                 continue
             make = _special(self.graph, op, group, self.sharded.layouts[axis])
             if make is not None:
-                made = make(made or _Plain(self.graph, index, self.plan.microbatch_size, self.device))
+                made = make(made or Plain(self.graph, index, self.plan.microbatch_size, self.device))
         return made
 
     def _conversion(self, index: int, op: Op) -> Convert:
@@ -267,7 +268,7 @@ class LocalModel:
         feeds = tuple(dict.fromkeys(i for i in op.inputs if self.whole.tensors[i].role in ("activation", "input")))
         size = self.whole.batch_size or self.plan.microbatch_size
         made = part(self.captured, feeds, op.outputs, batch_size=size, ops=[index], device=self.device)
-        return _Fed(made, tuple(op.inputs.index(i) for i in feeds), is_single=len(op.outputs) == 1)
+        return Fed(made, tuple(op.inputs.index(i) for i in feeds), is_single=len(op.outputs) == 1)
 
     def _cross_entropy(self, op: Op) -> torch.nn.Module | None:
         layouts = self.sharded.layouts
@@ -374,40 +375,3 @@ def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
     others = [i for i, part in zip(op.inputs, is_part, strict=True) if not part]
     is_scaled = is_part.count(True) == 1 and (is_part[0] or name.startswith("mul"))
     return is_scaled and not any(graph.tensors[i].requires_grad for i in others)
-
-
-class _Plain(torch.nn.Module):
-    """An op as torch has it, called with its inputs."""
-
-    def __init__(self, graph: Graph, index: int, batch_size: int, device: torch.device) -> None:
-        super().__init__()
-        op = graph.ops[index]
-        feeds = tuple(dict.fromkeys(op.inputs))
-        self._places = tuple(op.inputs.index(i) for i in feeds)
-        self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={}, device=device)
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
-        return found[0]
-
-
-class _Fed(torch.nn.Module):
-    """A part of the captured model, called with some of an op's inputs."""
-
-    def __init__(self, made: torch.nn.Module, places: tuple[int, ...], *, is_single: bool) -> None:
-        super().__init__()
-        self._made, self._places, self._is_single = made, places, is_single
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = self._made(*(given[place] for place in self._places))
-        return found[0] if self._is_single else found
-
-
-class _Empty(torch.nn.Module):
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        super().__init__()
-        self._looks, self._device = tuple(zip(shapes, dtypes, strict=True)), device
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:  # noqa: ARG002 - only shapes count
-        made = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._looks)
-        return made[0] if len(made) == 1 else made
