@@ -79,6 +79,7 @@ UNARY = {
     "detach": torch.detach,
     "zeros_like": torch.zeros_like,
     "ones_like": torch.ones_like,
+    "empty_like": torch.empty_like,
     "dropout": lambda x: F.dropout(x, 0.5, training=True),
 }
 CASES = (
@@ -169,4 +170,12 @@ CASES = (
     case("triu.default", torch.triu, X),
     case("pad.default", lambda x: F.pad(x, (1, 1)), X, pad=[1, 1]),
     case("new_zeros.default", lambda x: x.new_zeros(8, 16), X, size=[8, 16]),
+    case("new_empty.default", lambda x: x.new_empty(8, 16, 48), X, size=[8, 16, 48]),
+    case("new_ones.default", lambda x: x.new_ones(8, 16, 48), X, size=[8, 16, 48]),
+    case("bitwise_not.default", torch.bitwise_not, X, booleans=(0,)),
+    case("floor_divide.default", lambda x: x // 2, X, integers=(0,), other=2),
+    case("max.dim", lambda x: x.max(-1, keepdim=True), X, dim=-1, keepdim=True),
+    case("min.dim", lambda x: x.min(1, keepdim=True), X, dim=1, keepdim=True),
+    case("histc.default", lambda x: torch.histc(x, bins=8, min=0, max=7), (64,), bins=8, max=7),
+    case("bincount.default", lambda x: torch.bincount(x, minlength=8), (64,), integers=(0,), minlength=8),
 )

@@ -43,6 +43,9 @@ OURS = {
     "tril": "DTensor's samples of matrices: not registered",
     "triu": "as tril",
     "new_zeros": "made where it is needed; DTensor asks the tensor that it is called on",
+    "new_empty": "beside the tensor that it is called on; DTensor knows its own size alone",
+    "new_ones": "as new_empty",
+    "bincount": "counts of parts add up, as those of histc; DTensor has none",
 }
 # What DTensor splits and we do not, and why not.
 THEIRS = {
@@ -53,6 +56,8 @@ THEIRS = {
     "expand_as": "as type_as",
     "broadcast_tensors": "outputs that lie each as its own input",
     "new_zeros": "as type_as",
+    "new_empty": "as type_as",
+    "new_ones": "as type_as",
 }
 
 

@@ -92,6 +92,13 @@ class Delayed:
         self.history[stage].append(self.of_stage(stage))
 
 
+def call(model, inputs, rows):
+    """The model's outputs for some rows of a batch of positional or keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**{name: x[rows] for name, x in inputs.items()})
+    return model(*(x[rows] for x in inputs))
+
+
 class Stream:
     """Minibatches of all batches, one behind the other, with their seeds; batch-norm statistics of replica 0."""
 
@@ -114,7 +121,7 @@ class Stream:
         rows = slice(place * self.size, (place + 1) * self.size)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         torch.manual_seed(self.seed_of(step, place))
-        value = run(lambda call: self.loss(call(*(x[rows] for x in inputs)), *(y[rows] for y in targets)))
+        value = run(lambda compute: self.loss(call(compute, inputs, rows), *(y[rows] for y in targets)))
         for name, buffer in model.named_buffers():
             if m % self.turns.get(name, 1):
                 buffer.copy_(before[name])

@@ -24,6 +24,7 @@ from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, read_re
 from meshwright.training.state import gather_state
 from tests.processes import fork_prepared
 from tests.runtime.cases import FEW, MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
+from tests.runtime.delayed import call
 from tests.runtime.matrix import cases_of_run
 from tests.runtime.models import MODELS
 
@@ -122,13 +123,6 @@ def serial_reference(case, state, batches, replicas, optimizer_name, num_microba
         optimizer.zero_grad()
         losses.append(total)
     return model.state_dict(), losses
-
-
-def call(model, inputs, rows):
-    """The model's outputs for some rows of a batch of positional or keyword arguments."""
-    if isinstance(inputs, dict):
-        return model(**{name: x[rows] for name, x in inputs.items()})
-    return model(*(x[rows] for x in inputs))
 
 
 def relative_error(found, wanted):

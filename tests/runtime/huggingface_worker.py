@@ -13,7 +13,7 @@ from tests.runtime.equality_worker import run_models
 from tests.runtime.models import Case
 
 CONFIGS = Path(__file__).resolve().parents[1] / "zoo" / "configs"
-NUM_SAMPLES = 40
+NUM_SAMPLES = 60
 
 
 def load(name, length=None):

@@ -128,6 +128,7 @@ def train(captured, loops, layout):
     done = session.hosting.moved if session.hosting is not None else []
     hosted = {"done_by_host": of_streams(done), "asked_of_host": asked_of_host(session)}
     found = gather_state(case.model, session)
+    everywhere = put_together(exchanged, session)
     session.close()
     case.model.load_state_dict(loops.state)
     if found is None:
@@ -142,7 +143,7 @@ def train(captured, loops, layout):
     else:
         wanted, wanted_losses = train_serially(model, stream, optimizer, max_norm)
     found = errors(found, wanted, loops.state, losses.known, wanted_losses)
-    return found | {"exchanged": exchanged, "expected": expected} | hosted
+    return found | {"exchanged": everywhere, "expected": expected} | hosted
 
 
 def of_streams(moved):
@@ -181,10 +182,12 @@ def recorded(into):
     def noting(name):
         def call(*given, **options):
             tensors = [item for item in (*given, *options.values()) if isinstance(item, torch.Tensor)]
-            full = max(tensors, key=torch.numel)
+            # Of an all-to-all what this process hands in: what comes out depends on routers.
+            full = tensors[1] if name == "all_to_all_single" else max(tensors, key=torch.numel)
             # How many targets count is a number that the local graph does not list.
             if full.numel() > 1:
-                into.append([KINDS[name], full.numel() * full.element_size()])
+                group = dist.get_process_group_ranks(options.get("group"))
+                into.append([KINDS[name], full.numel() * full.element_size(), group])
             return kept[name](*given, **options)
 
         return call
@@ -198,13 +201,30 @@ def recorded(into):
             setattr(dist, name, function)
 
 
+def put_together(exchanged, session):
+    """What this process calls, with what all processes of a group hand to their all-to-alls together."""
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, exchanged)
+    kinds = [[kind for kind, *_ in each] for each in lists]
+    found = []
+    for place, (kind, num_bytes, group) in enumerate(exchanged):
+        if kind == "all_to_all":
+            assert {kinds[process][place] for process in group} == {kind}
+            handed_in = [lists[process][place][1] for process in group]
+            found.append([kind, sum(handed_in), group])
+        else:
+            found.append([kind, num_bytes, group])
+    return found
+
+
 def expected_collectives(session):
     """What the local graph lists for a step of one stage that runs each microbatch forward and at once backward."""
     graph, plan = session.graph, session.model.plan
 
     def listed(phase):
         items = [item for item in graph.collectives if item.phase == phase]
-        return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8)] for item in items]
+        groups = {axis: list(found.ranks) for axis, found in session.grid.axes.items()}
+        return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8), groups[item.axis]] for item in items]
 
     inside = (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
     if graph.recompute and inside:
@@ -218,33 +238,38 @@ def expanded(session):
     expansion = Expansion(plan, graph, slice_graph(graph, plan.bounds), 0)
     given = {"microbatch": 0, "stage": 0}
     found = [item for made in (Forward, Backward) for item in expansion.expand(made(**given))]
-    return [[item.kind, item.num_bytes] for item in found]
+    return [[item.kind, item.num_bytes, list(session.grid.axes[item.axis].ranks)] for item in found]
 
 
 def expected_of_replicas(session):
     """What replicas that share out states exchange in a step: inside of passes, or by buckets."""
     graph, plan = session.graph, session.model.plan
-    replicas = len(plan.stages[0].ranks)
-    count = plan.exchange.shard_size or replicas
-    if plan.exchange.zero >= 2:
+    ranks, exchange = plan.stages[0].ranks, plan.exchange
+    group, across, everybody = (
+        [session.grid.process_of(rank) for rank in each[0]]
+        for each in (exchange.shard_groups(ranks), exchange.replicating_groups(ranks), (ranks,))
+    )
+    count, num_groups = len(group), len(across)
+    if exchange.zero >= 2:
         groups = parameter_groups(graph)
-        passes = fsdp_collectives(groups, reshard=plan.exchange.zero == 3)
+        passes = fsdp_collectives(groups, reshard=exchange.zero == 3)
         ids = [groups[c.group].parameters if c.kind == "all_gather" else groups[c.group].trained for c in passes]
-        found = [[c.kind, padded_bytes(graph, own, count, 8)] for c, own in zip(passes, ids, strict=True)]
+        found = [[c.kind, padded_bytes(graph, own, count, 8), group] for c, own in zip(passes, ids, strict=True)]
         last = []
-        for kind, size in found:
-            last.append([kind, size])
-            if kind == "reduce_scatter" and count < replicas:
-                last.append(["all_reduce", size // count])
-        return found * (plan.num_microbatches // replicas - 1) + last
+        for kind, size, _ in found:
+            last.append([kind, size, group])
+            if kind == "reduce_scatter" and num_groups > 1:
+                last.append(["all_reduce", size // count, across])
+        return found * (plan.num_microbatches // len(ranks) - 1) + last
     buckets = gradient_buckets(graph, plan)
     sizes = [-(-bucket.num_elements // count) * count * 8 for bucket in buckets]
-    if plan.exchange.zero == 1:
-        across = [["all_reduce", size // count] for size in sizes] if count < replicas else []
-        scattered = [["reduce_scatter", size] for size in sizes]
-        return scattered + across + [["all_gather", size] for size in reversed(sizes)]
-    parts = cut_parts(buckets, plan.exchange)
-    return [["all_reduce", int(parts.stop[part] - parts.start[part]) * 8] for part in np.argsort(parts.place)]
+    if exchange.zero == 1:
+        summed = [["all_reduce", size // count, across] for size in sizes] if num_groups > 1 else []
+        scattered = [["reduce_scatter", size, group] for size in sizes]
+        return scattered + summed + [["all_gather", size, group] for size in reversed(sizes)]
+    parts = cut_parts(buckets, exchange)
+    order = np.argsort(parts.place)
+    return [["all_reduce", int(parts.stop[part] - parts.start[part]) * 8, everybody] for part in order]
 
 
 def train_serially(model, stream, make_optimizer, max_norm):

@@ -200,6 +200,11 @@ class _Describer:
             return "[" + ", ".join(self._text(list(items)) for items in zip(*values, strict=True)) + "]"
         if type(first) is int:
             return str(self._extent(values))
+        if type(first) is float and len(set(values)) > 1:
+            # A number of tokens that something is divided by.
+            if not all(value.is_integer() for value in values):
+                raise NotAffineError(f"{values} at batch sizes {list(self._sizes)}")
+            return str(self._extent([int(value) for value in values]))
         return dtype_name(first) if isinstance(first, torch.dtype) else str(first)
 
     def _ranges(self, ops: tuple[Op, ...], tensors: tuple[Tensor, ...]) -> tuple[Range, ...]:
@@ -248,7 +253,8 @@ def _op_names(ops: Sequence[OpRow]) -> list[str]:
     names = []
     for row in ops:
         kind = kind_of(row.node)
-        short = kind.split(".")[1] if kind.startswith("aten.") else kind.replace("::", ".").removesuffix(".default")
+        own = kind.startswith(("aten.", "meshwright."))
+        short = kind.split(".")[1] if own else kind.replace("::", ".").removesuffix(".default")
         names.append(f"{short}_{counts[short]}")
         counts[short] += 1
     return names

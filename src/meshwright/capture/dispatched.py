@@ -25,8 +25,8 @@ _FREE = frozenset(
      "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_assert_tensor_metadata", "_reshape_alias",
      "_unsafe_view")
 )  # fmt: skip
-# One operator under two names: transformers has its own where torch has no shapes for tensors without data.
-_SAME = {"_grouped_mm": "grouped_mm", "grouped_mm_fallback": "grouped_mm"}
+# One operator under two names: ours has shapes for tensors without data (`grouped`).
+_SAME = {"_grouped_mm": "grouped_mm"}
 # The remark names at most this many modules, and operators of each.
 _TOLD_MODULES, _TOLD_OPERATORS = 3, 4
 

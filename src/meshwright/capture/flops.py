@@ -63,10 +63,10 @@ def _grouped_backward(tokens: torch.Tensor, weights: torch.Tensor, *_: Any, **__
     return 2 * _grouped(tokens, weights)
 
 
-# Operators of other libraries, which exist only once the library is loaded.
+# Operators that are not torch's own.
 _NAMED: dict[str, Callable[..., int]] = {
-    "transformers::grouped_mm_fallback": _grouped,
-    "transformers::grouped_mm_fallback_backward": _grouped_backward,
+    "meshwright::grouped_mm": _grouped,
+    "meshwright::grouped_mm_backward": _grouped_backward,
 }
 
 _OWN: dict[Any, Callable[..., int]] = {

@@ -48,7 +48,7 @@ def rebuild(
         ops: ids of the ops to run, ascending; nodes are named like them.
         batch_size: samples per call.
         converters: by kind, what computes an op that torch does not have, from its input and its output's shape.
-        modules: by op, what computes its only output from its inputs instead.
+        modules: by op, what computes its output from its inputs instead; a tuple of them where it has several.
         state: the parameter, buffer or constant of a tensor id, which the module holds under the tensor's name.
         device: where the module makes tensors of its own.
 
@@ -88,7 +88,7 @@ class _Builder:
         if index in self._modules:
             self._root[f"op_{index}"] = self._modules[index]
             node = self._graph.create_node("call_module", f"op_{index}", tuple(inputs), {}, name=op.name)
-            self._made[op.outputs[0]] = node
+            self._results(op, node, is_single=len(op.outputs) == 1)
             return
         if op.kind in self._converters:
             shape = self._shape(op.outputs[0])
@@ -102,6 +102,9 @@ class _Builder:
             arguments["device"] = self._device
         node = self._graph.create_node("call_function", function, (), arguments, name=op.name)
         is_single = len(function._schema.returns) == 1 and "List" not in str(function._schema.returns[0].type)
+        self._results(op, node, is_single=is_single)
+
+    def _results(self, op: Op, node: fx.Node, *, is_single: bool) -> None:
         for position, tensor in enumerate(op.outputs):
             item = node if is_single else self._graph.call_function(operator.getitem, (node, position))
             self._made[tensor] = item
@@ -147,7 +150,10 @@ class _Builder:
             elif kind.startswith("Optional") and not item.has_default_value() and not _is_tensor(item):
                 found[item.name] = None
             elif kind == "List[Optional[Tensor]]":
-                found[item.name], given = [*[None] * self._first_indexed(op), *given], []
+                # What is put there comes last.
+                count = len(given) - sum(map(_is_tensor, function._schema.arguments[len(found) + 1 :]))
+                first = self._first_indexed(op, op.inputs[1 : 1 + count])
+                found[item.name], given = [*[None] * first, *given[:count]], given[count:]
             elif kind == "List[Tensor]":
                 count = _LISTS.get((op.kind.split(".")[1], item.name), len(given))
                 found[item.name], given = given[:count], given[count:]
@@ -167,10 +173,11 @@ class _Builder:
         if 0 < given < optional and op.kind.split(".")[1] not in _IN_ORDER:
             raise _cannot_call(op, "some of its tensors are left out, and it is not told which")
 
-    def _first_indexed(self, op: Op) -> int:
-        """The first dim of the indexed tensor that has an index; what others have is told by the output's shape."""
-        whole, made = list(self._shape(op.inputs[0])), list(self._shape(op.outputs[0]))
-        indices = [self._shape(i) for i in op.inputs[1:]]
+    def _first_indexed(self, op: Op, chosen_by: Sequence[int]) -> int:
+        """The first dim of the indexed tensor that has an index; the others' are told by what is picked or put."""
+        is_put = len(op.inputs) > 1 + len(chosen_by)
+        whole, made = list(self._shape(op.inputs[0])), list(self._shape(op.inputs[-1] if is_put else op.outputs[0]))
+        indices = [self._shape(i) for i in chosen_by]
         chosen = list(torch.broadcast_shapes(*indices))
         places = range(len(whole) - len(indices) + 1)
         fitting = [k for k in places if whole[:k] + chosen + whole[k + len(indices) :] == made]

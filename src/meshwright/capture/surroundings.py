@@ -17,6 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from meshwright.capture.grouped import grouped_mm
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -97,15 +99,14 @@ def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
 
     Of a model that is exported, transformers (5.23) gives attention a mask in memory in place of ``is_causal``, and
     copies keys and values to all heads. Positions in ``batch`` may be those of packed sequences, which need the mask;
-    positions that the model makes itself are not.
+    positions that the model makes itself are not. Its grouped products become one operator (`grouped`).
     """
     with ExitStack() as stack:
         for name in ("is_compiling", "is_exporting"):
             stack.enter_context(patch.object(torch.compiler, name, lambda: False))
         experts = sys.modules.get("transformers.integrations.moe")
-        if experts is not None and hasattr(experts, "is_torchdynamo_compiling"):
-            # The grouped product of torch 2.13 has a shape for tensors without data in bfloat16 alone.
-            stack.enter_context(patch.object(experts, "is_torchdynamo_compiling", lambda: True))
+        if experts is not None and hasattr(experts, "_grouped_mm"):
+            stack.enter_context(patch.object(experts, "_grouped_mm", grouped_mm))
         masks = sys.modules.get("transformers.masking_utils")
         if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
             find, given = masks.find_packed_sequence_indices, {_storage(tensor) for tensor in batch}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -140,6 +140,16 @@ def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode
         f"{reference!r} has to be captured, which needs torch. Run {install}, or give a shipped name or a graph "
         "that was captured elsewhere (.json)."
     )
+
+
+def refuse_experts(reference: str, sizes: Sequence[int]) -> None:
+    """Raise PlanError before a large mixture is captured, where its configuration says that no size divides it."""
+    if any(size > 1 for size in sizes) and reference not in shipped_graphs():
+        from meshwright.program import check_configured_experts
+
+        config = read_model_file(reference)
+        if isinstance(config, dict):
+            check_configured_experts(config, reference, sizes)
 
 
 def graphs_of(

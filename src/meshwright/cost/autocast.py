@@ -2,8 +2,9 @@
 
 Autocast casts inputs of products to the lower type and those of ops with long sums to float32; all others compute in
 what they are given. What a product keeps for its backward is the cast copy of its input; a parameter is cast once in a
-forward. Which ops those are is what torch lists for CUDA devices (torch 2.13, aten/src/ATen/autocast_mode.h); on
-processors a few of those with long sums, as normalisation, stay in the lower type.
+forward. Which ops those are is what torch lists for CUDA devices (torch 2.13, aten/src/ATen/autocast_mode.h), and the
+grouped product (`capture.grouped`); on processors a few of those with long sums, as normalisation, stay in the lower
+type.
 
 Ids of ops and of tensors stay; copies are further tensors behind them. Shapes and the content hash stay, too: it is
 the same graph.
@@ -25,7 +26,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 _LOWER = _words("""
-    linear matmul mm mv bmm addmm addmv addr addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_vecdot prelu
+    linear matmul mm mv bmm grouped_mm addmm addmv addr addbmm baddbmm einsum chain_matmul linalg_multi_dot
+    linalg_vecdot prelu
     conv1d conv2d conv3d convolution _convolution conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
     scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)

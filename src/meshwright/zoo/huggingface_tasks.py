@@ -2,8 +2,9 @@
 
 A task is to such a model what a shape is to a model of the zoo: sizes that `replace` changes, a batch, a loss, and
 `build`. Losses are cross-entropies of the output's ``logits``, over all tokens for text, over the classes otherwise;
-they are computed outside of the module, in its own precision. Source of the rules per task: the documentation of the
-classes in transformers 5, and the papers named below.
+they are computed outside of the module, in its own precision. What routers of experts add to it (``aux_loss``) is in it
+where the configuration says ``output_router_logits``, at its ``router_aux_loss_coef``, as transformers adds it. Source
+of the rules per task: the documentation of the classes in transformers 5, and the papers named below.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class Task:
         """Keyword arguments of the model, and the targets of the loss."""
         raise NotImplementedError
 
-    @staticmethod
-    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of all tokens."""
         return token_cross_entropy(outputs.logits, targets)
 
@@ -96,6 +96,12 @@ class CausalLanguageModel(_Sequences):
         tokens, targets = self._tokens()
         return {"input_ids": tokens}, (targets,)
 
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of all tokens; with the routers' loss where the configuration has it made."""
+        found = token_cross_entropy(outputs.logits, targets)
+        routers = getattr(outputs, "aux_loss", None) if getattr(self.config, "output_router_logits", False) else None
+        return found if routers is None else found + self.config.router_aux_loss_coef * routers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLanguageModel(_Sequences):
@@ -119,8 +125,7 @@ class SequenceClassifier(_Sequences):
         """Tokens (batch, sequence) and classes (batch,)."""
         return {"input_ids": self._tokens()[0]}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
 
-    @staticmethod
-    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of the samples."""
         return cross_entropy(outputs.logits, targets)
 
@@ -192,8 +197,7 @@ class VisionClassifier(Task):
         images = torch.randn(self.batch_size, self.config.num_channels, self.image_size, self.image_size)
         return {"pixel_values": images}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
 
-    @staticmethod
-    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of the samples."""
         return cross_entropy(outputs.logits, targets)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from meshwright.cli.exchanges import load_order
-from meshwright.cli.models import Mode, graphs_of, planned_target
+from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_experts
 from meshwright.cli.output import terminal_sink
 from meshwright.cli.pages import page_path
 from meshwright.cli.plan.files import files_to_write
@@ -92,6 +92,7 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
     """Search the layouts that the request allows."""
     from meshwright.planner import Limits, search_plans
 
+    refuse_experts(request.model, request.expert or ())
     graph_for = graphs_of(request.model, request.sizes, mode="inference" if request.inference else "training")
     problem = make_problem(request, graph_for)
     limits = Limits(max_plans=request.top, deadline_s=request.deadline, seed=request.seed, events=events)

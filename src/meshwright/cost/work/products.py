@@ -43,6 +43,9 @@ def product_sizes(call: Call) -> Sizes:
         return math.prod(left[:-1]), right[0], left[-1], 1
     if call.operator == "outer":
         return left[0], right[0], 1, 1
+    if call.operator == "grouped_mm":
+        # Rows of all groups, as if groups were alike.
+        return left[0] / right[0], right[-1], left[-1], right[0]
     if call.operator in ("addmm", "baddbmm"):
         left, right = right, call.shapes[2]
     return left[-2] if len(left) > 1 else 1, right[-1], left[-1], math.prod(left[:-2])

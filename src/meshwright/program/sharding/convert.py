@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.program.sharding.dispatch import exchange_rows
 from meshwright.program.sharding.sharded import MESH
 from meshwright.program.sharding.table import find_conversion
 from meshwright.spec.graph import Extent, Op, Tensor
 from meshwright.spec.sharding import Partial, Replicate, Shard
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from meshwright.program.sharding.propagate import Place, State
     from meshwright.program.sharding.table import Conversion
     from meshwright.spec.collective import Axis, CollectiveKind
@@ -72,11 +75,36 @@ class Conversions:
     reduced: dict[int, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for mixture in self.state.facts.mixtures:
+            exchange_rows(self, mixture)
         for index in range(len(self.state.splits)):
             self._complete_sums(index)
             self._exchange_inside(index)
         for (tensor, want, partial), readers in self._readers().items():
             self._convert(tensor, want, readers, partial=partial)
+
+    def new(self, source: int, what: str, like: Tensor) -> int:
+        """Append what an inserted op makes of a tensor, the own part of each rank."""
+        new = len(self.tensors)
+        given = replace(like, name=self.tensors[source].name)
+        self.tensors.append(_derived(given, what, shape=like.shape, storage=new))
+        self.layouts[new], self.sources[new] = Shard(0), source
+        return new
+
+    def swap(self, new: int, source: int) -> None:
+        """Note that the op that makes a tensor exchanges one like ``source`` with all ranks, and its gradient back."""
+        size, exchange = self.state.facts.size, Exchange("all_to_all", backward=False, tensor=source)
+        self.exchanges[new] = [replace(exchange, copies=size)]
+        if self.state.facts.graph.mode == "training" and self.tensors[new].requires_grad:
+            self.exchanges[new].append(replace(exchange, copies=size, backward=True))
+
+    def read_instead(self, index: int, tensors: Mapping[int, int]) -> None:
+        """Let an op read, and keep for its backward, other tensors."""
+        op = self.state.facts.graph.ops[index]
+        for position, tensor in enumerate(op.inputs):
+            if tensor in tensors:
+                self.read[index, position] = tensors[tensor]
+                self.kept[index, tensor] = (tensors[tensor],)
 
     def layout_of(self, tensor: int) -> Layout:
         """How a tensor of the whole graph lies."""
@@ -107,6 +135,11 @@ class Conversions:
         for index, op in enumerate(facts.graph.ops):
             for position, (tensor, want) in enumerate(zip(op.inputs, state.wanted(index), strict=True)):
                 have, partial = state.places.get(tensor), state.sums_gradient(index, position)
+                # Of what depends on parameters alone, ranks with samples of their own have parts of the gradient: these
+                # are summed with the parameters'.
+                is_summed = facts.own_samples and facts.input_free[tensor] and not facts.is_parameter(tensor)
+                if (index, position) in self.read or (have == want and is_summed):
+                    continue
                 if have == want and facts.is_parameter(tensor) and not (partial and tensor in mixed):
                     self.reduced |= {tensor: None} if partial else {}
                 elif have != want or (have is None and partial):
@@ -211,7 +244,7 @@ class Conversions:
         """What an op exchanges itself, a number per place of its second input."""
         facts, split = self.state.facts, self.state.splits[index]
         row, op = facts.rows[index], facts.graph.ops[index]
-        if row is None or split is None or split.label not in facts.dims[index].inner:
+        if index in facts.sorted_ops or row is None or split is None or split.label not in facts.dims[index].inner:
             return
         new = len(self.tensors)
         targets = self.tensors[op.inputs[1]]

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.dims import SAMPLES, OpDims, Split, find_label, op_dims
+from meshwright.program.sharding.grouped import find_grouped
 from meshwright.program.sharding.table import operator_name, operator_rows
 
 if TYPE_CHECKING:
@@ -21,15 +22,19 @@ UNEVEN_FROM = 128
 
 
 class Facts:
-    """A graph for one axis of ``size`` ranks."""
+    """A graph for one axis of ``size`` ranks; ``own_samples``: each has samples of its own."""
 
-    def __init__(self, graph: Graph, size: int) -> None:
-        self.graph, self.size = graph, size
+    def __init__(self, graph: Graph, size: int, *, own_samples: bool = False) -> None:
+        self.graph, self.size, self.own_samples = graph, size, own_samples
         self.samples = samples = graph.batch_size or SAMPLES
         self.shapes = [tuple(extent.at(samples) for extent in tensor.shape) for tensor in graph.tensors]
         self.producer = {tensor: i for i, op in enumerate(graph.ops) for tensor in op.outputs}
         self.dims = [self._op_dims(i) for i in range(len(graph.ops))]
         self.rows = [operator_rows().get(operator_name(op.kind)) for op in graph.ops]
+        self.mixtures = find_grouped(graph) if own_samples else ()
+        self.sorted_ops = {index: dims for mixture in self.mixtures for index, dims in mixture.dims.items()}
+        for index, dims in self.sorted_ops.items():
+            self.dims[index] = dims
 
     def _op_dims(self, index: int) -> OpDims:
         op = self.graph.ops[index]

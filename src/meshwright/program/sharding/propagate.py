@@ -5,7 +5,8 @@ says of the op then gives how its inputs must lie and its outputs come. Paramete
 A sum over the ranks is completed where it is made: summed whole on every rank, or scattered over a dim.
 
 A value that is wanted in parts and depends on parameters alone, as a table of positions does, or on nothing that has a
-gradient, as rows looked up by tokens, is made in parts; a value that was repeated or cut out of another, and that all
+gradient, as rows looked up by tokens, is made in parts; so is one that has something for every sample of a rank, and
+depends on none, as a mask that was repeated. A value that was repeated or cut out of another, and that all
 readers want whole, is made whole. Its op is told so, and everything is propagated once more.
 """
 
@@ -121,7 +122,7 @@ def _tell(state: State, told: Mapping[int, Split | None], rule: Rule) -> dict[in
                 row = facts.rows[made]
                 if row is not None and row.dims in _REPEATS and _is_read_whole(state, tensor):
                     found[made] = None
-            elif _is_free(facts, tensor, made) and (split := _split_of(facts, made, tensor, want)):
+            elif _is_free(facts, tensor, made, want[0]) and (split := _split_of(facts, made, tensor, want)):
                 found[made] = split
     return found
 
@@ -134,8 +135,11 @@ def _is_read_whole(state: State, tensor: int) -> bool:
     )
 
 
-def _is_free(facts: Facts, tensor: int, made: int) -> bool:
+def _is_free(facts: Facts, tensor: int, made: int, dim: int) -> bool:
     row = facts.rows[made]
+    if facts.own_samples and facts.input_free[tensor] and facts.graph.tensors[tensor].shape[dim].per_sample:
+        # A mask for every sample, as it is repeated.
+        return True
     if facts.requires_gradient(tensor):
         read = (i for i in facts.graph.ops[made].inputs if not facts.is_parameter(i))
         return facts.input_free[tensor] or not any(map(facts.requires_gradient, read))

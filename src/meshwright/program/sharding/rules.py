@@ -5,8 +5,8 @@ tensor     a product with a parameter is split by rows where its other input com
            many rows by rows; anything else follows its inputs. Sums are completed whole, or over tokens (sequence
            parallelism)
 context    tokens of all inputs are split, and everything follows; attention's keys and values come whole
-expert     every rank has samples of its own; products with a matrix per expert are split over the experts, and tables
-           as the user says; sums are scattered over the samples
+expert     every rank has samples of its own; products with a matrix per expert, batched or grouped (`grouped`), are
+           split over the experts, and tables as the user says; sums are scattered over the samples
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.absorb import is_absorbed
 from meshwright.program.sharding.dims import Split, find_label
+from meshwright.program.sharding.experts import check_experts
 from meshwright.program.sharding.facts import UNEVEN_FROM, divides
+from meshwright.program.sharding.grouped import ROWS
 from meshwright.program.sharding.propagate import arriving, follow
 from meshwright.program.sharding.sharded import MESH
 from meshwright.spec.errors import PlanError
@@ -163,14 +165,17 @@ class ExpertRule(_OwnFirst):
     def start(self, facts: Facts) -> dict[int, Place]:
         """All inputs are split over samples; raise PlanError where the graph has nothing that the ranks divide."""
         graph = facts.graph
-        counts = {size for index in range(len(graph.ops)) for _, size in _expert_labels(facts, index)}
-        if not (counts or self.own) or any(count % facts.size for count in counts):
-            found = f"{sorted(counts)} experts" if counts else "no batched product with a matrix per expert"
+        counts = {mixture.module: mixture.num_experts for mixture in facts.mixtures}
+        for index, op in enumerate(graph.ops):
+            for _, size in _expert_labels(facts, index):
+                counts[op.module or op.name] = size
+        if not (counts or self.own):
             raise PlanError(
-                f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has {found}; expected "
-                "numbers that it divides. Choose a divisor of them; for a model without experts 1, or placements of "
-                "its tables."
+                f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has none: no grouped "
+                "product, and no batched product with a matrix per expert. Choose 1, or placements of its tables."
             )
+        for module, count in counts.items():
+            check_experts(facts.size, module, count)
         batched = [i for i in graph.inputs if graph.tensors[i].shape and graph.tensors[i].shape[0].per_sample]
         return dict.fromkeys(batched, (0, 1))
 
@@ -181,6 +186,8 @@ class ExpertRule(_OwnFirst):
 
     def choose_by_rule(self, state: State, index: int) -> Split | None:
         """Over the experts, or what the inputs come with."""
+        if index in state.facts.sorted_ops:
+            return Split(ROWS)
         for label, _ in _expert_labels(state.facts, index):
             return Split(label)
         weights = arriving(state, index)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.grouped import misplaced
 from meshwright.program.sharding.local import localise
 from meshwright.program.sharding.propagate import propagate
 from meshwright.program.sharding.rules import is_meant, rule_for
 from meshwright.program.sharding.sharded import ShardedGraph
 from meshwright.spec.collective import Axis, Collective
 from meshwright.spec.errors import PlanError, suggest
-from meshwright.spec.graph import Extent, Graph
+from meshwright.spec.graph import Extent, Graph, Op
 from meshwright.spec.sharding import Layout, Replicate, Sharding
 
 if TYPE_CHECKING:
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 # The tensor axis comes last: what it splits may be split by the others before, tokens for instance.
 _ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")
+# Arguments that are numbers to compute with, as that of tokens, by which routers' losses are divided.
+_VALUES = ("other", "value", "fill_value")
+_COUNTS_SAMPLES = re.compile(r"(\d+\*)?b(\+\d+)?")
 
 
 @lru_cache(maxsize=32)
@@ -52,8 +58,11 @@ def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
 def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> ShardedGraph:
     size = sharding.size(axis)
     graph = with_samples(sharded.graph, size) if axis == "expert" else sharded.graph
-    facts = Facts(graph, size)
-    local, made, moved = localise(propagate(facts, rule_for(axis, sharding)), axis, sharding)
+    facts = Facts(graph, size, own_samples=axis == "expert")
+    state = propagate(facts, rule_for(axis, sharding))
+    for error in misplaced(graph, facts.mixtures, state.places):
+        raise error
+    local, made, moved = localise(state, axis, sharding)
     old = range(len(graph.tensors))
     layouts = {name: _extended(given, made.sources, len(local.tensors)) for name, given in sharded.layouts.items()}
     layouts[axis] = tuple(made.layouts[i] if i not in old else made.layout_of(i) for i in range(len(local.tensors)))
@@ -69,6 +78,7 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
         layouts=layouts,
         collectives=tuple(sorted(collectives, key=_issued)),
         reduced_parameters=reduced,
+        own_rows=sharded.own_rows.union(*(mixture.rows for mixture in facts.mixtures)),
     )
 
 
@@ -84,13 +94,19 @@ def with_samples(graph: Graph, factor: int) -> Graph:
         return Extent(extent.fixed, extent.per_sample * factor)
 
     tensors = tuple(replace(tensor, shape=tuple(map(scaled, tensor.shape))) for tensor in graph.tensors)
-    ops = tuple(
-        replace(op, flops=scaled(op.flops), backward_flops=scaled(op.backward_flops))
-        if op.flops.per_sample or op.backward_flops.per_sample
-        else op
-        for op in graph.ops
-    )
+    ops = tuple(_with_samples(op, scaled) for op in graph.ops)
     return replace(graph, tensors=tensors, ops=ops)
+
+
+def _with_samples(op: Op, scaled: Callable[[Extent], Extent]) -> Op:
+    """The op with the FLOPs of all samples, and with numbers that count them."""
+    numbers = tuple(
+        (name, str(scaled(Extent.decode_scalar(text))) if name in _VALUES and _COUNTS_SAMPLES.fullmatch(text) else text)
+        for name, text in op.attributes
+    )
+    if numbers == op.attributes and not (op.flops.per_sample or op.backward_flops.per_sample):
+        return op
+    return replace(op, flops=scaled(op.flops), backward_flops=scaled(op.backward_flops), attributes=numbers)
 
 
 def _extended(layouts: tuple[Layout, ...], sources: dict[int, int], count: int) -> tuple[Layout, ...]:

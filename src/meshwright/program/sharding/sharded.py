@@ -25,10 +25,12 @@ class ShardedGraph:
     and the conversions among them as ops of kind ``mesh.*``; the same layers. ``layouts`` has, per axis of a size above
     1, how each of its tensors lies on it. ``reduced_parameters``: per axis, the parameters whose gradients each rank
     has in part; they are summed once per step before the optimizer. On the expert axis, whose ranks are replicas to
-    each other, all but those that are split over it (`layouts`).
+    each other, all but those that are split over it (`layouts`). ``own_rows``: tensors of sorted choices (`grouped`),
+    whose order is each rank's own.
     """
 
     graph: Graph
     layouts: Mapping[Axis, tuple[Layout, ...]]
     collectives: tuple[Collective, ...]
     reduced_parameters: Mapping[Axis, tuple[int, ...]]
+    own_rows: frozenset[int] = frozenset()

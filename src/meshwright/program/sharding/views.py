@@ -164,6 +164,14 @@ def made(call: Call) -> Found:
     return [whole(s, i) for i, s in enumerate(call.inputs)], [plain(s) for s in call.outputs]
 
 
+def made_like(call: Call) -> Found:
+    """Values that no input has, beside an input in the dims that have its sizes."""
+    if len(call.inputs) != 1 or len(call.inputs[0]) != len(call.outputs[0]):
+        return made(call)
+    differ = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]
+    return [with_fixed(plain(call.inputs[0]), differ)], [with_fixed(plain(call.outputs[0]), differ)]
+
+
 FUNCTIONS: dict[str, Callable[[Call], Found | None]] = {
     function.__name__: function
     for function in (
@@ -173,6 +181,7 @@ FUNCTIONS: dict[str, Callable[[Call], Found | None]] = {
         indexed,
         joined,
         made,
+        made_like,
         part,
         permuted,
         picked,

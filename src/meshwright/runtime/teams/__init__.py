@@ -3,6 +3,7 @@
 grid          which process stands where in its team, and with whom it exchanges
 shares        what one process has of a tensor that lies split, and the whole of what all have
 conversions   the ops that the sharding added, as autograd functions over process groups
+grouped       sorted choices on their way to the processes that have their experts, and home
 operators     ops that compute a share in another way than the whole
 local_parts   a stage's module as one process of a team computes it
 """

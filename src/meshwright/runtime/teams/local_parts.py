@@ -15,7 +15,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from meshwright.capture import Captured, rebuild
+from meshwright.capture import Captured, part, rebuild
 from meshwright.cost.traits import operator_name
 from meshwright.program import STAYS_EAGER, lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
@@ -23,6 +23,8 @@ from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
+from meshwright.runtime.teams.grouped import arranging_module
+from meshwright.runtime.teams.modules import Empty, Fed, Plain
 from meshwright.runtime.teams.operators import (
     BIASES,
     AddOnce,
@@ -203,24 +205,32 @@ class LocalModel:
                 return tensor, is_converted
 
     def _stand_in(self, index: int) -> torch.nn.Module:
-        output = self.graph.tensors[self.graph.ops[index].outputs[0]]
-        shape = tuple(extent.at(self.plan.microbatch_size) for extent in output.shape)
-        return _Empty(shape, getattr(torch, output.dtype), self.device)
+        made = [self.graph.tensors[i] for i in self.graph.ops[index].outputs]
+        shapes = [tuple(extent.at(self.plan.microbatch_size) for extent in tensor.shape) for tensor in made]
+        return Empty(shapes, [getattr(torch, tensor.dtype) for tensor in made], self.device)
 
     def _module_of(self, index: int) -> torch.nn.Module | None:
         """What computes an op otherwise than torch's operator on local tensors does."""
         op = self.graph.ops[index]
+        if (arranging := arranging_module(op, self.grid.axes.get("expert"))) is not None:
+            return arranging
         if op.kind.startswith(MESH):
             return self._conversion(index, op)
+        if "." not in op.kind and self._is_alike(op):
+            return self._own_graph(op)
         if op.random and op.outputs and self.is_split(op.outputs[0]):
+            if op.outputs[0] in self.sharded.own_rows:
+                raise refuse_share(op, "drops of choices, which each process has in an order of its own")
             return self._random(op)
         if op.kind.startswith("aten.cross_entropy_loss."):
             return self._cross_entropy(op)
         made: torch.nn.Module | None = None
         for axis, group in self.grid.axes.items():
+            if op.outputs and op.outputs[0] in self.sharded.own_rows:
+                continue
             make = _special(self.graph, op, group, self.sharded.layouts[axis])
             if make is not None:
-                made = make(made or _Plain(self.graph, index, self.plan.microbatch_size, self.device))
+                made = make(made or Plain(self.graph, index, self.plan.microbatch_size, self.device))
         return made
 
     def _conversion(self, index: int, op: Op) -> Convert:
@@ -244,6 +254,21 @@ class LocalModel:
                 goes_round=goes_round,
             )
         )
+
+    def _is_alike(self, op: Op) -> bool:
+        """Whether an op is the same for every process and every batch, as a table of positions is."""
+        tensors = (*op.inputs, *op.outputs)
+        grows = any(extent.per_sample for i in tensors for extent in self.graph.tensors[i].shape)
+        layouts = self.sharded.layouts.values()
+        return not grows and all(isinstance(given[i], Replicate) for given in layouts for i in tensors)
+
+    def _own_graph(self, op: Op) -> torch.nn.Module:
+        """An op with a graph inside, as ops under `torch.no_grad`: that of the captured model."""
+        index = next(i for i, other in enumerate(self.whole.ops) if other.name == op.name)
+        feeds = tuple(dict.fromkeys(i for i in op.inputs if self.whole.tensors[i].role in ("activation", "input")))
+        size = self.whole.batch_size or self.plan.microbatch_size
+        made = part(self.captured, feeds, op.outputs, batch_size=size, ops=[index], device=self.device)
+        return Fed(made, tuple(op.inputs.index(i) for i in feeds), is_single=len(op.outputs) == 1)
 
     def _cross_entropy(self, op: Op) -> torch.nn.Module | None:
         layouts = self.sharded.layouts
@@ -350,27 +375,3 @@ def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
     others = [i for i, part in zip(op.inputs, is_part, strict=True) if not part]
     is_scaled = is_part.count(True) == 1 and (is_part[0] or name.startswith("mul"))
     return is_scaled and not any(graph.tensors[i].requires_grad for i in others)
-
-
-class _Plain(torch.nn.Module):
-    """An op as torch has it, called with its inputs."""
-
-    def __init__(self, graph: Graph, index: int, batch_size: int, device: torch.device) -> None:
-        super().__init__()
-        op = graph.ops[index]
-        feeds = tuple(dict.fromkeys(op.inputs))
-        self._places = tuple(op.inputs.index(i) for i in feeds)
-        self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={}, device=device)
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
-        return found[0]
-
-
-class _Empty(torch.nn.Module):
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self._shape, self._dtype, self._device = shape, dtype, device
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - only the shape counts
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
