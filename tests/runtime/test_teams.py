@@ -43,20 +43,24 @@ def test_state_and_losses_are_those_of_one_process(results, which, world_size, c
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "case",
+    ("world_size", "case"),
     [
-        "1/1f1b/tensor/sgd",
-        "1/1f1b/sequence/adamw",
-        "1/1f1b/context/adamw",
-        "1/1f1b/sequence+again=op/sgd",
-        "2/1f1b/whole+zero1/adamw",
-        "2/1f1b/whole+zero2/sgd",
-        "2/1f1b/whole+zero3/adamw",
-        "2/1f1b/whole+parts/sgd",
+        (2, "1/1f1b/tensor/sgd"),
+        (2, "1/1f1b/sequence/adamw"),
+        (2, "1/1f1b/context/adamw"),
+        (2, "1/1f1b/sequence+again=op/sgd"),
+        (2, "2/1f1b/whole+zero1/adamw"),
+        (2, "2/1f1b/whole+zero2/sgd"),
+        (2, "2/1f1b/whole+zero3/adamw"),
+        (2, "2/1f1b/whole+parts/sgd"),
+        (4, "4/1f1b/whole+zero1+pairs/adamw"),
+        (4, "4/1f1b/whole+zero2+pairs/sgd"),
+        (4, "4/1f1b/whole+zero3+pairs/adamw"),
+        (4, "4/1f1b/whole+zero3+pairs+host+parameters/adamw"),
     ],
 )
-def test_the_collectives_of_a_step_are_those_that_are_predicted(results, case):
-    result = results("main", 2)[f"gpt/{case}"]
+def test_the_collectives_of_a_step_are_those_that_are_predicted(results, world_size, case):
+    result = results("main", world_size)[f"gpt/{case}"]
     assert result["exchanged"] == result["expected"]
     assert len(result["exchanged"]) >= 8
 
