@@ -26,6 +26,7 @@ from meshwright.spec import (
     StagePlan,
     Workload,
     load_cluster,
+    recompute_choices,
     write_document,
 )
 from meshwright.spec.drives import Nvme
@@ -33,7 +34,6 @@ from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.made_with import MadeWith
 from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, with_branches
-from meshwright.spec import recompute_choices
 from meshwright.spec.shipped import load_shipped_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.planner.searching import search_plans

@@ -396,7 +396,9 @@ def every_split():
         for sequence, regather in ((False, False), (True, False), (True, True))
     ]
     contexts = [{}, {"context": 2}, {"context": 2, "context_method": "all_gather"}]
-    for stages, zero, again in itertools.product((WIDE, STAGES), range(4), ("none", "op", "attention", "full", "1:4,17:20")):
+    for stages, zero, again in itertools.product(
+        (WIDE, STAGES), range(4), ("none", "op", "attention", "full", "1:4,17:20")
+    ):
         for tensor, context in itertools.product(tensors, contexts):
             yield split_of(replace(stages, cluster="16x8xH100"), zero=zero, again=again, **tensor, **context)
 

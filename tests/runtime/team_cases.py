@@ -23,8 +23,8 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
-# Behind a name: every block runs again in the backward, with a word behind it what that names; gradients are clipped to a norm; replicas share out states;
-# gradients leave in parts of buckets, in an order of their own.
+# Behind a name: every block runs again in the backward, or what a word behind it names; gradients are clipped to a
+# norm; replicas share out states; gradients leave in parts of buckets, in an order of their own.
 AGAIN = "+again"
 CLIP = "+clip"
 ZERO = "+zero"

@@ -53,7 +53,9 @@ def test_every_device_of_a_team_is_paid():
     assert price_per_hour(plan_of(2).num_devices, COST.cluster, scenario)[0] == 4.0
 
 
-@pytest.mark.parametrize("settings", [{"sharding": Sharding(tensor=2)}, {"recompute": read_recompute(GPT, "full").ranges}])
+@pytest.mark.parametrize(
+    "settings", [{"sharding": Sharding(tensor=2)}, {"recompute": read_recompute(GPT, "full").ranges}]
+)
 def test_prices_of_a_whole_graph_are_refused_for_a_plan_that_is_to_be_lowered(settings):
     plan = plan_of(2, **settings)
     with pytest.raises(PlanError, match="form_teams"):

@@ -32,7 +32,7 @@ def test_targets_are_reached():
     assert scores["peaks of ranks of pipelines", "ours"].num_rows >= 8
     again = scores["peaks of ranks that compute again", "ours"]
     assert again.num_rows >= 20
-    assert again.worst <= 3
+    assert again.worst <= 4
 
 
 @pytest.mark.parametrize("row", load_table("activation_memory_korthikanti_fig7"), ids=lambda row: row["model"])

@@ -192,9 +192,7 @@ def gather_prices(
     before that of the last op of its range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
-    again = [
-        (stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute
-    ]
+    again = [(stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute]
 
     def columns(
         parts: Sequence[OpSeconds], exchanged_s: Sequence[float] | None, factor: float = slowdown

@@ -132,9 +132,7 @@ class Problem:
             self._short[id(graph)] = graph, shorten(graph)
         return self._short[id(graph)][1]
 
-    def recomputed(
-        self, graph: Graph, recompute: str, bounds: tuple[tuple[int, int], ...] | None = None
-    ) -> Recompute:
+    def recomputed(self, graph: Graph, recompute: str, bounds: tuple[tuple[int, int], ...] | None = None) -> Recompute:
         """What the recompute of a setting means for a graph of this problem, read once (`spec.read_recompute`).
 
         ``bounds`` are the layers of a plan's stages. Before they are known, words for stages mean what the first of

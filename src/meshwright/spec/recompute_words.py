@@ -218,8 +218,8 @@ def _read_keep(graph: Graph, text: str) -> Recompute:
         if all(reasons.values()):
             op, reason = next(iter(reasons.items()))
             raise PlanError(
-                f"Results of {pattern!r} were to be kept, but that of {graph.ops[op].name!r} cannot be: {reason}. Leave "
-                "the pattern out."
+                f"Results of {pattern!r} were to be kept, but that of {graph.ops[op].name!r} cannot be: {reason}. "
+                "Leave the pattern out."
             )
         found |= {op for op, reason in reasons.items() if not reason}
     return Recompute(recompute_layers(graph, blocks), tuple(sorted(found)))
@@ -289,7 +289,7 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
             f"Stages were named in {text!r}, but here it is not known where the model is cut. Give one word, or layers "
             "as 0:12."
         )
-    ranges, keeps, seen = [], [], set()
+    found, seen = Recompute(), set[int]()
     for word, first, last in parts:
         if last > len(bounds) or seen.intersection(range(first, last)):
             raise PlanError(
@@ -298,10 +298,9 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
             )
         seen.update(range(first, last))
         start, stop = graph.layers[bounds[first][0]].start, graph.layers[bounds[last - 1][1] - 1].stop
-        found = _within(graph, word, start, stop)
-        ranges += found.ranges
-        keeps += found.keeps
-    return Recompute(tuple(sorted(ranges)), tuple(sorted(keeps)))
+        more = _within(graph, word, start, stop)
+        found = Recompute(found.ranges + more.ranges, found.keeps + more.keeps)
+    return Recompute(tuple(sorted(found.ranges)), tuple(sorted(found.keeps)))
 
 
 def _within(graph: Graph, word: str, start: int, stop: int) -> Recompute:

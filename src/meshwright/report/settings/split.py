@@ -82,7 +82,9 @@ def _unknown(part: Any, place: str) -> Iterator[str]:
 
 def refuse_unknown(plan: Plan) -> None:
     """Raise PlanError for a plan that decides what no export says."""
-    plain = replace(plan, sharding=UNSHARDED, recompute=(), keeps=(), offload=ON_DEVICE, exchange=replace(plan.exchange, zero=0))
+    plain = replace(
+        plan, sharding=UNSHARDED, recompute=(), keeps=(), offload=ON_DEVICE, exchange=replace(plan.exchange, zero=0)
+    )
     several = " with several stages on a rank" * plain.has_virtual_stages
     follows = several or not (plain.has_own_schedule or plain.schedule in BASIC_SCHEDULES)
     if wrong := plain.only_simulated or (f"follows the schedule {plain.schedule}{several}" if follows else ""):

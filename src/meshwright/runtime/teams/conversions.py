@@ -55,9 +55,7 @@ class Convert(torch.nn.Module):
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, conversion: Conversion, made: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, conversion: Conversion, made: torch.Tensor | None) -> torch.Tensor:
         ctx.conversion = conversion
         if made is not None:
             return made.view_as(made)
