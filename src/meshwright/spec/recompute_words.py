@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 RecomputeName = Literal["none", "op", "attention", "full"]
 RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
-_OLDER = {"selective": "attention"}
+OLDER_NAMES = {"selective": "attention"}
 _EVERY = re.compile(r"every-([1-9]\d{0,8})")
 _KEEP, _AT = "keep=", "@"
 
@@ -81,7 +81,7 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
     """
     if _AT in text:
         return _read_stages(graph, text, bounds)
-    word = _OLDER.get(text, text)
+    word = OLDER_NAMES.get(text, text)
     if word in RECOMPUTE_NAMES:
         found = recompute_choices(graph)[word]
         if not found.ranges and word != "none":
@@ -115,7 +115,7 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
 
 def is_alike(text: str) -> bool:
     """Whether words mean the same for blocks that are alike, wherever these stand in the model."""
-    return text in (*RECOMPUTE_NAMES, *_OLDER) or (text.startswith(_KEEP) and not is_by_stage(text))
+    return text in (*RECOMPUTE_NAMES, *OLDER_NAMES) or (text.startswith(_KEEP) and not is_by_stage(text))
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
         try:
             start, stop = _read_numbers(part)
         except ValueError:
-            known = (*RECOMPUTE_NAMES, *_OLDER, "every-2", _KEEP)
+            known = (*RECOMPUTE_NAMES, *OLDER_NAMES, "every-2", _KEEP)
             raise PlanError(
                 f"{text!r} does not say what to compute again{suggest(text, known)}; expected "
                 f"{', '.join(RECOMPUTE_NAMES)}, every-2 (each second block), keep=KIND+KIND (blocks without these "
