@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshwright.spec import Plan, read_document
+from meshwright.spec import Plan, load_shipped_graph, read_document, read_recompute
 
 PLAN = ["plan", "gpt-tiny", "--cluster", "2x4xA100", "--batch", "16", "--precision", "bfloat16", "--json"]
 
@@ -74,7 +74,11 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
         (["--tensor", 8], "which has 4 heads; expected a divisor of 4"),
         (["--tensor", 2, "--ranks", 3], "expected a multiple"),
         (["--recompute", "ful"], "did you mean 'full'"),
-        (["--recompute", "selective"], "has no scores of attention"),
+        (["--recompute", "every-9"], "has no 9 repeated blocks"),
+        (["--recompute", "keep=aten.linaer"], "did you mean 'aten.linear'"),
+        (["--recompute", "full@0,op@1"], "Give --stages 2 or more"),
+        (["--recompute", "full@2", "--stages", 2], "Give --stages 3 or more"),
+        (["--recompute", "op", "--compile"], "compiled layers run again as a whole"),
         (["--recompute", "3:9"], "the graph has layers 0 to"),
         (["--recompute", "2:2"], "start below stop"),
         (["--schedule", "pipedream", "--zero", 1], "never flushes"),
@@ -134,6 +138,18 @@ def test_a_split_plan_is_said_in_other_words_or_refused(run, tmp_path):
     code, _, error = run("show", path, "--as", "torch-csv")
     assert code == 0
     assert "tensor 2, context 2 (keys and values in a ring)" in error
+
+
+def test_stages_may_compute_different_parts_again(run, tmp_path):
+    path = tmp_path / "plan.json"
+    code, out, _ = run(*PLAN, "--stages", 2, "--recompute", "full@0,op@1", "--out", path)
+    assert code == 0
+    assert "full@0,op@1" in out
+    plan, graph = read_document(Plan, path), load_shipped_graph("gpt-tiny")
+    assert (plan.recompute, plan.keeps) == read_recompute(graph, "full@0,op@1", plan.bounds)
+    cut = graph.layers[plan.stages[1].start].start
+    assert plan.keeps
+    assert min(plan.keeps) >= cut
 
 
 def test_a_team_that_the_cluster_has_not_is_refused(run):

@@ -206,3 +206,37 @@ def test_selective_recompute_leaves_out_what_some_ops_keep():
     kept = [peak_of(with_recompute(gpt, ranges), 8).parts["saved activations"] for ranges in ((), attention)]
     # Of fused attention only the sums of scores (8 samples, 4 heads, 128 tokens) are not needed elsewhere.
     assert kept[0] - kept[1] == 4 * (8 * 4 * 128 * 4)
+
+
+@given(layers=st.integers(2, 6), samples=st.sampled_from([64, 4096]), kept=st.sets(st.integers(0, 11)))
+def test_results_of_kept_ops_stay_until_their_range_runs_again(layers, samples, kept):
+    graph, bounds = chain(layers)
+    ops, rows = sorted(op for op in kept if op < 2 * layers), samples * 8 * 4
+    workload = Workload(global_batch=samples, optimizer=SGD)
+    in_use = []
+    for keeps in ((), ops):
+        again = with_recompute(graph, [(0, bounds[-1][1])], keeps)
+        events = trace_step(again, workload)
+        begin = next(i for i, moment in enumerate(events.moment) if events.moments[moment] == "gradient of the loss")
+        in_use.append(int(events.in_use()[begin]))
+        # Nothing of it is left when the step is over.
+        assert int(events.in_use()[-1]) == layers * WEIGHT + rows
+    # Each is one value; of the range nothing else is kept but the input, which is there anyway.
+    assert in_use[1] - in_use[0] == len(ops) * rows
+
+
+def test_kept_results_are_taken_and_not_computed_when_a_range_runs_again():
+    graph, bounds = chain(3)
+    rows = 4096 * 8 * 4
+    whole = [(0, bounds[-1][1])]
+    found = []
+    for keeps in ((), (1, 3)):
+        events = trace_step(with_recompute(graph, whole, keeps), Workload(global_batch=4096, optimizer=SGD))
+        taken = [
+            num_bytes
+            for num_bytes, moment in zip(events.num_bytes, events.moment, strict=True)
+            if num_bytes > 0 and events.moments[moment].endswith(" again")
+        ]
+        found.append(sum(taken))
+    # Two steps, in each of which six values are made again, or four.
+    assert found == [2 * 6 * rows, 2 * 4 * rows]

@@ -150,7 +150,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
 
 @pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
 @pytest.mark.parametrize(
-    ("cluster", "recompute"), [("2xA100", "full"), *left_to_ci(("2xcpu", "none"), ("2xA100", "none"))]
+    ("cluster", "recompute"), [("2xA100", "full"), *left_to_ci(("2xcpu", "none"), ("2xA100", "none"), ("2xcpu", "op"))]
 )
 @pytest.mark.matrix
 def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recompute):

@@ -54,6 +54,7 @@ _LAYOUTS = {
         *(((1,), "1f1b", split) for split in ("tensor", "sequence", "ring", "context", "whole-head", "expert")),
         ((1,), "1f1b", "sequence" + AGAIN),
         ((1,), "1f1b", f"sequence{AGAIN}=op"),
+        ((1,), "1f1b", f"expert{AGAIN}=op"),
         ((1, 1), "pipedream", f"whole{AGAIN}=op"),
         ((1, 1), "1f1b", "whole" + AGAIN),
         ((1, 1), "pipedream", "whole" + AGAIN),

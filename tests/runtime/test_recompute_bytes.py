@@ -1,6 +1,6 @@
 """What `op` keeps of a block of Llama-3-8B: what torch's selective checkpointing keeps under torchtitan's policy.
 
-The policy is written down here from its description (pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py:
+The policy is written down here from its description (pytorch/torchtitan, distributed/activation_checkpoint.py,
 SelectiveAC): results of attention kernels and of products are saved, but for every second aten.mm of a block. The block
 is plain torch on fake tensors; what is kept are the storages that are alive after its forward.
 """

@@ -270,6 +270,9 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
         if all(away.optimizer == "device" for away in chosen.offload) and _has_hosts(problem):
             words = "Keep optimizer states on the host (--offload optimizer=host)"
             states.append((words, replace(chosen, offload=(Offload(optimizer="host"),))))
+        if not {"op", "full"} & {*chosen.recompute} and not problem.compiled:
+            words = "Compute blocks again but for products and attention (--recompute op)"
+            activations.append((words, replace(chosen, recompute=("op",))))
         if "full" not in chosen.recompute:
             activations.append(("Compute blocks again (--recompute full)", replace(chosen, recompute=("full",))))
     teams = []

@@ -22,7 +22,7 @@ from meshwright.planner.layouts import LayoutName
 from meshwright.spec.errors import PlaygroundError, suggest
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
-from meshwright.spec.recompute_words import RECOMPUTE_NAMES
+from meshwright.spec.recompute_words import OLDER_NAMES, RECOMPUTE_NAMES
 from meshwright.spec.workload import OptimizerName
 
 # A part of the plan that no other value of a control says.
@@ -216,6 +216,11 @@ def _read_choice(*choices: str) -> Callable[[str, str], str]:
     return read
 
 
+def _read_recompute(name: str, text: str) -> str:
+    """Links of before may have an older word."""
+    return _read_choice(*RECOMPUTE_NAMES, AS_PLANNED)(name, OLDER_NAMES.get(text, text))
+
+
 def _read_switch(name: str, text: str) -> bool:
     return _read_choice("on", "off")(name, text) == "on"
 
@@ -254,7 +259,7 @@ _PARAMETERS = (
     _Parameter(name="context", field="context", read=_read_whole),
     _Parameter(name="expert", field="expert", read=_read_whole),
     _Parameter(name="sequence", field="sequence_parallel", read=_read_switch, write=_write_switch),
-    _Parameter(name="recompute", field="recompute", read=_read_choice(*RECOMPUTE_NAMES, AS_PLANNED)),
+    _Parameter(name="recompute", field="recompute", read=_read_recompute),
     _Parameter(name="offload", field="offload", read=_read_choice(*OFFLOAD_NAMES)),
     _Parameter(name="rest", field="rest", read=_read_choice(*REST_NAMES)),
     _Parameter(name="overlap", field="overlap", read=_read_switch, write=_write_switch),

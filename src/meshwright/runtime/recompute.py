@@ -117,7 +117,7 @@ class _Keeping:
         finally:
             self.results, self.runs_again = [], False
 
-    def _policy(self, _: Any, kernel: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    def _policy(self, _: Any, kernel: Any, /, *__: Any, **___: Any) -> CheckpointPolicy:
         if not self.is_on or kernel in _COPIES or getattr(kernel, "is_view", False):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
@@ -131,8 +131,8 @@ class Kept:
         # By which a graph's code calls it.
         self.__name__ = self.__qualname__ = name
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        """What the op makes."""
+    def __call__(self, /, *given: Any, **options: Any) -> Any:
+        """What the op makes, of arguments that may be named ``self``."""
         self._keeping.is_on = True
         try:
             return self._call(*given, **options)

@@ -159,9 +159,9 @@ class Graph:
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
     scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
     for. ``recompute`` are ranges of ops that are computed again in the backward, but for the ops ``keeps``, whose
-    results are kept (`recompute`). ``compiled`` says which ops torch compiles together (`compiled_units`); 0: none. ``collectives`` are what a rank exchanges at its ops, of a
-    graph that is one rank's share; ``model_flops`` is then what the model that it is a share of has in all. Raises
-    GraphError when the parts contradict each other.
+    results are kept (`recompute`). ``compiled`` says which ops torch compiles together (`compiled_units`); 0: none.
+    ``collectives`` are what a rank exchanges at its ops, of a graph that is one rank's share; ``model_flops`` is then
+    what the model that it is a share of has in all. Raises GraphError when the parts contradict each other.
     """
 
     name: str

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 RecomputeName = Literal["none", "op", "attention", "full"]
 RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
-_OLDER = {"selective": "attention"}
+OLDER_NAMES = {"selective": "attention"}
 _EVERY = re.compile(r"every-([1-9]\d{0,8})")
 _KEEP, _AT = "keep=", "@"
 
@@ -81,7 +81,7 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
     """
     if _AT in text:
         return _read_stages(graph, text, bounds)
-    word = _OLDER.get(text, text)
+    word = OLDER_NAMES.get(text, text)
     if word in RECOMPUTE_NAMES:
         found = recompute_choices(graph)[word]
         if not found.ranges and word != "none":
@@ -115,7 +115,7 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
 
 def is_alike(text: str) -> bool:
     """Whether words mean the same for blocks that are alike, wherever these stand in the model."""
-    return text in (*RECOMPUTE_NAMES, *_OLDER) or (text.startswith(_KEEP) and not is_by_stage(text))
+    return text in (*RECOMPUTE_NAMES, *OLDER_NAMES) or (text.startswith(_KEEP) and not is_by_stage(text))
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -218,8 +218,8 @@ def _read_keep(graph: Graph, text: str) -> Recompute:
         if all(reasons.values()):
             op, reason = next(iter(reasons.items()))
             raise PlanError(
-                f"Results of {pattern!r} were to be kept, but that of {graph.ops[op].name!r} cannot be: {reason}. Leave "
-                "the pattern out."
+                f"Results of {pattern!r} were to be kept, but that of {graph.ops[op].name!r} cannot be: {reason}. "
+                "Leave the pattern out."
             )
         found |= {op for op, reason in reasons.items() if not reason}
     return Recompute(recompute_layers(graph, blocks), tuple(sorted(found)))
@@ -240,7 +240,7 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
         try:
             start, stop = _read_numbers(part)
         except ValueError:
-            known = (*RECOMPUTE_NAMES, *_OLDER, "every-2", _KEEP)
+            known = (*RECOMPUTE_NAMES, *OLDER_NAMES, "every-2", _KEEP)
             raise PlanError(
                 f"{text!r} does not say what to compute again{suggest(text, known)}; expected "
                 f"{', '.join(RECOMPUTE_NAMES)}, every-2 (each second block), keep=KIND+KIND (blocks without these "
@@ -289,7 +289,7 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
             f"Stages were named in {text!r}, but here it is not known where the model is cut. Give one word, or layers "
             "as 0:12."
         )
-    ranges, keeps, seen = [], [], set()
+    found, seen = Recompute(), set[int]()
     for word, first, last in parts:
         if last > len(bounds) or seen.intersection(range(first, last)):
             raise PlanError(
@@ -298,10 +298,9 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
             )
         seen.update(range(first, last))
         start, stop = graph.layers[bounds[first][0]].start, graph.layers[bounds[last - 1][1] - 1].stop
-        found = _within(graph, word, start, stop)
-        ranges += found.ranges
-        keeps += found.keeps
-    return Recompute(tuple(sorted(ranges)), tuple(sorted(keeps)))
+        more = _within(graph, word, start, stop)
+        found = Recompute(found.ranges + more.ranges, found.keeps + more.keeps)
+    return Recompute(tuple(sorted(found.ranges)), tuple(sorted(found.keeps)))
 
 
 def _within(graph: Graph, word: str, start: int, stop: int) -> Recompute:

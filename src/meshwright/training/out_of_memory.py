@@ -10,8 +10,8 @@ from meshwright.spec.units import format_bytes, format_count
 from meshwright.training.job import capture_fake
 
 _HELP = (
-    "What helps: smaller microbatches (plan -m), --recompute full, --zero 1 to 3, more stages, or fewer ranks on a "
-    "host; `meshwright show PLAN` tells what the memory goes to."
+    "What helps: smaller microbatches (plan -m), --recompute op or full, --zero 1 to 3, more stages, or fewer ranks on "
+    "a host; `meshwright show PLAN` tells what the memory goes to."
 )
 
 

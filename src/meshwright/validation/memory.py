@@ -4,7 +4,8 @@
                                 of its allocations (``data/memory_training.csv``, by ``scripts/measure_memory.py``);
                                 with layers computed again, `cost.memory.trace_step`
     pipelines on this machine   the same for every rank of plans of two to four stages, run by our own runtime
-                                (``data/memory_pipelines.csv``)
+                                (``data/memory_pipelines.csv``), and of plans that compute parts again
+                                (``data/memory_recompute.csv``)
     training on an H100         `planner.evaluate_plan`, what decides whether a plan fits, against torch's allocator
                                 (``data/steps_cuda.csv``): allocated, and reserved from the driver for that
     published runs              rows of ``data/training_steps.csv`` as plans (`step_plans`), evaluated as `plan` does:
@@ -70,6 +71,7 @@ DATASET = "memory"
 _GIB, _GB = 2**30, 10**9
 _TITAN_NOTE = "form chosen with these rows in view: the split in microbatches"
 _PIPELINE_NOTE = "form chosen with these rows in view: how long the runtime holds the buffers of messages"
+_RECOMPUTE_NOTE = "form chosen with these rows in view: results that a range does not come to go when it has run again"
 _CUDA_NOTE = "form chosen with these rows in view: what CUDA's kernels keep, by torch's sources"
 _BUBBLE_NOTE = "form chosen with these rows in view: attention keeps its scores, as its software does"
 # Korthikanti et al., table 3: layers do not matter for shares. Hidden size and heads; sequences of 2048, tp 8.
@@ -105,15 +107,21 @@ def predict_row(row: StepRow) -> float:
 
 
 def score_pipelines() -> tuple[Score, ...]:
-    """Peaks of the ranks of real pipelines on a CPU."""
-    rows = load_table("memory_pipelines")
+    """Peaks of the ranks of real pipelines on a CPU, and of plans that compute parts again."""
+    again = "peaks of ranks that compute again"
+    return (
+        _score_ranks("memory_pipelines", "peaks of ranks of pipelines", _PIPELINE_NOTE),
+        _score_ranks("memory_recompute", again, _RECOMPUTE_NOTE),
+    )
+
+
+def _score_ranks(table: str, part: str, note: str) -> Score:
+    rows = load_table(table)
     peaks = {plan: _simulated_peaks(plan) for plan in {pipeline_plan(row) for row in rows}}
     predicted = np.array([peaks[pipeline_plan(row)][int(row["rank"])] for row in rows], np.float64)
     measured = _column(rows, "peak_bytes")
     ours = _with_intervals(measured, predicted, rows)
-    return (
-        score_rows(DATASET, "peaks of ranks of pipelines", "ours", measured, ours, target=3.0, note=_PIPELINE_NOTE),
-    )
+    return score_rows(DATASET, part, "ours", measured, ours, target=3.0, note=note)
 
 
 def _simulated_peaks(plan: Plan) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from meshwright.planner.methods.grid import bound_grid
 from meshwright.planner.methods.grid.figures import Figures
 from meshwright.planner.methods.grid.method import plans_of
 from meshwright.planner.short import shorten
-from meshwright.spec import Workload, load_cluster, load_shipped_graph
+from meshwright.spec import Workload, load_cluster, load_shipped_graph, read_recompute
 from meshwright.spec.graph import Graph
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from tests.planner.searching import solve
@@ -52,7 +52,7 @@ def test_a_short_graph_stands_for_the_long_one(gpt):
 
 
 @pytest.mark.parametrize("sharding", [UNSHARDED, Sharding(tensor=5), Sharding(context=2)])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", "op"])
 def test_figures_of_layers_are_those_of_the_whole_graph(gpt, sharding, recompute):
     problem = problem_of(gpt, load_cluster("2x10xA100"), 64, shardings=(sharding,), recompute=(recompute,))
     seconds = Figures(problem, shorten(gpt), sharding).seconds(2, recompute)
@@ -85,6 +85,23 @@ def test_no_configuration_is_faster_or_smaller_than_its_bounds(cluster, batch, c
             assert 0 < num_bytes <= max(item.peak_memory_bytes), configuration
             count += 1
     assert count > 10
+
+
+def test_words_that_depend_on_the_place_bound_what_they_mean():
+    """Not all equal blocks, or not all stages, compute again."""
+    graph, cluster = load_shipped_graph("gpt-tiny"), cluster_of(2)
+    words = ("every-2", "1:2", "full@0,op@1", "op@1")
+    problem = problem_of(graph, cluster, 8, num_stages=(2,), recompute=words, microbatch_sizes=(2,))
+    found = {}
+    for seconds, num_bytes, configuration in every_configuration(problem):
+        for plan in plans_of(problem, configuration):
+            item = evaluate_plan(plan, graph, cluster, problem.cost)
+            assert 0 < seconds <= item.step_time_s * (1 + 1e-9), configuration
+            assert 0 < num_bytes <= max(item.peak_memory_bytes), configuration
+            assert (plan.recompute, plan.keeps) == read_recompute(graph, configuration.recompute, plan.bounds)
+            found[configuration.recompute] = item.step_time_s
+    assert found.keys() == {*words}
+    assert found["full@0,op@1"] > found["op@1"]
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])

@@ -225,8 +225,9 @@ class PlanRequest(Request):
         list[str] | None,
         typer.Option(
             metavar="WHAT",
-            help="What is recomputed in the backward instead of being kept: none, selective (attention's scores), full "
-            "(every repeated block), or layers, as 0:12; repeat for a choice.",
+            help="What is recomputed in the backward instead of being kept: none, op (blocks, but for products and "
+            "attention), attention, every-2 (each second block), full (every block), keep=KIND+KIND (blocks, but for "
+            "these ops), layers as 0:12, or words for stages as full@0,op@1:3; repeat for a choice.",
         ),
         Of("search", unless=_unless_trained),
     ] = None

@@ -1,7 +1,8 @@
 """What would a model need on a device if it were computed again, sharded or moved away? Rows for ``show --memory``.
 
 The whole model is one stage, held by all ranks of a cluster (ZeRO's data parallelism), for one microbatch in flight.
-Computing again is by the words of `recompute_choices`. A `Plan` says the same for what is simulated, but for activations, which stay on the device there.
+Computing again is by the words of `recompute_choices`. A `Plan` says the same for what is simulated, but for
+activations, which stay on the device there.
 """
 
 from __future__ import annotations

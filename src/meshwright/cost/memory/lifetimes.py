@@ -70,10 +70,10 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
             needed[storage] = min(needed.get(storage, start), start)
             kept.add(storage)
     results = {op: kept_results(graph, op) for op in graph.keeps if op in range_of}
-    for op, storages in results.items():
+    for index, storages in results.items():
         for storage in storages:
             # A range that runs again takes them; none is there any more when its first op's backward ends.
-            needed[storage] = min(needed.get(storage, range_of[op]), range_of[op])
+            needed[storage] = min(needed.get(storage, range_of[index]), range_of[index])
             kept.add(storage)
     return Lifetimes(
         kept=frozenset(kept),

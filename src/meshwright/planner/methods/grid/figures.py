@@ -7,7 +7,7 @@ the moment of a computation) is left out, so that sums of bytes are lower bounds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -189,9 +189,8 @@ class Figures:
     def _weigh(self, recompute: str) -> LayerBytes:
         if is_by_stage(recompute):
             found = [self.bytes(word) for word in words_of(recompute)]
-            return LayerBytes(
-                *(np.minimum.reduce([getattr(item, name) for item in found]) for name in LayerBytes.__slots__)
-            )
+            names = [item.name for item in fields(LayerBytes)]
+            return LayerBytes(**{name: np.minimum.reduce([getattr(item, name) for item in found]) for name in names})
         graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
         structure = self._structure if graph is self._local else find_structure(graph)
         width, training = self.workload.float_bytes, self.workload.kind == "training"
