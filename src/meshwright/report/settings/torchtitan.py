@@ -18,6 +18,8 @@ from typing import Any
 from meshwright.report.settings.facts import Facts, StageParts, require_blocks
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
+    moves_all,
+    refuse_offload,
     require_even_tokens,
     unsaid_early_stop,
     unsaid_products,
@@ -61,6 +63,8 @@ def export_torchtitan(facts: Facts) -> Settings:
             f"The plan computes {facts.again.describe()} again; torchtitan can compute every block again, or choose "
             "ops by rules of its own. Plan with --recompute full, or none."
         )
+    if plan.offload.optimizer != "device" and not (facts.zero == 3 and moves_all(plan.offload)):
+        refuse_offload(plan, SYSTEM, "keeps parameters and optimizer states on the host together, with ZeRO 3")
     require_even_tokens(facts, SYSTEM)
     again = FULL if facts.again.is_full else None
     values = {**_parallelism(facts), **_training(facts), "activation_checkpoint": again}
@@ -129,6 +133,8 @@ def _training(facts: Facts) -> dict[str, Any]:
         "training.dtype": plan.workload.numbers.master or plan.workload.numbers.values,
         "training.mixed_precision_param": plan.workload.numbers.values,
     }
+    if moves_all(plan.offload):
+        values["training.enable_cpu_offload"] = True
     if facts.shape is not None:
         values["training.seq_len"] = facts.shape["sequence_length"]
     return values
