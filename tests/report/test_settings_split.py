@@ -120,7 +120,7 @@ SAID = {
     },
     "states on drives": {
         "plan": replace(split_of(WIDE, zero=3), offload=Offload(optimizer="nvme", parameters="host")),
-        "megatron": "keeps optimizer states on the host, with its distributed optimizer",
+        "megatron": "keeps states on the host with its distributed optimizer",
         "torchtitan": "keeps parameters and optimizer states on the host together, with ZeRO 3",
         "deepspeed": {
             "zero_optimization.offload_optimizer.device": "nvme",
@@ -131,7 +131,7 @@ SAID = {
     },
     "all on the host": {
         "plan": replace(split_of(WIDE, zero=3), offload=Offload(optimizer="host", parameters="host")),
-        "megatron": "keeps optimizer states on the host, with its distributed optimizer",
+        "megatron": "keeps states on the host with its distributed optimizer",
         "torchtitan": {"training.enable_cpu_offload": True, "parallelism.fsdp_reshard_after_forward": "always"},
         "deepspeed": {"zero_optimization.offload_optimizer.device": "cpu"},
         "accelerate": {"fsdp_config.fsdp_offload_params": True},

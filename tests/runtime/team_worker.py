@@ -26,7 +26,20 @@ from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
 from tests.runtime.matrix import cases_of_run
-from tests.runtime.team_cases import AGAIN, AWAY, CLIP, FEW, HOST, MAX_NORM, NVME, PARTS, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.team_cases import (
+    AGAIN,
+    AWAY,
+    CLIP,
+    FEW,
+    HOST,
+    MAX_NORM,
+    NVME,
+    PARTS,
+    SPLITS,
+    ZERO,
+    all_cases,
+    main_cases,
+)
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4

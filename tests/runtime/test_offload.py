@@ -76,7 +76,7 @@ def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):
 @pytest.mark.parametrize("folder", ["nothing/here", "file"])
 def test_a_folder_that_cannot_be_written_to_is_named(one_rank, tmp_path, folder):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="optimizer states cannot be kept there .*Give a folder on a drive with room"):
+    with pytest.raises(RunError, match=r"optimizer states cannot be kept there .*Give a folder on a drive with room"):
         open_net(offload_folder=tmp_path / folder)
 
 
@@ -163,9 +163,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_by_those_who_wait():
     def fail():
         raise RunError("The drive is gone.")
 
-    works = streams.begin(
-        [(item_of(0, down, "down", (7,)), fail), (item_of(1, up, "up", (0,)), lambda: 8)], more={}
-    )
+    works = streams.begin([(item_of(0, down, "down", (7,)), fail), (item_of(1, up, "up", (0,)), lambda: 8)], more={})
     time.sleep(0.01)
     assert not works[0].is_set, "what it waits for has not happened"
     streams.happened(7)

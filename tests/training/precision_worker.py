@@ -100,7 +100,7 @@ def orders_of(plan, layout):
     """Which microbatches are added up one after the other, and that then: (groups of those that meet first)."""
     turns = [[m for m in range(COUNT) if plan.stages[0].rank_of(m) == rank] for rank in plan.stages[0].ranks]
     # FSDP2 sums over replicas behind every backward.
-    return [list(item) for item in zip(*turns, strict=True)] if layout .startswith(("zero 2", "zero 3")) else turns
+    return [list(item) for item in zip(*turns, strict=True)] if layout.startswith(("zero 2", "zero 3")) else turns
 
 
 class Halves(torch.nn.Linear):

@@ -102,7 +102,9 @@ def open_session(
     exchange = _make_exchange(share, grid)
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
     folder = offload_folder or Path(tempfile.gettempdir())
-    hosted = take_to_host(share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder)
+    hosted = take_to_host(
+        share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder
+    )
     scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
@@ -270,7 +272,7 @@ def _make_agreements(
     plan = share.plan
     if not isinstance(plan, Plan):
         return None, None
-    complete_gradients = partial(_complete_gradients, share, updated, device)
+    complete_gradients: Callable[[], None] = partial(_complete_gradients, share, updated, device)
     if hosted is not None:
         complete_gradients = hosted.readiness.complete
     index = len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket)

@@ -95,7 +95,7 @@ def _exchange(facts: Facts) -> dict[str, Any]:
     """Sums of gradients, and what replicas share out. Raises PlanError for ZeRO 2 and 3 in a pipeline."""
     exchange, offload = facts.plan.exchange, facts.plan.offload
     if offload.optimizer == "nvme" or offload.parameters == "host" or (offload.optimizer == "host" and facts.zero != 1):
-        refuse_offload(facts.plan, SYSTEM, "keeps optimizer states on the host, with its distributed optimizer (ZeRO 1)")
+        refuse_offload(facts.plan, SYSTEM, "keeps states on the host with its distributed optimizer (ZeRO 1)")
     if facts.zero >= 2:
         if facts.num_stages > 1:
             raise PlanError(

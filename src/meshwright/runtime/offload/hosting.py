@@ -34,9 +34,7 @@ class Readiness:
         complete: Callable[[], None],
     ) -> None:
         self.streams, self._complete = streams, complete
-        self.partial = {
-            piece.facts.number for piece in pieces if not piece.facts.parameters.keys().isdisjoint(partial)
-        }
+        self.partial = {piece.facts.number for piece in pieces if not piece.facts.parameters.keys().isdisjoint(partial)}
         self._is_complete = False
         self._marks = _Marks(pieces, streams)
 
@@ -151,7 +149,7 @@ class _Marks:
 
     def computing(self, index: int) -> None:
         self._raising = index
-        self._missing = {mark.index: self._counts[mark.index] for mark in self._of.get(index, ())}
+        self._missing = {mark.number: self._counts[mark.number] for mark in self._of.get(index, ())}
 
     def computed(self, index: int) -> None:
         self._missing = {}

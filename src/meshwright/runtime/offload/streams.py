@@ -104,7 +104,7 @@ class HostWork:
                     stream.synchronize()
                 self.span = start, time.perf_counter_ns()
                 self._streams.moved.append((self.item.instruction, moved))
-        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+        except BaseException as error:
             self._error = error
         finally:
             self._done.set()

@@ -1,8 +1,8 @@
 """Updates on the host: the optimizer over pieces whose gradients came down, with the states that are at hand.
 
 It is the user's own optimizer, over the host's copies of the parameters or their master weights. Where torch has one
-fused pass over the elements on a processor, it takes that, unless the user chose otherwise. Gradients on the device stay
-as they were summed: what they are to be multiplied with, to clip them or to take a scale back, is done here.
+fused pass over the elements on a processor, it takes that, unless the user chose otherwise. Gradients on the device
+stay as they were summed: what they are to be multiplied with, to clip them or to take a scale back, is done here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class HostedValues(Masters):
     def state(self) -> dict[str, torch.Tensor]:
         """Master weights by tensor id; none where parameters are all there is."""
         return {
-            str(i): item.detach()
-            for piece in self._pieces
-            if piece.has_masters
-            for i, item in piece.hosted.items()
+            str(i): item.detach() for piece in self._pieces if piece.has_masters for i, item in piece.hosted.items()
         }
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -103,13 +100,13 @@ class HostSteps(StageSteps):
         """Go on from a `state`, behind what the device has."""
         super().take_state(state)
         for piece in self._pieces:
-            self.states.stepped(piece)
+            self.states.stepped(piece, replaced=True)
             self.states.write(piece)
 
 
 def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
     """Let an optimizer go over elements on processors once, if it can and nothing else was chosen."""
-    if type(optimizer) not in _FUSED:
+    if optimizer is None or type(optimizer) not in _FUSED:
         return
     for group in optimizer.param_groups:
         given = [group.get(name) for name in ("fused", "foreach", "differentiable", "capturable")]
