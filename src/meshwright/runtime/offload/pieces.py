@@ -151,7 +151,8 @@ class HostedPiece:
         """Give what the optimizer updates its gradients; the parameters that have one."""
         found = [i for i in self.present if i in self.hosted]
         for i in found:
-            self.hosted[i].grad = self._gradient(i).to(self.hosted[i].dtype)
+            gradient, hosted = self._gradient(i), self.hosted[i]
+            hosted.grad = gradient if gradient.dtype is hosted.dtype else gradient.to(hosted.dtype)
         return [self.hosted[i] for i in found]
 
     def _gradient(self, tensor: int) -> torch.Tensor:
