@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from meshwright.report.settings import SYSTEMS, export_orders, ranks_per_node, split
-from meshwright.spec import GradientExchange, OpPlacement, Optimizer, Plan, PlanError, Sharding, load_cluster
+from meshwright.spec import GradientExchange, Offload, OpPlacement, Optimizer, Plan, PlanError, Sharding, load_cluster
 from tests.report.plans import PLANS, SPLITS, plan_of, split_of
 from tests.report.test_settings import check_documented, export, export_or_none, flat
 
@@ -106,6 +106,42 @@ SAID = {
         },
         "deepspeed": "refuses ZeRO 2 and 3. Plan with --zero 1, or --stages 1",
         "accelerate": "FSDP for one stage.*Plan with --zero 1, or --stages 1",
+    },
+    "states on the host": {
+        "plan": replace(split_of(WIDE, zero=1), offload=Offload(optimizer="host")),
+        "megatron": {
+            "--optimizer-cpu-offload": True,
+            "--use-precision-aware-optimizer": True,
+            "--overlap-cpu-optimizer-d2h-h2d": True,
+        },
+        "torchtitan": "shares gradients, too. Plan with --zero 2",
+        "deepspeed": {"zero_optimization.stage": 1, "zero_optimization.offload_optimizer.device": "cpu"},
+        "accelerate": "keeps parameters and optimizer states on the host together",
+    },
+    "states on drives": {
+        "plan": replace(split_of(WIDE, zero=3), offload=Offload(optimizer="nvme", parameters="host")),
+        "megatron": "keeps states on the host with its distributed optimizer",
+        "torchtitan": "keeps parameters and optimizer states on the host together, with ZeRO 3",
+        "deepspeed": {
+            "zero_optimization.offload_optimizer.device": "nvme",
+            "zero_optimization.offload_optimizer.nvme_path": "/local_nvme",
+            "zero_optimization.offload_param.device": "cpu",
+        },
+        "accelerate": "by FSDP with ZeRO 3 in one stage",
+    },
+    "all on the host": {
+        "plan": replace(split_of(WIDE, zero=3), offload=Offload(optimizer="host", parameters="host")),
+        "megatron": "keeps states on the host with its distributed optimizer",
+        "torchtitan": {"training.enable_cpu_offload": True, "parallelism.fsdp_reshard_after_forward": "always"},
+        "deepspeed": {"zero_optimization.offload_optimizer.device": "cpu"},
+        "accelerate": {"fsdp_config.fsdp_offload_params": True},
+    },
+    "states on the host without ZeRO": {
+        "plan": replace(split_of(WIDE), offload=Offload(optimizer="host")),
+        "megatron": "with its distributed optimizer",
+        "torchtitan": "with ZeRO 3. Plan with another --offload",
+        "deepspeed": "offloads with ZeRO 1 to 3 in one stage",
+        "accelerate": "by FSDP with ZeRO 3 in one stage",
     },
     "ZeRO 3 with both axes": {
         "plan": split_of(WIDE, zero=3, tensor=2, context=2),

@@ -76,7 +76,7 @@ def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):
 @pytest.mark.parametrize("folder", ["nothing/here", "file"])
 def test_a_folder_that_cannot_be_written_to_is_named(one_rank, tmp_path, folder):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="optimizer states cannot be kept there .*Give a folder on a drive with room"):
+    with pytest.raises(RunError, match=r"optimizer states cannot be kept there .*Give a folder on a drive with room"):
         open_net(offload_folder=tmp_path / folder)
 
 

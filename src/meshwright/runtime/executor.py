@@ -95,7 +95,8 @@ class Executor:
     gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
     parameters. ``loss_scale`` multiplies each microbatch's loss: 1 / their number for the mean over a step; ``scale``,
     too, so that gradients stay in the range of float16. ``agreements`` are numbers by the index of their sum.
-    ``hosting`` does what the host does. Arguments are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
+    ``hosting`` does what the host does. Arguments are what `runtime.opening` makes of a plan; use that unless you bring
+    your own parts.
     """
 
     def __init__(

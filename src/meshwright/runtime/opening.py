@@ -272,7 +272,7 @@ def _make_agreements(
     plan = share.plan
     if not isinstance(plan, Plan):
         return None, None
-    complete_gradients = partial(_complete_gradients, share, updated, device)
+    complete_gradients: Callable[[], None] = partial(_complete_gradients, share, updated, device)
     if hosted is not None:
         complete_gradients = hosted.readiness.complete
     index = len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket)

@@ -30,7 +30,7 @@ class MarkKey(NamedTuple):
     """A mark that a computation raises for a bucket, or a piece, that is ready."""
 
     instruction: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

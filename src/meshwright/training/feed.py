@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
 from meshwright.runtime.coming import Made
@@ -354,3 +355,11 @@ def with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
     if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
         return plan
     return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))
+
+
+def first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+    """The first samples of an example batch; fewer if it has fewer, and the capture will say so."""
+    leaves, spec = pytree.tree_flatten(batch)
+    cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
+    inputs, targets = pytree.tree_unflatten(cut, spec)
+    return inputs, targets

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, check_capture, flatten_batch
 from meshwright.cost.memory import Backend
@@ -48,7 +47,7 @@ from meshwright.spec.plan_files import read_plan, with_compiled
 from meshwright.spec.timeline import Timeline
 from meshwright.training.agreement import check_same, check_same_batch
 from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
-from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack, with_loader
+from meshwright.training.feed import Feed, MicrobatchQueue, first_samples, load_to, unpack, with_loader
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
@@ -115,7 +114,7 @@ def prepare(
     captured = capture(inputs, targets=targets)
     if captured.graph.batch_size not in (None, plan.microbatch_size):
         # The model bakes its batch size in: capture it at the size at which it will run.
-        inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
+        inputs, targets = first_samples((inputs, targets), plan.microbatch_size)
         captured = capture(inputs, targets=targets)
     if recaptures(plan, model, captured.graph):
         # A model whose plan is refused stays as it is.
@@ -396,11 +395,3 @@ def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
     for name, parameter in model.named_parameters():
         if name in used and id(parameter) not in own:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
-
-
-def _first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-    """The first samples of an example batch; fewer if it has fewer, and the capture will say so."""
-    leaves, spec = pytree.tree_flatten(batch)
-    cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
-    inputs, targets = pytree.tree_unflatten(cut, spec)
-    return inputs, targets

@@ -18,7 +18,13 @@ from meshwright.report.settings.facts import Facts, StageParts, describe_stages,
 from meshwright.report.settings.launch import DEFAULT_PORT
 from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
-from meshwright.report.settings.split import require_even_tokens, unsaid_products, unsaid_states_of_context
+from meshwright.report.settings.split import (
+    moves_all,
+    refuse_offload,
+    require_even_tokens,
+    unsaid_products,
+    unsaid_states_of_context,
+)
 from meshwright.spec import DTYPE_BYTES, PlanError
 
 SYSTEM, VERSION = "accelerate", "1.15"
@@ -71,6 +77,10 @@ def export_accelerate(facts: Facts) -> Settings:
 
 
 def _way(facts: Facts) -> Literal["plain", "fsdp", "megatron"]:
+    is_away = facts.plan.offload.optimizer != "device"
+    if is_away and not (facts.num_stages == 1 and facts.zero == 3 and moves_all(facts.plan.offload)):
+        knows = "keeps parameters and optimizer states on the host together, by FSDP with ZeRO 3 in one stage"
+        refuse_offload(facts.plan, SYSTEM, knows)
     if facts.num_stages == 1 and facts.zero >= 2:
         return "fsdp"
     is_plain = facts.num_stages == 1 and facts.zero == 0 and facts.plan.sharding.width == 1
@@ -108,6 +118,7 @@ def _fsdp(facts: Facts) -> dict[str, Any]:
             "fsdp_reshard_after_forward": facts.zero == 3,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": facts.again.is_full,
+            **({"fsdp_offload_params": True} if moves_all(facts.plan.offload) else {}),
         }
     }
     if sharding.width > 1 or facts.is_hybrid:

@@ -17,10 +17,12 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, describe_stages
 from meshwright.report.settings.settings import Settings, Unsaid
-from meshwright.report.settings.split import describe_axes, unsaid_early_stop, unsaid_products
-from meshwright.spec import PlanError
+from meshwright.report.settings.split import describe_axes, refuse_offload, unsaid_early_stop, unsaid_products
+from meshwright.spec import Offload, PlanError
 
 SYSTEM, VERSION = "DeepSpeed", "0.19.8"
+# Where its own examples keep states on drives.
+NVME_PATH = "/local_nvme"
 
 
 def export_deepspeed(facts: Facts) -> Settings:
@@ -85,6 +87,11 @@ def _refuse(facts: Facts) -> None:
             f"The plan shares states in groups of {facts.shard_size} replicas by ZeRO {facts.zero}; DeepSpeed does so "
             "by MiCS, with ZeRO 3 alone. Plan with --zero 3, or without --shard."
         )
+    offload = facts.plan.offload
+    if offload.optimizer != "device" and (facts.num_stages > 1 or not facts.zero):
+        refuse_offload(facts.plan, SYSTEM, "offloads with ZeRO 1 to 3 in one stage")
+    if offload.optimizer == "nvme" and facts.zero < 3:
+        refuse_offload(facts.plan, SYSTEM, "keeps states on NVMe with ZeRO 3 only")
     if facts.num_stages > 1 and facts.zero >= 2:
         raise PlanError(
             f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; DeepSpeed's pipeline "
@@ -101,11 +108,25 @@ def _zero(facts: Facts) -> dict[str, Any]:
     exchange = facts.plan.exchange
     if facts.zero == 0:
         return {"stage": 0}
+    away = _offload(facts.plan.offload)
     if facts.zero >= 2:
         groups = {"mics_shard_size": facts.shard_size} if facts.is_hybrid else {}
-        return {"stage": facts.zero, "overlap_comm": True, **groups}
+        return {"stage": facts.zero, "overlap_comm": True, **groups, **away}
     overlap = {"overlap_comm": exchange.overlap} if facts.num_stages == 1 else {}
-    return {"stage": 1, "reduce_bucket_size": facts.bucket_elements, **overlap}
+    return {"stage": 1, "reduce_bucket_size": facts.bucket_elements, **overlap, **away}
+
+
+def _offload(offload: Offload) -> dict[str, Any]:
+    """ZeRO-Offload and ZeRO-Infinity (deepspeed/runtime/zero/offload_config.py)."""
+    away: dict[str, Any] = {}
+    if offload.optimizer == "host":
+        away["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if offload.optimizer == "nvme":
+        pipelined = {"pipeline_read": True, "pipeline_write": True}
+        away["offload_optimizer"] = {"device": "nvme", "nvme_path": NVME_PATH, "pin_memory": True, **pipelined}
+    if offload.parameters == "host":
+        away["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return away
 
 
 def _optimizer(facts: Facts) -> dict[str, Any]:
@@ -119,6 +140,8 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
     items = ["the learning rate: optimizer.params.lr"]
     if facts.is_hybrid:
         items.append("in the script: deepspeed.zero.MiCS_Init around the making of the model")
+    if facts.plan.offload.optimizer == "nvme":
+        items.append(f"the folder of a drive, in place of {NVME_PATH}: zero_optimization.offload_optimizer.nvme_path")
     if facts.num_stages > 1:
         items += _fill_in_pipeline(facts)
     elif facts.again.kind != "nothing":

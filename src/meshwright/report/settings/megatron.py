@@ -20,6 +20,7 @@ from meshwright.report.settings.facts import Facts, StageParts, require_blocks, 
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
     leading_blocks,
+    refuse_offload,
     require_even_tokens,
     unsaid_early_stop,
     unsaid_products,
@@ -92,7 +93,9 @@ def _axes(facts: Facts) -> dict[str, Any]:
 
 def _exchange(facts: Facts) -> dict[str, Any]:
     """Sums of gradients, and what replicas share out. Raises PlanError for ZeRO 2 and 3 in a pipeline."""
-    exchange = facts.plan.exchange
+    exchange, offload = facts.plan.exchange, facts.plan.offload
+    if offload.optimizer == "nvme" or offload.parameters == "host" or (offload.optimizer == "host" and facts.zero != 1):
+        refuse_offload(facts.plan, SYSTEM, "keeps states on the host with its distributed optimizer (ZeRO 1)")
     if facts.zero >= 2:
         if facts.num_stages > 1:
             raise PlanError(
@@ -122,6 +125,13 @@ def _exchange(facts: Facts) -> dict[str, Any]:
         values["--use-distributed-optimizer"] = True
     if facts.is_hybrid:
         values["--num-distributed-optimizer-instances"] = facts.num_groups
+    if offload.optimizer == "host":
+        # The first needs the second (megatron/training/arguments.py); the third copies beside steps, as the plan does.
+        values |= {
+            "--optimizer-cpu-offload": True,
+            "--use-precision-aware-optimizer": True,
+            "--overlap-cpu-optimizer-d2h-h2d": True,
+        }
     return values
 
 

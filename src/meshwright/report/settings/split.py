@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.report.settings.settings import Unsaid
 from meshwright.spec import Graph, Plan, PlanError
 from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import recompute_choices
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # are said by all.
 SAID: dict[type, frozenset[str]] = {
     Plan: frozenset(
-        {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "model_sizes"}
-        | {"made_with"}
+        {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "offload"}
+        | {"model_sizes", "made_with"}
     ),
     StagePlan: frozenset(),
     Workload: frozenset({"kind", "precision", "optimizer"}),
@@ -96,6 +96,18 @@ def refuse_unknown(plan: Plan) -> None:
             f"The plan decides {', '.join(unknown)}, which settings of other systems do not say; without it they would "
             "be those of another plan. Plan without it."
         )
+
+
+def moves_all(offload: Offload) -> bool:
+    """Whether parameters and optimizer states both lie on the host, as FSDP2's CPUOffloadPolicy keeps them."""
+    return offload == Offload(optimizer="host", parameters="host")
+
+
+def refuse_offload(plan: Plan, system: str, knows: str) -> None:
+    """Raise PlanError for a plan that keeps something away, where a system ``knows`` other ways."""
+    raise PlanError(
+        f"The plan keeps {plan.offload.describe()}; {system} {knows}. Plan with another --offload, or without."
+    )
 
 
 def find_again(plan: Plan, graph: Graph | None) -> Again:

@@ -18,6 +18,8 @@ from typing import Any
 from meshwright.report.settings.facts import Facts, StageParts, require_blocks
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
+    moves_all,
+    refuse_offload,
     require_even_tokens,
     unsaid_early_stop,
     unsaid_products,
@@ -57,6 +59,8 @@ def export_torchtitan(facts: Facts) -> Settings:
             f"The plan computes {facts.again.describe()} again; torchtitan {VERSION} can compute every block again, "
             "whole or but for results of attention and products. Plan with --recompute full, op or none."
         )
+    if plan.offload.optimizer != "device" and not (facts.zero == 3 and moves_all(plan.offload)):
+        refuse_offload(plan, SYSTEM, "keeps parameters and optimizer states on the host together, with ZeRO 3")
     require_even_tokens(facts, SYSTEM)
     again = "full" if facts.again.is_full else "selective" if facts.again.kind == "op" else None
     values = {**_parallelism(facts), **_training(facts), "activation_checkpoint": again}
@@ -125,6 +129,8 @@ def _training(facts: Facts) -> dict[str, Any]:
         "training.dtype": plan.workload.numbers.master or plan.workload.numbers.values,
         "training.mixed_precision_param": plan.workload.numbers.values,
     }
+    if moves_all(plan.offload):
+        values["training.enable_cpu_offload"] = True
     if facts.shape is not None:
         values["training.seq_len"] = facts.shape["sequence_length"]
     return values

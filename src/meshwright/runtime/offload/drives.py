@@ -104,5 +104,5 @@ def _open_nameless(folder: Path) -> tuple[int, bool]:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise
     file, name = tempfile.mkstemp(dir=folder, prefix=".offload-")
-    os.unlink(name)
+    Path(name).unlink()
     return file, False

@@ -149,7 +149,7 @@ class _Marks:
 
     def computing(self, index: int) -> None:
         self._raising = index
-        self._missing = {mark.index: self._counts[mark.index] for mark in self._of.get(index, ())}
+        self._missing = {mark.number: self._counts[mark.number] for mark in self._of.get(index, ())}
 
     def computed(self, index: int) -> None:
         self._missing = {}

@@ -63,7 +63,7 @@ def find_pieces(
             continue
         if isinstance(buffer, ShardedBucket):
             origin = buffer.own_values.storage_offset()
-            starts = {i: item.storage_offset() - origin for i, item in own.items()}
+            starts = {i: int(item.storage_offset() - origin) for i, item in own.items()}
             flat, values, size = buffer.own_gradients, buffer.own_values, len(buffer.own_values)
         else:
             starts, size = _one_behind_the_other(own)
@@ -112,6 +112,10 @@ class HostedPiece:
     hosted: dict[int, torch.nn.Parameter]
     has_masters: bool
     present: list[int] = field(default_factory=list)
+    _views: dict[int, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._views = {} if self.facts.is_resident else {i: self._of(self.gradients, i) for i in self.facts.parameters}
 
     def find_present(self) -> None:
         """Note which parameters have a gradient."""
@@ -127,8 +131,8 @@ class HostedPiece:
         for i in self.present:
             gradient = facts.parameters[i].grad
             assert gradient is not None, "it was just there"
-            self._of(self.gradients, i).copy_(own_part(gradient), non_blocking=True)
-        return sum(self._of(self.gradients, i).nbytes for i in self.present)
+            self._views[i].copy_(own_part(gradient), non_blocking=True)
+        return sum(self._views[i].nbytes for i in self.present)
 
     @property
     def num_bytes(self) -> int:
@@ -145,15 +149,15 @@ class HostedPiece:
 
     def take_gradients(self) -> list[torch.nn.Parameter]:
         """Give what the optimizer updates its gradients; the parameters that have one."""
-        found = [self.hosted[i] for i in self.present if i in self.hosted]
-        for i in self.present:
-            if i in self.hosted:
-                self.hosted[i].grad = self._gradient(i).to(self.hosted[i].dtype)
-        return found
+        found = [i for i in self.present if i in self.hosted]
+        for i in found:
+            gradient, hosted = self._gradient(i), self.hosted[i]
+            hosted.grad = gradient if gradient.dtype is hosted.dtype else gradient.to(hosted.dtype)
+        return [self.hosted[i] for i in found]
 
     def _gradient(self, tensor: int) -> torch.Tensor:
         if not self.facts.is_resident:
-            return self._of(self.gradients, tensor)
+            return self._views[tensor]
         gradient = self.facts.parameters[tensor].grad
         assert gradient is not None, "others are not present"
         return own_part(gradient)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +71,6 @@ def _drive(folder: Path | None) -> tuple[str, int | None]:
         return "", None
     try:
         _, free = Host().space(folder)
-        return str(os.stat(folder).st_dev), free
+        return str(folder.stat().st_dev), free
     except OSError:
         return "", None

@@ -1,9 +1,9 @@
 """Shards of torch's FSDP2 whose optimizer is on the host: gradients in their own type, parameters in its memory.
 
 FSDP2 casts summed gradients to the type of the shards. With master weights on the host shards have the type of the
-parameters, and gradients are to stay wide. Where parameters lie on the host, a `CPUOffloadPolicy` keeps shards there and
-copies gradients to them; on processors, whose memory is both, it does nothing, and shards and gradients are put into
-memory of the host here, so that they are no part of the device's.
+parameters, and gradients are to stay wide. Where parameters lie on the host, a `CPUOffloadPolicy` keeps shards there,
+and copies gradients to them; on processors, whose memory is both, it does nothing, and shards and gradients are put
+into memory of the host here, so that they are no part of the device's.
 
 This is the one place that knows the inner names of FSDP2.
 """

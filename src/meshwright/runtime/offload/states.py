@@ -31,8 +31,8 @@ class States(Protocol):
     def read(self, piece: HostedPiece) -> int:
         """Bring a piece's states to the host; the bytes."""
 
-    def stepped(self, piece: HostedPiece) -> None:
-        """The optimizer updated a piece, or was given other states: there may be new ones."""
+    def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
+        """The optimizer updated a piece, so that there may be new states; ``replaced``: it was given others."""
 
     def write(self, piece: HostedPiece) -> int:
         """Put a piece's states back; the bytes."""
@@ -53,6 +53,8 @@ class StatesOnHost:
     def __init__(self, optimizer: torch.optim.Optimizer | None, memory: HostMemory) -> None:
         self._optimizer, self._memory = optimizer, memory
         self._own: dict[tuple[int, _Name], torch.Tensor] = {}
+        # Pieces whose parameters all had a gradient once: no state is to come.
+        self._settled: set[int] = set()
 
     def read(self, piece: HostedPiece) -> int:  # noqa: ARG002 - nothing is elsewhere
         """Nothing is elsewhere."""
@@ -62,11 +64,16 @@ class StatesOnHost:
         """Nothing is elsewhere."""
         return 0
 
-    def stepped(self, piece: HostedPiece) -> None:
+    def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
         """New states are moved to memory that is kept."""
+        number = piece.facts.number
+        if number in self._settled and not replaced:
+            return
+        if len(piece.present) == len(piece.facts.parameters):
+            self._settled.add(number)
         for (i, name), value in find_states(self._optimizer, piece).items():
             assert self._optimizer is not None, "it has states"
-            key = piece.facts.number, (i, name)
+            key = number, (i, name)
             if self._own.get(key) is not value:
                 own = self._own[key] = self._own[key].copy_(value) if key in self._own else self._memory.moved(value)
                 self._optimizer.state[piece.hosted[i]][name] = own
@@ -123,7 +130,7 @@ class StatesOnDrives:
         self._bind(piece, region, slot)
         return self._held_bytes(piece)
 
-    def stepped(self, piece: HostedPiece) -> None:
+    def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
         """States go to the file when the program says so."""
 
     def write(self, piece: HostedPiece) -> int:

@@ -1,12 +1,13 @@
 """Updates on the host: the optimizer over pieces whose gradients came down, with the states that are at hand.
 
 It is the user's own optimizer, over the host's copies of the parameters or their master weights. Where torch has one
-fused pass over the elements on a processor, it takes that, unless the user chose otherwise. Gradients on the device stay
-as they were summed: what they are to be multiplied with, to clip them or to take a scale back, is done here.
+fused pass over the elements on a processor, it takes that, unless the user chose otherwise. Gradients on the device
+stay as they were summed: what they are to be multiplied with, to clip them or to take a scale back, is done here.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,9 +65,13 @@ class HostSteps(StageSteps):
         super().__init__(optimizer, *given, **named)
         use_fused(optimizer)
         self._pieces, self.states = pieces, make_states(optimizer)
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._group_of = {id(item): place for place, group in enumerate(groups) for item in group["params"]}
+        self._is_stepping = False
 
     def __call__(self, stage: int) -> None:
         """Count an update of a stage, and clear its gradients."""
+        self._is_stepping = False
         self._num_updates[stage] += not (self._scale is not None and self._scale.skips())
         for parameter in self._of_stage[stage]:
             parameter.grad = None
@@ -84,12 +89,32 @@ class HostSteps(StageSteps):
                 piece.scale(self._clip())
             chosen = piece.take_gradients()
             if chosen:
-                self._optimizer.step()
+                self._step(self._optimizer, chosen)
             for parameter in chosen:
                 parameter.grad = None
             self.states.stepped(piece)
         piece.narrow()
         return piece.num_bytes
+
+    def _step(self, optimizer: torch.optim.Optimizer, chosen: Sequence[torch.nn.Parameter]) -> None:
+        """A step over some parameters, which have gradients; hooks of the user's are called with the first of a step.
+
+        Around it torch looks through all parameters and tells its profiler, which takes as long as a small piece does.
+        """
+        if not self._is_stepping or type(optimizer) not in _FUSED:
+            optimizer.step()
+            self._is_stepping = True
+            return
+        groups, every = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+        for group in groups:
+            group["params"] = []
+        for item in chosen:
+            groups[self._group_of[id(item)]]["params"].append(item)
+        try:
+            inspect.unwrap(type(optimizer).step)(optimizer)
+        finally:
+            for group, params in zip(groups, every, strict=True):
+                group["params"] = params
 
     def state(self) -> dict[str, Any]:
         """As of steps on the device; of states on drives, tensors that are read from there when they are looked at."""
@@ -100,13 +125,13 @@ class HostSteps(StageSteps):
         """Go on from a `state`, behind what the device has."""
         super().take_state(state)
         for piece in self._pieces:
-            self.states.stepped(piece)
+            self.states.stepped(piece, replaced=True)
             self.states.write(piece)
 
 
 def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
     """Let an optimizer go over elements on processors once, if it can and nothing else was chosen."""
-    if type(optimizer) not in _FUSED:
+    if optimizer is None or type(optimizer) not in _FUSED:
         return
     for group in optimizer.param_groups:
         given = [group.get(name) for name in ("fused", "foreach", "differentiable", "capturable")]
