@@ -1,7 +1,7 @@
-"""Measures peaks of memory again: the cases of ``memory_training.csv``, ``memory_pipelines.csv`` and
-``memory_recompute.csv`` in validation/data.
+"""Measures peaks of memory again: the cases of ``memory_training.csv``, ``memory_pipelines.csv``,
+``memory_recompute.csv`` and ``memory_sharing.csv`` in validation/data.
 
-    .venv/bin/python scripts/measure_memory.py [training | pipelines | recompute]
+    .venv/bin/python scripts/measure_memory.py [training | pipelines | recompute | sharing]
 
 Every case of training runs in its own process, every pipeline in one process per rank (gloo). Add a case by writing its
 first columns. Peaks depend on the versions of torch and its libraries, not on the load.
@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from meshwright.training.peak_memory import MemoryCase, measure_peak, measure_rank_peak
-from meshwright.validation.pipelines import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, pipeline_plan
+from meshwright.validation.pipelines import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, SHARING_COLUMNS, pipeline_plan
 
 DATA = Path(__file__).parent.parent / "src/meshwright/validation/data"
 TRAINING_COLUMNS = ("model", "batch_size", "optimizer", "recompute")
-RANK_COLUMNS = {"pipelines": PIPELINE_COLUMNS, "recompute": RECOMPUTE_COLUMNS}
+RANK_COLUMNS = {"pipelines": PIPELINE_COLUMNS, "recompute": RECOMPUTE_COLUMNS, "sharing": SHARING_COLUMNS}
 TIMEOUT_S = 600
 
 

@@ -20,9 +20,11 @@ from tests.test_layout import ROOT
 def test_targets_are_reached():
     scores = {(score.part, score.arm): score for score in score_memory()}
     judged = {key: score for key, score in scores.items() if score.target is not None}
-    assert len(judged) == 8
+    assert len(judged) == 9
     # Those runs were made with other software than ours, which keeps other buffers (docs/concepts/memory.md).
     missed = {"allocated, SimuMax B200", "reserved, torchtitan", "activation percentages (formula)"}
+    # What is there for a moment of exchanges is not counted well.
+    missed |= {"peaks of ranks that share states"}
     assert {score.part for score in judged.values() if not score.met} == missed
     assert scores["as printed, Zero Bubble", "ours"].mape <= 6
     cpu = scores["peak of training on a CPU", "ours"]

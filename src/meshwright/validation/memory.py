@@ -5,7 +5,7 @@
                                 with layers computed again, `cost.memory.trace_step`
     pipelines on this machine   the same for every rank of plans of two to four stages, run by our own runtime
                                 (``data/memory_pipelines.csv``), and of plans that compute parts again
-                                (``data/memory_recompute.csv``)
+                                (``data/memory_recompute.csv``), or share states (``data/memory_sharing.csv``)
     training on an H100         `planner.evaluate_plan`, what decides whether a plan fits, against torch's allocator
                                 (``data/steps_cuda.csv``): allocated, and reserved from the driver for that
     published runs              rows of ``data/training_steps.csv`` as plans (`step_plans`), evaluated as `plan` does:
@@ -72,6 +72,7 @@ _GIB, _GB = 2**30, 10**9
 _TITAN_NOTE = "form chosen with these rows in view: the split in microbatches"
 _PIPELINE_NOTE = "form chosen with these rows in view: how long the runtime holds the buffers of messages"
 _RECOMPUTE_NOTE = "form chosen with these rows in view: results that a range does not come to go when it has run again"
+_SHARING_NOTE = "what gloo's threads hold for a moment differs by up to 20 % between ranks that do the same"
 _CUDA_NOTE = "form chosen with these rows in view: what CUDA's kernels keep, by torch's sources"
 _BUBBLE_NOTE = "form chosen with these rows in view: attention keeps its scores, as its software does"
 # Korthikanti et al., table 3: layers do not matter for shares. Hidden size and heads; sequences of 2048, tp 8.
@@ -107,11 +108,12 @@ def predict_row(row: StepRow) -> float:
 
 
 def score_pipelines() -> tuple[Score, ...]:
-    """Peaks of the ranks of real pipelines on a CPU, and of plans that compute parts again."""
+    """Peaks of the ranks of real pipelines on a CPU, of plans that compute parts again, and that share states."""
     again = "peaks of ranks that compute again"
     return (
         _score_ranks("memory_pipelines", "peaks of ranks of pipelines", _PIPELINE_NOTE),
         _score_ranks("memory_recompute", again, _RECOMPUTE_NOTE),
+        _score_ranks("memory_sharing", "peaks of ranks that share states", _SHARING_NOTE),
     )
 
 

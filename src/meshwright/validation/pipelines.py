@@ -1,18 +1,20 @@
 """Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes.
 
-Rows of ``memory_recompute.csv`` say what is computed again, too.
+Rows of ``memory_recompute.csv`` say what is computed again, too, and those of ``memory_sharing.csv`` what replicas share.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_shipped_graph, read_recompute
+from meshwright.spec import GradientExchange, Optimizer, Plan, StagePlan, Workload, load_shipped_graph, read_recompute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from meshwright.spec.exchange import ZeroStage
 
 # Stages are cut evenly by layers and have so many replicas each.
 PIPELINE_COLUMNS = (
@@ -25,6 +27,7 @@ PIPELINE_COLUMNS = (
     "optimizer",
 )
 RECOMPUTE_COLUMNS = (*PIPELINE_COLUMNS, "recompute")
+SHARING_COLUMNS = (*PIPELINE_COLUMNS, "zero", "shard_size")
 
 
 def pipeline_plan(row: Mapping[str, Any]) -> Plan:
@@ -33,7 +36,9 @@ def pipeline_plan(row: Mapping[str, Any]) -> Plan:
     optimizer = Optimizer.named(row["optimizer"])
     plan = even_plan(row["model"], num_stages, replicas, size, count, row["schedule"], optimizer)
     again = read_recompute(load_shipped_graph(plan.model), row.get("recompute", "none"), plan.bounds)
-    return replace(plan, recompute=again.ranges, keeps=again.keeps)
+    zero, shard_size = (int(row.get(name, 0)) for name in SHARING_COLUMNS[-2:])
+    exchange = GradientExchange(zero=cast("ZeroStage", zero), shard_size=shard_size)
+    return replace(plan, recompute=again.ranges, keeps=again.keeps, exchange=exchange)
 
 
 def even_plan(
