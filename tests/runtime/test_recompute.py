@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.capture import capture_model, part
 from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.spec import PlanError, slice_graph
-from meshwright.spec.recompute import Recompute, computed_again, recompute_layers, with_recompute
+from meshwright.spec.recompute import ATTENTION, Recompute, computed_again, recompute_layers, with_recompute
 from meshwright.spec.recompute_words import read_recompute, recompute_choices
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import MODELS, Case
@@ -96,7 +96,9 @@ def test_gradients_buffers_and_flops(name, word):
     for ours, theirs in zip(found[1:3], wanted[1:3], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    expected = sum(graph.ops[op].flops.at(4) for r in ranges for op in computed_again(graph, *r))
+    # Torch counts nothing for the kernel of attention that processors have.
+    again = [graph.ops[op] for r in ranges for op in computed_again(graph, *r)]
+    expected = sum(op.flops.at(4) for op in again if not op.kind.startswith(ATTENTION))
     assert expected > 0 or word != "all"
     assert found[3] - wanted[3] == pytest.approx(expected, rel=0.35), "what runs again is what is priced"
 
