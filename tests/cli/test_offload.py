@@ -114,17 +114,17 @@ def test_what_cannot_be_offloaded_is_refused(run, options, message):
     assert message in error
 
 
-def test_an_offloaded_plan_is_neither_run_nor_compared_nor_said_in_other_words(run, tmp_path):
+def test_an_offloaded_plan_is_run_but_not_compared_nor_said_where_others_cannot(run, tmp_path):
     path = tmp_path / "layout"
     code, out, _ = run(*PLAN, "--cluster", "2xA100", "--offload", "optimizer=host", "--out", path)
     assert code == 0
-    assert "no script: the plan keeps optimizer states on the host" in " ".join(out.split())
-    code, _, error = run("run", path / "plan.json")
+    assert "start it with: bash" in " ".join(out.split())
+    code, _, error = run("run", path / "plan.json", "--device", "cpu", "--offload-folder", tmp_path)
     assert code != 0
-    assert "keeps optimizer states on the host" in error
+    assert "keeps nothing on drives, but a folder was given for that" in error
     code, _, error = run("show", path / "plan.json", "--as", "megatron")
     assert code != 0
-    assert "The plan decides offload, which settings of other systems do not say" in error
+    assert "keeps states on the host with its distributed optimizer (ZeRO 1)" in error
     code, _, error = run("simulate", path / "plan.json", "--exchange", "all")
     assert code != 0
     assert "expected all states on the devices" in error

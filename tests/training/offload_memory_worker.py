@@ -34,6 +34,7 @@ CASES = {
     "host again": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", True),
     "drives": ("llama-tiny", PIPELINE, 0, NVME, "adamw", False),
     "drives convolutions": ("vgg-tiny", PIPELINE, 0, NVME, "adamw", False),
+    "drives momentum again": ("llama-tiny", PIPELINE, 0, NVME, "sgd", True),
     "parameters": ("gpt-tiny", REPLICAS, 3, AWAY, "adamw", False),
 }
 

@@ -105,11 +105,15 @@ class HostSteps(StageSteps):
             optimizer.step()
             self._is_stepping = True
             return
-        groups, every = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
-        for group in groups:
-            group["params"] = []
+        by_group: dict[int, list[torch.nn.Parameter]] = {}
         for item in chosen:
-            groups[self._group_of[id(item)]]["params"].append(item)
+            by_group.setdefault(self._group_of[id(item)], []).append(item)
+        left = {place: own for place, own in by_group.items() if not _step_at_once(optimizer, place, own)}
+        if not left:
+            return
+        groups, every = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+        for place, group in enumerate(groups):
+            group["params"] = left.get(place, [])
         try:
             inspect.unwrap(type(optimizer).step)(optimizer)
         finally:
@@ -127,6 +131,35 @@ class HostSteps(StageSteps):
         for piece in self._pieces:
             self.states.stepped(piece, replaced=True)
             self.states.write(piece)
+
+
+def _step_at_once(optimizer: torch.optim.Optimizer, place: int, chosen: Sequence[torch.nn.Parameter]) -> bool:
+    """Call Adam's kernel for some parameters of a group as `torch.optim.adam` does; whether that could be done."""
+    group, states = optimizer.param_groups[place], [optimizer.state.get(item, {}) for item in chosen]
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not all(states):
+        return False
+    if not group["fused"] or group["amsgrad"] or isinstance(group["lr"], torch.Tensor):
+        return False
+    is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
+    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+    kernel(
+        list(chosen),
+        [item.grad for item in chosen if item.grad is not None],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        steps,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+    )
+    return True
 
 
 def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
