@@ -10,6 +10,7 @@ that their backward reads (torch.utils.checkpoint stops early, too). Two ways to
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -105,6 +106,7 @@ def read_recompute(graph: Graph, text: str) -> Ranges:
     return recompute_layers(graph, sorted(set(chosen)))
 
 
+@lru_cache(maxsize=32)
 def with_recompute(graph: Graph, ranges: Ranges) -> Graph:
     """The graph with these ranges computed again; blocks of layers of which other parts are have another name."""
     ranges = tuple(sorted(ranges))

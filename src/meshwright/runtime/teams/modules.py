@@ -1,4 +1,4 @@
-"""Ops as modules that compute nothing of their own: torch's operator, a part of the captured model, or empty results."""
+"""Ops as modules that compute nothing of their own: torch's operator, a part of the captured model, empty results."""
 
 from __future__ import annotations
 
