@@ -11,9 +11,10 @@ from torch import nn
 
 from meshwright.capture import capture_model
 from meshwright.capture.grouped import grouped_mm
-from meshwright.program import check_configured_experts, shard_graph
+from meshwright.program import check_configured_experts, lower_graph, shard_graph
 from meshwright.spec import PlanError, Shard, Sharding
 from meshwright.spec.graph import Extent
+from meshwright.training.shares import share_source
 
 EXPERTS, CHOSEN, TOKENS, WIDTH, HIDDEN = 8, 2, 6, 16, 24
 ROWS = CHOSEN * TOKENS
@@ -157,3 +158,17 @@ def test_numbers_that_count_samples_are_those_of_all_ranks():
     local = shard_graph(whole, Sharding(expert=2)).graph
     factors = [dict(op.attributes)["other"] for g in (whole, local) for op in g.ops if op.kind == "aten.div.Tensor"]
     assert factors == [f"{TOKENS}*b", f"{2 * TOKENS}*b"]
+
+
+def test_the_ops_of_a_share_run_without_other_ranks(graph):
+    local = lower_graph(graph, Sharding(expert=2), ())
+    made = share_source(local, 3).cut(local.inputs, local.outputs, range(len(local.ops)), 3)
+    made.load_state_dict({name: torch.rand(x.shape).to(x.dtype) for name, x in made.state_dict().items()}, assign=True)
+    for parameter in made.parameters():
+        parameter.requires_grad_()
+    (loss,) = made(*(torch.rand(3, TOKENS, WIDTH) for _ in local.inputs))
+    loss.backward()
+    held = {name: parameter for name, parameter in made.named_parameters() if "up" in name or "down" in name}
+    # Rows are even, so every expert that is here computes.
+    assert {len(parameter) for parameter in held.values()} == {EXPERTS // 2}
+    assert all(expert.any() for parameter in held.values() for expert in parameter.grad)
