@@ -5,6 +5,7 @@
     recompute     benchmarks/running/recompute.py: against torch's selective checkpointing; steps predicted, measured
     predictions   benchmarks/running/predictions.py: steps of every kind of plan, as predicted and as measured
     endless       benchmarks/running/endless.py: schedules that never flush against 1F1B, as predicted and as measured
+    mixtures      benchmarks/running/mixtures.py: experts laid out, memory and steps as predicted and as measured
     asynchrony    benchmarks/running/asynchrony.py: the loss that delayed gradients cost, and two repairs
 
 ``--only NAME`` runs one of them and writes a report of its own.
@@ -21,7 +22,7 @@ from harness import parse_options, publish
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-SECTIONS = ("speed", "compiled", "recompute", "predictions", "endless", "asynchrony")
+SECTIONS = ("speed", "compiled", "recompute", "predictions", "endless", "mixtures", "asynchrony")
 
 
 def main():

@@ -159,3 +159,19 @@ def test_a_team_that_the_cluster_has_not_is_refused(run):
     code, _, error = run("plan", "gpt-tiny", "--cluster", "8xA100", "--tensor", 16)
     assert code != 0
     assert "Teams of 16 devices" in error
+
+
+def test_experts_that_do_not_divide_are_refused_before_a_mixture_is_captured(run, tmp_path, monkeypatch):
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+
+    def capture(*_, **__):
+        raise AssertionError("nothing is captured")
+
+    monkeypatch.setattr("meshwright.cli.models.capture_reference", capture)
+    for size, words in ((3, "has 8 experts; expected a number that it divides"), (16, "fewer experts than ranks: 8")):
+        code, _, error = run("plan", path, "--cluster", "2x8xH100", "--expert", size)
+        assert code == 1
+        assert "num_local_experts" in error
+        assert words in " ".join(error.split())

@@ -45,6 +45,11 @@ def test_the_picture_of_endless_schedules_is_what_the_simulator_says(drawn):
     assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/endless_schedules.py"
 
 
+def test_the_picture_of_experts_is_what_is_drawn(drawn):
+    experts = drawn("experts")
+    assert experts.PICTURE.read_text() == experts.draw(), "run python docs/pictures/experts.py"
+
+
 def test_the_picture_of_compiled_layers_is_what_prices_say(drawn):
     compiled = drawn("compiled")
     assert compiled.PICTURE.read_text() == compiled.draw(), "run python docs/pictures/compiled.py"

@@ -16,6 +16,15 @@ from tests.report.test_settings import check_documented, export, export_or_none,
 DATA, PIPELINE = PLANS["data"], PLANS["pipeline x data"]
 WIDE = plan_of([(0, 34)], [range(2)], cluster="2x8xH100")
 STAGES = plan_of([(0, 17), (17, 34)], [range(2), range(2, 4)], cluster="2x8xH100")
+
+
+def experts_of(plan, expert, **options):
+    """Each rank of the expert axis has as many samples as the plan."""
+    samples = plan.workload.global_batch * expert
+    plan = replace(plan, workload=replace(plan.workload, global_batch=samples))
+    return split_of(plan, expert=expert, **options)
+
+
 MEGATRON_FSDP = {
     "--use-megatron-fsdp": True,
     "--no-gradient-accumulation-fusion": True,
@@ -52,6 +61,42 @@ SAID = {
         "torchtitan": {"parallelism.context_parallel_degree": 2},
         "deepspeed": "Plan without --context",
         "accelerate": {"megatron_lm_config.megatron_lm_context_parallel_size": 2},
+    },
+    "experts": {
+        "plan": experts_of(WIDE, expert=4),
+        "megatron": {"--expert-model-parallel-size": 4, "--moe-token-dispatcher-type": "alltoall"},
+        "torchtitan": {
+            "parallelism.expert_parallel_degree": 4,
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 4,
+        },
+        "deepspeed": {"zero_optimization.stage": 0},
+        "accelerate": "no setting. Plan without --expert",
+    },
+    "experts and ZeRO 3": {
+        "plan": experts_of(WIDE, expert=4, zero=3),
+        "megatron": "Megatron-FSDP shares those of experts",
+        "torchtitan": {
+            "parallelism.expert_parallel_degree": 4,
+            "parallelism.data_parallel_replicate_degree": 1,
+            "parallelism.data_parallel_shard_degree": 8,
+        },
+        "deepspeed": "experts out under ZeRO 3",
+        "accelerate": "Plan without --expert",
+    },
+    "experts in a pipeline": {
+        "plan": experts_of(STAGES, expert=2),
+        "megatron": {"--expert-model-parallel-size": 2, "--pipeline-model-parallel-size": 2},
+        "torchtitan": {"parallelism.expert_parallel_degree": 2, "parallelism.pipeline_parallel_degree": 2},
+        "deepspeed": "experts out in a pipeline",
+        "accelerate": "Plan without --expert",
+    },
+    "experts and split products": {
+        "plan": experts_of(WIDE, expert=2, tensor=2),
+        "megatron": "Plan with --expert alone",
+        "torchtitan": "Plan with --expert alone",
+        "deepspeed": "Plan with --expert alone",
+        "accelerate": "Plan without --expert",
     },
     "ZeRO 1": {
         "plan": split_of(WIDE, zero=1),
@@ -226,6 +271,8 @@ SCRIPTED = [
     ),
     ("deepspeed", split_of(STAGES, tensor=2), "PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)"),
     ("deepspeed", split_of(STAGES, tensor=2, sequence_parallel=True), "tensor 2 with sequence parallelism"),
+    ("deepspeed", experts_of(WIDE, expert=2), "deepspeed.moe.layer.MoE(..., ep_size=2, drop_tokens=False)"),
+    ("megatron", experts_of(WIDE, expert=2), "--num-experts"),
     ("accelerate", split_of(WIDE, again="full"), "torch.utils.checkpoint around every block"),
     ("accelerate", split_of(WIDE, zero=3, again="7:9"), "torch.utils.checkpoint around layers 7, 8"),
     ("accelerate", split_of(WIDE, zero=3, tensor=2), "tp_plan"),
@@ -270,6 +317,8 @@ def test_what_stands_in_the_script_is_to_be_filled_in(system, plan, words):
         ("accelerate", split_of(WIDE, zero=2, context=2), "accelerate shares them among the ranks of this axis"),
         ("torchtitan", split_of(WIDE, context=2), "always shares them out by FSDP2 there"),
         ("torchtitan", split_of(WIDE, context=2), "torchtitan gathers them"),
+        ("torchtitan", experts_of(WIDE, expert=2), "shares it out by FSDP2 among them"),
+        ("megatron", experts_of(WIDE, expert=2, zero=1), "shares its states among these ranks, too"),
         ("accelerate", split_of(WIDE, context=2, context_method="all_gather"), "sends them round a ring"),
         ("megatron", split_of(WIDE, zero=2), "keeps them whole and gathers them once per step"),
         ("deepspeed", split_of(WIDE, zero=2), "keeps parameters whole and gathers them once per step"),
@@ -397,7 +446,6 @@ def test_split_plans_on_processors():
         (replace(DATA, exchange=GradientExchange(clip_norm=True)), "exchange.clip_norm = "),
         (replace(STAGES, stages=(replace(STAGES.stages[0], feeds=(1,)), STAGES.stages[1])), "stages.feeds = "),
         (split_of(WIDE, tensor=2, placements=(OpPlacement(op="head"),)), "sharding.placements = "),
-        (split_of(WIDE, expert=2), "sharding.expert = 2"),
     ],
 )
 def test_what_no_export_says_is_refused(system, plan, words):
@@ -411,6 +459,7 @@ def test_what_no_export_says_is_refused(system, plan, words):
     [
         (Sharding, "tensor", split_of(WIDE, tensor=2)),
         (Sharding, "context", split_of(WIDE, context=2)),
+        (Sharding, "expert", experts_of(WIDE, expert=2)),
         (Sharding, "sequence_parallel", split_of(WIDE, tensor=2, sequence_parallel=True)),
         (Sharding, "regather", split_of(WIDE, tensor=2, sequence_parallel=True, regather=True)),
         (Sharding, "context_method", split_of(WIDE, context=2, context_method="all_gather")),
@@ -487,6 +536,28 @@ def test_no_choice_of_a_split_is_left_out_of_orders():
 def test_the_axes_make_up_all_devices():
     for plan in EVERY_SPLIT[::7]:
         check_axes(plan)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("expert", [2, 4])
+@pytest.mark.parametrize("stages", [WIDE, STAGES])
+def test_ranks_of_experts_have_samples_of_their_own(stages, expert, zero):
+    plan = experts_of(replace(stages, cluster="4x8xH100"), expert=expert, zero=zero)
+    replicas = 2 * expert
+    assert plan.num_devices == replicas * len(plan.stages)
+    samples = plan.workload.global_batch
+    if (megatron := export_or_none("megatron", plan)) is not None:
+        assert samples % (megatron.values["--micro-batch-size"] * replicas) == 0
+        assert replicas % megatron.values["--expert-model-parallel-size"] == 0
+    if (titan := export_or_none("torchtitan", plan)) is not None:
+        names = ("data_parallel_replicate", "data_parallel_shard", "pipeline_parallel")
+        assert math.prod(titan.values[f"parallelism.{name}_degree"] for name in names) == plan.num_devices
+        assert samples % (titan.values["training.local_batch_size"] * replicas) == 0
+        assert titan.values["parallelism.data_parallel_shard_degree"] % expert == 0
+    if (deepspeed := export_or_none("deepspeed", plan)) is not None:
+        values = deepspeed.values
+        each = values["train_micro_batch_size_per_gpu"] * values["gradient_accumulation_steps"]
+        assert each * replicas == values["train_batch_size"] == samples
 
 
 def check_axes(plan):

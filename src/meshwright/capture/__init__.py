@@ -2,13 +2,15 @@
 
 `capture_model` traces, describes and checks a model, `check_capture` checks one later; `part` cuts out a runnable
 stage; `flatten_batch` orders a batch as the graph's inputs; `differentiate` gives the joint forward-backward graph;
-`rebuild` makes a module of a graph that has none; `capture_calls` makes a graph of single ATen calls.
+`rebuild` makes a module of a graph that has none, but for ops with a graph inside (`own_graph`); `capture_calls` makes
+a graph of single ATen calls.
 """
 
 from meshwright.capture.calls import capture_calls
 from meshwright.capture.capture import capture_model, check_capture, flatten_batch
 from meshwright.capture.captured import Captured
 from meshwright.capture.joint import differentiate
+from meshwright.capture.own_graphs import has_own_graph, own_graph
 from meshwright.capture.parts import part, strides_of
 from meshwright.capture.rebuild import rebuild
 
@@ -19,6 +21,8 @@ __all__ = [
     "check_capture",
     "differentiate",
     "flatten_batch",
+    "has_own_graph",
+    "own_graph",
     "part",
     "rebuild",
     "strides_of",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.spec.errors import GraphError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from meshwright.spec.graph import Graph
 
@@ -47,7 +48,8 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
     return tuple((ops[0], ops[-1] + 1) for ops in chosen)
 
 
-def with_recompute(graph: Graph, ranges: Ranges, keeps: Sequence[int] = ()) -> Graph:
+@lru_cache(maxsize=32)
+def with_recompute(graph: Graph, ranges: Ranges, keeps: tuple[int, ...] = ()) -> Graph:
     """The graph with these ranges computed again, but for ops whose results are kept.
 
     Blocks of layers of which other parts are computed again or kept have another name.

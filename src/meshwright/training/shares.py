@@ -1,23 +1,27 @@
 """Ops of the share that one device has of a plan's graph, timed without the devices that it exchanges values with.
 
 What an op of a local graph does with values of other ranks is a copy here: what a rank gathers is its own part as often
-as there are ranks, of a sum it keeps its own part. What ranks send each other is timed apart (`measurement.links`).
+as there are ranks, of a sum it keeps its own part. Of rows for experts as many come as were sent, alike for each. What
+ranks send each other is timed apart (`measurement.links`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.capture import rebuild
+from meshwright.capture import Captured, has_own_graph, own_graph, rebuild
 from meshwright.measurement import OpSource
 from meshwright.program.sharding import MESH
+from meshwright.runtime.teams.grouped import ARRANGING, COMBINE, COUNTING, DISPATCH
 from meshwright.spec import Graph
 
 
-def share_source(graph: Graph, batch_size: int) -> OpSource:
+def share_source(graph: Graph, batch_size: int, captured: Captured | None = None) -> OpSource:
     """What `measurement` times of a local graph; inputs that are indices are 0 or 1.
+
+    ``captured``: the model that it is of, for ops with a graph inside.
 
     Raises GraphError for a graph with an op that cannot be called by what the graph says of it.
     """
@@ -26,10 +30,19 @@ def share_source(graph: Graph, batch_size: int) -> OpSource:
     def batch(count: int) -> Sequence[torch.Tensor]:
         return [_example(graph, tensor, count) for tensor in graph.inputs]
 
+    own = (
+        {}
+        if captured is None
+        else {
+            index: own_graph(captured, op, batch_size=batch_size)
+            for index, op in enumerate(graph.ops)
+            if has_own_graph(graph, op)
+        }
+    )
     return OpSource(
         graph=graph,
         cut=lambda feeds, fetches, ops, size: rebuild(
-            graph, feeds, fetches, ops, batch_size=size, converters=STAND_INS
+            graph, feeds, fetches, ops, batch_size=size, converters=STAND_INS, modules=own
         ),
         batch=batch,
     )
@@ -58,11 +71,29 @@ def _viewed(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return value.view_as(value)
 
 
+def _even_counts(ends: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """So many rows in all, alike for each expert and from each rank."""
+    count, total = shape[0] * shape[1], int(ends[-1])
+    counts = torch.full((count,), total // count, dtype=torch.int64)
+    counts[: total % count] += 1
+    return counts.view(shape)
+
+
+def _arranged(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda received, _: function(received)
+
+
 STAND_INS = {
-    f"{MESH}{name}.default": stand_in
-    for stand_in, names in (
-        (_resized, ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
-        (_viewed, ("copy", "shard", "ring")),
-    )
-    for name in names
+    COUNTING: _even_counts,
+    DISPATCH: _resized,
+    COMBINE: _resized,
+    **{kind: _arranged(function) for kind, function in ARRANGING.items()},
+    **{
+        f"{MESH}{name}.default": stand_in
+        for stand_in, names in (
+            (_resized, ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
+            (_viewed, ("copy", "shard", "ring")),
+        )
+        for name in names
+    },
 }

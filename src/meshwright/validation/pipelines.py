@@ -1,6 +1,6 @@
 """Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes.
 
-Rows of ``memory_recompute.csv`` say what is computed again, too, and those of ``memory_sharing.csv`` what replicas share.
+Rows of ``memory_recompute.csv`` also say what is computed again, those of ``memory_sharing.csv`` what replicas share.
 """
 
 from __future__ import annotations

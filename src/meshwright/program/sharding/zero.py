@@ -106,7 +106,10 @@ def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, t
     held = set(stage.parameters) - kept
     root, *groups = parameter_groups(graph)
     units = []
+    first, last = stage.ops[0], stage.ops[-1]
     for group in groups:
+        if group.stop <= first or last < group.start:
+            continue
         rows = [place[op] for op in range(group.start, group.stop) if op in place]
         if rows:
             units.append(Unit(rows[0], rows[-1], tuple(i for i in group.parameters if i in held)))

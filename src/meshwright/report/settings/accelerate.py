@@ -37,6 +37,11 @@ COMM_STRATEGIES = {"ring": "alltoall", "all_gather": "allgather"}
 def export_accelerate(facts: Facts) -> Settings:
     """The configuration for the plan. Raises PlanError where accelerate cannot run it at all."""
     plan = facts.plan
+    if plan.sharding.expert > 1:
+        raise PlanError(
+            f"The plan lays experts out over {plan.sharding.expert} ranks, for which {SYSTEM} has no setting. Plan "
+            "without --expert; --as torchtitan, megatron and deepspeed can say it."
+        )
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(facts),

@@ -17,7 +17,14 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, describe_stages
 from meshwright.report.settings.settings import Settings, Unsaid
-from meshwright.report.settings.split import describe_axes, refuse_offload, unsaid_early_stop, unsaid_products
+from meshwright.report.settings.split import (
+    describe_axes,
+    refuse_offload,
+    refuse_split_experts,
+    unsaid_early_stop,
+    unsaid_experts,
+    unsaid_products,
+)
 from meshwright.spec import Offload, PlanError
 
 SYSTEM, VERSION = "DeepSpeed", "0.19.8"
@@ -92,6 +99,13 @@ def _refuse(facts: Facts) -> None:
         refuse_offload(facts.plan, SYSTEM, "offloads with ZeRO 1 to 3 in one stage")
     if offload.optimizer == "nvme" and facts.zero < 3:
         refuse_offload(facts.plan, SYSTEM, "keeps states on NVMe with ZeRO 3 only")
+    refuse_split_experts(facts, SYSTEM)
+    if sharding.expert > 1 and (facts.num_stages > 1 or facts.zero == 3):
+        what = "in a pipeline" if facts.num_stages > 1 else "under ZeRO 3"
+        raise PlanError(
+            f"The plan lays experts out {what}, where DeepSpeed has none. Plan with one stage and --zero 0 to 2; --as "
+            "torchtitan can say it."
+        )
     if facts.num_stages > 1 and facts.zero >= 2:
         raise PlanError(
             f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; DeepSpeed's pipeline "
@@ -146,6 +160,11 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
         items += _fill_in_pipeline(facts)
     elif facts.again.kind != "nothing":
         items.append(f"in the script: deepspeed.checkpointing.checkpoint around {facts.again.describe()}")
+    if facts.plan.sharding.expert > 1:
+        items.append(
+            f"in the script: deepspeed.moe.layer.MoE(..., ep_size={facts.plan.sharding.expert}, drop_tokens=False) for "
+            "the experts of every layer; no key of the configuration lays them out"
+        )
     if uses_autotp(facts):
         items.append(
             "a model that AutoTP knows how to split, of transformers or by tensor_parallel.partition_config; the same "
@@ -201,7 +220,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     if facts.rank_order != "stage-major":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage are neighbours in DeepSpeed"))
     items += _unsaid_split(facts)
-    if facts.num_replicas > 1 and facts.zero == 0:
+    if facts.num_with_samples > 1 and facts.zero == 0:
         overlap = ", overlapping with backward" if plan.exchange.overlap else ""
         items.append(
             Unsaid(
@@ -209,7 +228,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="without ZeRO gradients are reduced after backward in buckets of a fixed 500,000,000 elements",
             )
         )
-    is_copied = facts.num_stages > 1 and facts.num_replicas > 1 and facts.zero == 0
+    is_copied = facts.num_stages > 1 and facts.num_with_samples > 1 and facts.zero == 0
     if autocast := plan.workload.numbers.autocast:
         items.append(Unsaid(what=f"autocast to {autocast}", reason="the script enters torch.autocast"))
     numbers = plan.workload.numbers
@@ -232,6 +251,8 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
 
 def _unsaid_split(facts: Facts) -> list[Unsaid]:
     plan, items = facts.plan, []
+    if facts.zero:
+        items += unsaid_experts(facts, SYSTEM, "shares its states among these ranks, too: less memory")
     if facts.zero == 1 and facts.num_stages > 1 and plan.exchange.overlap:
         items.append(Unsaid(what="sums that overlap with backward", reason="DeepSpeed's pipeline sums after it"))
     if facts.zero >= 2:

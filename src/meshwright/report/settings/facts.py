@@ -84,6 +84,11 @@ class Facts:
         return self.zero > 0 and self.num_groups > 1
 
     @property
+    def num_with_samples(self) -> int:
+        """Replicas as other systems count them: ranks of the expert axis have samples of their own."""
+        return self.num_replicas * self.plan.sharding.expert
+
+    @property
     def bucket_elements(self) -> int:
         """Gradient elements in a bucket."""
         return self.plan.exchange.bucket_bytes // self.plan.workload.numbers.gradient_bytes

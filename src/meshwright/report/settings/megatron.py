@@ -3,6 +3,7 @@
     --pipeline-model-parallel-size    stages           --micro-batch-size     samples of a microbatch
     --global-batch-size               samples a step   --pipeline-model-parallel-layout   the cut, where it is uneven
     --tensor-model-parallel-size, --sequence-parallel, --context-parallel-size            axes of the split
+    --expert-model-parallel-size      ranks that share experts out, of those with samples of their own
     --use-distributed-optimizer       ZeRO 1           --data-parallel-sharding-strategy  ZeRO 2 and 3, by Megatron-FSDP
     --recompute-granularity           what runs again  --recompute-num-layers             blocks of each stage that do
 
@@ -21,8 +22,10 @@ from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
     leading_blocks,
     refuse_offload,
+    refuse_split_experts,
     require_even_tokens,
     unsaid_early_stop,
+    unsaid_experts,
     unsaid_products,
     unsaid_states_of_context,
 )
@@ -44,6 +47,7 @@ def export_megatron(facts: Facts) -> Settings:
     require_transformer(facts, SYSTEM)
     require_even_tokens(facts, SYSTEM)
     require_adam(facts, SYSTEM)
+    refuse_split_experts(facts, SYSTEM)
     values: dict[str, Any] = _axes(facts)
     if facts.num_stages > 1 and (layout := _layout(require_blocks(facts, SYSTEM))) is not None:
         values["--pipeline-model-parallel-layout"] = layout
@@ -83,6 +87,12 @@ def _axes(facts: Facts) -> dict[str, Any]:
     }
     if sharding.sequence_parallel:
         values["--sequence-parallel"] = True
+    if sharding.expert > 1:
+        values |= {
+            "--expert-model-parallel-size": sharding.expert,
+            "--moe-token-dispatcher-type": "alltoall",
+            "--moe-grouped-gemm": True,
+        }
     if sharding.context > 1:
         values |= {
             "--context-parallel-size": sharding.context,
@@ -97,6 +107,11 @@ def _exchange(facts: Facts) -> dict[str, Any]:
     if offload.optimizer == "nvme" or offload.parameters == "host" or (offload.optimizer == "host" and facts.zero != 1):
         refuse_offload(facts.plan, SYSTEM, "keeps states on the host with its distributed optimizer (ZeRO 1)")
     if facts.zero >= 2:
+        if facts.plan.sharding.expert > 1:
+            raise PlanError(
+                f"The plan shares gradients out by ZeRO {facts.zero} where experts are laid out; Megatron-FSDP shares "
+                "those of experts and others among other ranks than it. Plan with --zero 1, or 0."
+            )
         if facts.num_stages > 1:
             raise PlanError(
                 f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; Megatron-FSDP is "
@@ -119,7 +134,7 @@ def _exchange(facts: Facts) -> dict[str, Any]:
             "--overlap-param-gather": True,
         }
     values: dict[str, Any] = {}
-    if facts.num_replicas > 1 and exchange.overlap:
+    if facts.num_with_samples > 1 and exchange.overlap:
         values |= {"--overlap-grad-reduce": True, "--ddp-bucket-size": facts.bucket_elements}
     if facts.zero == 1:
         values["--use-distributed-optimizer"] = True
@@ -228,6 +243,8 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
         items.append("the environment: CUDA_DEVICE_MAX_CONNECTIONS unset, as Megatron-FSDP asks for")
     elif facts.plan.sharding.width > 1:
         items.append("the environment: CUDA_DEVICE_MAX_CONNECTIONS=1, required on GPUs before Blackwell")
+    if facts.plan.sharding.expert > 1:
+        items.append("the experts of the model: --num-experts, --moe-router-topk, --moe-ffn-hidden-size and its router")
     if facts.shape is None:
         items.append(
             "the model: a transformer that Megatron-LM builds, by its sizes (--hidden-size, --num-attention-heads, "
@@ -250,7 +267,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="with optim_grads Megatron-FSDP keeps them whole and gathers them once per step",
             )
         )
-    if facts.num_replicas > 1 and facts.zero < 2 and not plan.exchange.overlap:
+    if facts.num_with_samples > 1 and facts.zero < 2 and not plan.exchange.overlap:
         items.append(
             Unsaid(
                 what=f"gradient buckets of {plan.exchange.bucket_bytes:,} bytes after backward",
@@ -274,6 +291,8 @@ def unsaid_split(facts: Facts) -> list[Unsaid]:
     """What Megatron-LM does in its own way where ops are split, states are shared out or blocks run again."""
     sharding, shape = facts.plan.sharding, facts.shape
     items = unsaid_states_of_context(facts, "Megatron-LM")
+    if facts.zero == 1:
+        items += unsaid_experts(facts, "Megatron-LM", "shares its states among these ranks, too: less memory")
     if sharding.sequence_parallel and not sharding.regather:
         items.append(
             Unsaid(

@@ -35,7 +35,7 @@ SAID: dict[type, frozenset[str]] = {
     Workload: frozenset({"kind", "precision", "optimizer"}),
     Optimizer: frozenset({"kind", "momentum"}),
     GradientExchange: frozenset({"bucket_bytes", "overlap", "zero", "shard_size"}),
-    Sharding: frozenset({"tensor", "context", "sequence_parallel", "regather", "context_method"}),
+    Sharding: frozenset({"tensor", "context", "expert", "sequence_parallel", "regather", "context_method"}),
 }
 
 
@@ -65,7 +65,7 @@ class Again:
 
 
 def unknown_choices(plan: Plan) -> tuple[str, ...]:
-    """What a plan decides that no export knows, as ``sharding.expert = 2``."""
+    """What a plan decides that no export knows, as ``exchange.every_steps = 2``."""
     return tuple(dict.fromkeys(_unknown(plan, "")))
 
 
@@ -171,6 +171,29 @@ def require_even_tokens(facts: Facts, system: str) -> None:
             f"context axis), and {length} tokens are no multiple of that. Choose another --sequence-length, or other "
             "sizes of the axes."
         )
+
+
+def refuse_split_experts(facts: Facts, system: str) -> None:
+    """Raise PlanError for experts beside split ops: other systems give tokens, not all of them, to each rank there."""
+    sharding = facts.plan.sharding
+    if sharding.expert > 1 and sharding.expert != sharding.width:
+        raise PlanError(
+            f"The plan lays experts out beside other axes ({sharding.describe()}), whose ranks compute the experts of "
+            f"their tokens alike; {system} shares the tokens out among them. Plan with --expert alone."
+        )
+
+
+def unsaid_experts(facts: Facts, system: str, others: str) -> list[Unsaid]:
+    """What systems do in their own way where experts are laid out; ``others``: with what the ranks hold alike."""
+    if facts.plan.sharding.expert == 1:
+        return []
+    return [
+        Unsaid(what="what is no expert held whole on every rank of the expert axis", reason=f"{system} {others}"),
+        Unsaid(
+            what="the module of the experts, with the names of its parameters",
+            reason=f"{system} has its own, and its own router",
+        ),
+    ]
 
 
 def unsaid_states_of_context(facts: Facts, system: str, zero_from: int = 1) -> list[Unsaid]:

@@ -5,6 +5,7 @@
     training.local_batch_size, global_batch_size    samples of a replica (of one accumulation without stages), of all
     parallelism.data_parallel_shard_degree          replicas that share by ZeRO 2 or 3 (fsdp_reshard_after_forward)
     parallelism.tensor_parallel_degree, enable_sequence_parallel, context_parallel_degree      axes of the split
+    parallelism.expert_parallel_degree              ranks that share experts out, of those that FSDP2 shards over
     activation_checkpoint                           every block runs again, all of it or but for costly ops; or nothing
 
 Names and meanings: torchtitan 0.3.0, torchtitan/config/configs.py and trainer.py; the mesh's order (stages outermost,
@@ -20,8 +21,10 @@ from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
     moves_all,
     refuse_offload,
+    refuse_split_experts,
     require_even_tokens,
     unsaid_early_stop,
+    unsaid_experts,
     unsaid_products,
     unsaid_states_of_context,
 )
@@ -62,6 +65,7 @@ def export_torchtitan(facts: Facts) -> Settings:
     if plan.offload.optimizer != "device" and not (facts.zero == 3 and moves_all(plan.offload)):
         refuse_offload(plan, SYSTEM, "keeps parameters and optimizer states on the host together, with ZeRO 3")
     require_even_tokens(facts, SYSTEM)
+    refuse_split_experts(facts, SYSTEM)
     again = "full" if facts.again.is_full else "selective" if facts.again.kind == "op" else None
     values = {**_parallelism(facts), **_training(facts), "activation_checkpoint": again}
     base = SAME_MODELS.get(plan.model)
@@ -87,17 +91,19 @@ def _parallelism(facts: Facts) -> dict[str, Any]:
     sharding, is_shared = facts.plan.sharding, facts.zero >= 2
     values: dict[str, Any] = {
         "parallelism.data_parallel_replicate_degree": facts.num_groups if is_shared else facts.num_replicas,
-        "parallelism.data_parallel_shard_degree": facts.shard_size if is_shared else 1,
+        "parallelism.data_parallel_shard_degree": (facts.shard_size if is_shared else 1) * sharding.expert,
         "parallelism.tensor_parallel_degree": sharding.tensor,
         "parallelism.context_parallel_degree": sharding.context,
         "parallelism.pipeline_parallel_degree": facts.num_stages,
     }
     if sharding.tensor > 1:
         values["parallelism.enable_sequence_parallel"] = sharding.sequence_parallel
+    if sharding.expert > 1:
+        values["parallelism.expert_parallel_degree"] = sharding.expert
     if sharding.context > 1:
         # The one for FlexAttention, which torchtitan's models have unless told otherwise.
         values["parallelism.context_parallel_load_balancer"] = "ptrr"
-    if is_shared or sharding.context > 1:
+    if is_shared or sharding.context > 1 or sharding.expert > 1:
         values["parallelism.fsdp_reshard_after_forward"] = RESHARD.get(facts.zero, "never")
     if facts.num_stages > 1:
         values["parallelism.pipeline_parallel_schedule"] = SCHEDULES.get(facts.plan.schedule, "1F1B")
@@ -122,7 +128,7 @@ def _modules(stages: tuple[StageParts, ...]) -> list[list[str]]:
 
 def _training(facts: Facts) -> dict[str, Any]:
     plan = facts.plan
-    local = plan.workload.global_batch // facts.num_replicas if facts.num_stages > 1 else plan.microbatch_size
+    local = plan.workload.global_batch // facts.num_with_samples if facts.num_stages > 1 else plan.microbatch_size
     values: dict[str, Any] = {
         "training.local_batch_size": local,
         "training.global_batch_size": plan.workload.global_batch,
@@ -158,7 +164,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     if facts.rank_order != "stage-major":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage are neighbours in torchtitan"))
     items += _unsaid_split(facts)
-    if facts.num_replicas > 1 and facts.zero == 0:
+    if facts.num_with_samples > 1 and facts.zero == 0:
         items.append(
             Unsaid(
                 what=f"gradient buckets of {plan.exchange.bucket_bytes:,} bytes"
@@ -167,7 +173,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             )
         )
     numbers = plan.workload.numbers
-    if numbers.master and facts.zero < 2 and facts.plan.sharding.context == 1:
+    if numbers.master and facts.zero < 2 and facts.plan.sharding.context == facts.plan.sharding.expert == 1:
         how = (
             "without FSDP it trains in float32 where pipelines or products are split"
             if facts.num_stages > 1 or facts.plan.sharding.tensor > 1
@@ -197,6 +203,7 @@ def _unsaid_split(facts: Facts) -> list[Unsaid]:
                 reason="torchtitan always shares them out by FSDP2 there: less memory, more traffic",
             )
         )
+    items += unsaid_experts(facts, SYSTEM, "shares it out by FSDP2 among them: less memory, more traffic")
     if sharding.context > 1 and sharding.context_method == "ring":
         items.append(Unsaid(what="keys and values sent round a ring", reason="torchtitan gathers them"))
     if sharding.regather:

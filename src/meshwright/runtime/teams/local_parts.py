@@ -15,7 +15,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from meshwright.capture import Captured, part, rebuild
+from meshwright.capture import Captured, has_own_graph, own_graph, rebuild
 from meshwright.cost.traits import operator_name
 from meshwright.program import STAYS_EAGER, lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
@@ -24,7 +24,7 @@ from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
 from meshwright.runtime.teams.grouped import arranging_module
-from meshwright.runtime.teams.modules import Empty, Fed, Plain
+from meshwright.runtime.teams.modules import Empty, Plain
 from meshwright.runtime.teams.operators import (
     BIASES,
     AddOnce,
@@ -216,8 +216,9 @@ class LocalModel:
             return arranging
         if op.kind.startswith(MESH):
             return self._conversion(index, op)
-        if "." not in op.kind and self._is_alike(op):
-            return self._own_graph(op)
+        if has_own_graph(self.graph, op) and self._is_alike(op):
+            size = self.whole.batch_size or self.plan.microbatch_size
+            return own_graph(self.captured, op, batch_size=size, device=self.device)
         if op.random and op.outputs and self.is_split(op.outputs[0]):
             if op.outputs[0] in self.sharded.own_rows:
                 raise refuse_share(op, "drops of choices, which each process has in an order of its own")
@@ -256,19 +257,9 @@ class LocalModel:
         )
 
     def _is_alike(self, op: Op) -> bool:
-        """Whether an op is the same for every process and every batch, as a table of positions is."""
-        tensors = (*op.inputs, *op.outputs)
-        grows = any(extent.per_sample for i in tensors for extent in self.graph.tensors[i].shape)
+        """Whether every process has the same of all that an op reads and makes."""
         layouts = self.sharded.layouts.values()
-        return not grows and all(isinstance(given[i], Replicate) for given in layouts for i in tensors)
-
-    def _own_graph(self, op: Op) -> torch.nn.Module:
-        """An op with a graph inside, as ops under `torch.no_grad`: that of the captured model."""
-        index = next(i for i, other in enumerate(self.whole.ops) if other.name == op.name)
-        feeds = tuple(dict.fromkeys(i for i in op.inputs if self.whole.tensors[i].role in ("activation", "input")))
-        size = self.whole.batch_size or self.plan.microbatch_size
-        made = part(self.captured, feeds, op.outputs, batch_size=size, ops=[index], device=self.device)
-        return Fed(made, tuple(op.inputs.index(i) for i in feeds), is_single=len(op.outputs) == 1)
+        return all(isinstance(given[i], Replicate) for given in layouts for i in (*op.inputs, *op.outputs))
 
     def _cross_entropy(self, op: Op) -> torch.nn.Module | None:
         layouts = self.sharded.layouts

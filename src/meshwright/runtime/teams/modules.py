@@ -1,4 +1,4 @@
-"""Ops as modules that compute nothing of their own: torch's operator, a part of the captured model, or empty results."""
+"""Ops as modules that compute nothing of their own: torch's operator, or empty results."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ class Plain(torch.nn.Module):
         """What torch's operator makes."""
         found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
         return found[0]
-
-
-class Fed(torch.nn.Module):
-    """A part of the captured model, called with some of an op's inputs."""
-
-    def __init__(self, made: torch.nn.Module, places: tuple[int, ...], *, is_single: bool) -> None:
-        super().__init__()
-        self._made, self._places, self._is_single = made, places, is_single
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """What the part makes."""
-        found: tuple[torch.Tensor, ...] = self._made(*(given[place] for place in self._places))
-        return found[0] if self._is_single else found
 
 
 class Empty(torch.nn.Module):
