@@ -66,7 +66,7 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--expert", 2], "has no batched product with a matrix per expert"),
+        (["--expert", 2], "has none: no grouped product, and no batched product with a matrix per expert"),
         (["--tensor", 2, "--placement", "head=expert:output1"], "axis, which has size 1"),
         (["--tensor", 2, "--placement", "head"], "expected OP=AXIS:inputN"),
         (["--tensor", 2, "--placement", "hed=tensor"], "did you mean 'head'"),
@@ -76,7 +76,7 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
         (["--tensor", 2, "--ranks", 3], "expected a multiple"),
         (["--recompute", "ful"], "did you mean 'full'"),
         (["--recompute", "every-9"], "has no 9 repeated blocks"),
-        (["--recompute", "keep=aten.linaer"], "did you mean 'aten.linear'"),
+        (["--recompute", "keep=aten.lineax"], "did you mean 'aten.linear'"),
         (["--recompute", "full@0,op@1"], "Give --stages 2 or more"),
         (["--recompute", "full@2", "--stages", 2], "Give --stages 3 or more"),
         (["--recompute", "op", "--compile"], "compiled layers run again as a whole"),

@@ -28,6 +28,19 @@ def test_more_stages_than_ranks():
     assert "only 2 ranks" in refusal(GRAPH, cluster_of(2), 8, num_stages=3)
 
 
+@pytest.mark.parametrize(("shard_size", "stages"), [(8, None), (3, 1), (4, 2)])
+def test_groups_that_no_stage_can_have(shard_size, stages):
+    options = {} if stages is None else {"num_stages": stages}
+    text = refusal(GRAPH, cluster_of(4), 8, zero=(3,), shard_sizes=(shard_size,), **options)
+    words = {None: "any number of stages", 1: "one stage", 2: "2 stages"}[stages]
+    assert f"A shard size of {shard_size} was given for 4 ranks in {words}" in text
+
+
+def test_groups_that_some_stage_can_have():
+    found = search(GRAPH, cluster_of(4), 8, zero=(3,), shard_sizes=(2,)).ranked
+    assert any(len(item.plan.stages) == 1 for item in found)
+
+
 def test_more_ranks_than_there_is_work():
     text = refusal(GRAPH, cluster_of(8), 1)
     assert "8 ranks cannot all have work" in text

@@ -49,7 +49,7 @@ def open_net(optimizer=torch.optim.AdamW, *, offload_folder=None, rates=None, **
         model="own",
         graph_hash=captured.graph.content_hash,
         cluster="",
-        workload=Workload(global_batch=4),
+        workload=options.pop("workload", Workload(global_batch=4)),
         stages=(StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0,)),),
         num_microbatches=2,
         **({"offload": Offload(optimizer="nvme")} | options),
@@ -113,6 +113,32 @@ def test_nothing_of_a_file_has_a_name(one_rank, tmp_path):
     kept = session.updates.state()["optimizer"]["state"]
     assert all(state["exp_avg_sq"].abs().sum() > 0 for state in kept.values())
     session.close()
+
+
+def test_a_drive_has_room_for_all_states_from_the_start(one_rank, tmp_path):
+    """Master weights are written at once, moments in the first step: to the same place."""
+    session, _, tensors = open_net(offload_folder=tmp_path, workload=Workload(global_batch=4, precision="mixed"))
+    file = session.updates.states._file
+    before = file.num_bytes
+    for step in range(2):
+        session.run_step(step, tensors)
+    assert file.num_bytes == before
+    session.close()
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_a_step_behind_the_end_is_refused(one_rank, tmp_path, place):
+    session, _, tensors = open_net(offload_folder=tmp_path, offload=Offload(optimizer=place))
+    session.run_step(0, tensors)
+    session.close()
+    with pytest.raises(RunError, match="The session was closed"):
+        session.run_step(1, tensors)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_optimizers_that_compute_the_loss_again_are_refused(one_rank, place):
+    with pytest.raises(PlanError, match="LBFGS computes the loss again by a closure"):
+        open_net(torch.optim.LBFGS, offload=Offload(optimizer=place))
 
 
 def test_a_file_gives_back_what_was_written(tmp_path):

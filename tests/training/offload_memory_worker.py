@@ -20,13 +20,12 @@ from meshwright.spec import (
     load_shipped_graph,
     write_document,
 )
-from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.recompute_words import recompute_choices
 from meshwright.training.peak_memory import measure_rank_peak
 from tests.rank_results import write_results
 
 HOST, NVME = Offload(optimizer="host"), Offload(optimizer="nvme")
-AWAY = Offload(optimizer="host", parameters="host")
-REPLICAS, PIPELINE = ((0, 1),), ((0,), (1,))
+PIPELINE = ((0,), (1,))
 # Model, replicas of stages, ZeRO stage, what is kept away, optimizer, whether blocks are computed again.
 CASES = {
     "host": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", False),
@@ -35,7 +34,6 @@ CASES = {
     "drives": ("llama-tiny", PIPELINE, 0, NVME, "adamw", False),
     "drives convolutions": ("vgg-tiny", PIPELINE, 0, NVME, "adamw", False),
     "drives momentum again": ("llama-tiny", PIPELINE, 0, NVME, "sgd", True),
-    "parameters": ("gpt-tiny", REPLICAS, 3, AWAY, "adamw", False),
 }
 
 
@@ -62,7 +60,7 @@ def plan_of(case, cluster):
             for start, stop, own in zip(bounds[:-1], bounds[1:], ranks, strict=True)
         ),
         num_microbatches=4,
-        recompute=recompute_choices(graph)["full"] if again else (),
+        recompute=recompute_choices(graph)["full"].ranges if again else (),
         exchange=GradientExchange(zero=zero, bucket_bytes=2**18),
         offload=offload,
     )

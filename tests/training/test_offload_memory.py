@@ -1,7 +1,7 @@
 """What devices hold while a host has the rest is what was predicted: bytes that torch's allocator gives out, on a CPU.
 
-Memory of the host is mapped, and no part of that. Replicas that sum buckets are left out: their gradients are predicted
-too high, with offload and without.
+Memory of the host is mapped, and no part of that. Pipelines alone: what is there for a moment while replicas exchange
+is not predicted well, with offload and without (`meshwright validate memory`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ def test_peaks_on_devices_are_those_that_are_predicted(tmp_path):
         case: [abs(wanted - peak) / peak for peak, wanted in zip(measured, predicted, strict=True)]
         for case, (measured, predicted) in found.items()
     }
-    parameters = off.pop("parameters")
     every = [share for shares in off.values() for share in shares]
     assert len(off) >= 6
     assert sum(every) / len(every) <= 0.03, off
-    # How long FSDP2 holds what it gathers and scatters differs from step to step, with offload and without.
-    assert max(parameters) <= 0.2, parameters

@@ -99,6 +99,7 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
     size_of_group, possible = space.exchange.shard_size, _stages_of_groups(space)
     if not possible.intersection(space.num_stages or range(1, most + 1)):
         stages = f"{_words(space.num_stages)} stages" if space.num_stages else "any number of stages"
+        stages = "one stage" if space.num_stages == (1,) else stages
         return NoFeasiblePlanError(
             f"A shard size of {size_of_group} was given for {space.num_ranks} ranks in {stages}; expected one that "
             "divides the replicas of each stage that has several. Choose another shard size, or other numbers of "
@@ -117,12 +118,15 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
 
 
 def _stages_of_groups(space: Space) -> set[int]:
-    """Numbers of stages of one replica, or whole groups of replicas that share states, that take all ranks."""
+    """Numbers of stages of one replica, or whole groups of replicas that share states, that take all ranks.
+
+    One group at least: else nothing is shared.
+    """
     size, count = space.exchange.shard_size, space.num_ranks
-    if not size:
+    if not size or count == 1:
         return set(range(1, count + 1))
-    alone = ((count - size * groups, groups) for groups in range(count // size + 1))
-    return {ones + several for ones, groups in alone for several in range(min(groups, 1), groups + 1)}
+    alone = ((count - size * groups, groups) for groups in range(1, count // size + 1))
+    return {ones + several for ones, groups in alone for several in range(1, groups + 1)}
 
 
 def raise_infeasible(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -145,6 +146,17 @@ def _scaled_rates(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[No
             group["lr"] = rate
 
 
+def _without_closure(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer. Raises PlanError for one whose steps compute the loss again, as L-BFGS's."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure") if optimizer is not None else None
+    if closure is not None and closure.default is closure.empty:
+        raise PlanError(
+            f"The step of {type(optimizer).__name__} computes the loss again by a closure, while a plan computes it "
+            "once per step. Choose another optimizer, as AdamW."
+        )
+    return optimizer
+
+
 def own_optimizer(
     optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter], replaced: Mapping[int, torch.Tensor | None]
 ) -> torch.optim.Optimizer | None:
@@ -156,7 +168,8 @@ def own_optimizer(
     if not parameters:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer(parameters)
+        return _without_closure(optimizer(parameters))
+    _without_closure(optimizer)
     if any(id(parameter) in replaced for parameter in optimizer.state):
         raise PlanError(
             "The optimizer was given with state of parameters in whose place the plan has others: shares, or master "

@@ -56,7 +56,6 @@ _PROJECTIONS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten
 _ALWAYS_KEPT = ("aten.addmm.", "aten.bmm.", "aten.conv", "aten.einsum.", "aten._scaled_mm.", "aten.topk.")
 _MAX = "aten.max.default"
 _MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
-_LONGEST = 20
 
 
 def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
@@ -199,6 +198,11 @@ def _fused_runs(graph: Graph) -> Iterator[tuple[int, int]]:
 
 def _read_keep(graph: Graph, text: str) -> Recompute:
     patterns = [pattern.strip() for pattern in text.removeprefix(_KEEP).split("+")]
+    if not all(patterns):
+        raise PlanError(
+            f"{text!r} names no op whose result is kept. Give kinds or names with a plus between, as "
+            "keep=aten.linear+aten.scaled_dot_product*."
+        )
     blocks = _blocks(graph)
     if not blocks:
         raise _means_nothing(graph, text, "repeated blocks")
@@ -208,11 +212,10 @@ def _read_keep(graph: Graph, text: str) -> Recompute:
         matching = [op for op in ops if _matches(graph.ops[op], pattern)]
         if not matching:
             kinds = list(dict.fromkeys(_short(graph.ops[op].kind) for op in ops))
-            listed = ", ".join(sorted(kinds)[:_LONGEST]) + (", ..." if len(kinds) > _LONGEST else "")
             raise PlanError(
                 f"Results of {pattern!r} were to be kept{suggest(pattern, kinds)}; no op in the repeated blocks of "
-                f"graph {graph.name!r} is of such a kind or name. Its kinds are {listed}. Give these or patterns of "
-                "them with a plus between, as keep=aten.linear+aten.scaled_dot_product*."
+                f"graph {graph.name!r} is of such a kind or name. Give kinds or patterns of them with a plus between, "
+                "as keep=aten.linear+aten.scaled_dot_product*."
             )
         reasons = {op: why_not_kept(graph, op, written) for op in matching}
         if all(reasons.values()):
@@ -266,7 +269,7 @@ def _read_numbers(text: str) -> tuple[int, int]:
 
 def _parts_by_stage(text: str) -> list[tuple[str, int, int]]:
     """Word, first stage and the stage behind the last one, of ``full@0,op@1:3``."""
-    found = []
+    found, seen = [], set[int]()
     for part in text.split(","):
         word, _, stages = part.strip().rpartition(_AT)
         try:
@@ -278,6 +281,13 @@ def _parts_by_stage(text: str) -> list[tuple[str, int, int]]:
                 f"{part.strip()!r} in {text!r} does not say what stages compute again; expected a word and a stage or "
                 "a range of them, as full@0,op@1:3, with commas between. Give it so, or one word for all stages."
             )
+        twice = seen.intersection(range(start, stop))
+        if twice:
+            raise PlanError(
+                f"{text!r} was to say what stages compute again, but names stage {min(twice)} twice. Name each at most "
+                "once."
+            )
+        seen.update(range(start, stop))
         found.append((word, start, stop))
     return found
 
@@ -289,14 +299,13 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
             f"Stages were named in {text!r}, but here it is not known where the model is cut. Give one word, or layers "
             "as 0:12."
         )
-    found, seen = Recompute(), set[int]()
+    found = Recompute()
     for word, first, last in parts:
-        if last > len(bounds) or seen.intersection(range(first, last)):
+        if last > len(bounds):
             raise PlanError(
-                f"{text!r} was to say what stages compute again, but names stage {max(last - 1, first)} of "
-                f"{len(bounds)}, or one twice; stages count from 0. Name each at most once."
+                f"{text!r} was to say what stages compute again, but names stage {last - 1}, where the plan has stages "
+                f"0 to {len(bounds) - 1}. Name stages that it has."
             )
-        seen.update(range(first, last))
         start, stop = graph.layers[bounds[first][0]].start, graph.layers[bounds[last - 1][1] - 1].stop
         more = _within(graph, word, start, stop)
         found = Recompute(found.ranges + more.ranges, found.keeps + more.keeps)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch._guards import detect_fake_mode
 
+from meshwright.cost.optimizers import state_bytes
 from meshwright.program import gradient_buckets, host_pieces
 from meshwright.runtime.exchange import BucketExchange, Exchange
 from meshwright.runtime.holding import Holding
@@ -42,7 +43,8 @@ class Hosted:
         if self.plan.offload.optimizer == "host" or detect_fake_mode() is not None:
             return StatesOnHost(optimizer, self.memory)
         file = DriveFile(self.folder, self.needs.drive_bytes)
-        return StatesOnDrives(optimizer, self.memory, file, self.pieces)
+        each = state_bytes(self.plan.workload.optimizer, self.plan.workload.precision)
+        return StatesOnDrives(optimizer, self.memory, file, self.pieces, each)
 
 
 def take_to_host(

@@ -97,7 +97,7 @@ class _Region(NamedTuple):
 
 
 class StatesOnDrives:
-    """States in a file. Master weights are written to it at once."""
+    """States in a file, which has room for ``bytes_per_element`` at once. Master weights are written then."""
 
     def __init__(
         self,
@@ -105,8 +105,10 @@ class StatesOnDrives:
         memory: HostMemory,
         file: DriveFile,
         pieces: Sequence[HostedPiece],
+        bytes_per_element: int,
     ) -> None:
         self._optimizer, self._memory, self._file = optimizer, memory, file
+        self._bytes_per_element = bytes_per_element
         self.remark = ""
         if not file.is_direct:
             self.remark = (
@@ -138,7 +140,7 @@ class StatesOnDrives:
         held = self._held(piece)
         region = self._regions.get(piece.facts.number)
         if region is None or region.offsets.keys() != held.keys():
-            region = self._regions[piece.facts.number] = self._make_room(held, region)
+            region = self._regions[piece.facts.number] = self._make_room(piece, held, region)
         if not held:
             return 0
         slot = self._slot(piece, region.num_bytes)
@@ -173,12 +175,13 @@ class StatesOnDrives:
     def _held_bytes(self, piece: HostedPiece) -> int:
         return sum(value.nbytes for value in self._held(piece).values())
 
-    def _make_room(self, held: dict[_Name, torch.Tensor], before: _Region | None) -> _Region:
+    def _make_room(self, piece: HostedPiece, held: dict[_Name, torch.Tensor], before: _Region | None) -> _Region:
         offsets, end = {}, 0
         for name, value in held.items():
             offsets[name] = end
             end = round_up(end + value.nbytes, ALIGNMENT)
-        room = round_up(end, PAGE_BYTES)
+        # An optimizer makes most of its states in its first step.
+        room = round_up(max(end, piece.facts.size * self._bytes_per_element), PAGE_BYTES)
         if before is not None and room <= before.room:
             return _Region(before.start, before.room, offsets, end)
         return _Region(self._file.reserve(room), room, offsets, end)

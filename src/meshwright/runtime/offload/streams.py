@@ -127,6 +127,8 @@ class HostStreams:
 
         ``more``: what instructions wait for besides, as ids that `happened` is called with.
         """
+        if self.is_closed:
+            raise RunError("The session was closed, and with it the threads of its host. Open another one to train on.")
         self.moved = []
         self._signals = {}
         works = {item.index: HostWork(item, act, self) for item, act in items}

@@ -163,11 +163,17 @@ def _step_at_once(optimizer: torch.optim.Optimizer, place: int, chosen: Sequence
 
 
 def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let an optimizer go over elements on processors once, if it can and nothing else was chosen."""
+    """Let an optimizer go over elements on processors once, if it can and nothing else was chosen.
+
+    Not over those of two bytes, which torch rounds otherwise there than on the device.
+    """
     if optimizer is None or type(optimizer) not in _FUSED:
         return
     for group in optimizer.param_groups:
         given = [group.get(name) for name in ("fused", "foreach", "differentiable", "capturable")]
-        real = all(item.is_floating_point() and type(item.data) is torch.Tensor for item in group["params"])
+        real = all(
+            item.is_floating_point() and item.dtype.itemsize >= 4 and type(item.data) is torch.Tensor
+            for item in group["params"]
+        )
         if not any(given) and group.get("fused") is None and real:
             group["fused"] = True
