@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import invoke
-from meshwright.spec import Plan, read_document, write_document
+from meshwright.spec import GradientExchange, Plan, read_document, write_document
 from meshwright.spec.plan import StagePlan
 from tests.program.own import ALL, HEAD
 from tests.simulator.plans import fast_cluster
@@ -177,13 +178,30 @@ assert invoke(["show", "again.json", "--schedule"]) == 0
     assert "In flight, by stage: 3, 1." in run_fresh(code)
 
 
-def test_a_plan_that_cannot_be_run_gets_no_script(tmp_path, monkeypatch, capsys):
+def test_a_plan_that_cannot_be_run_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = "plan resnet-tiny --cluster 2xA100 --batch 8 -m 1 --stages 1 --offload optimizer=host --out layout"
-    assert invoke(words.split()) == 0
-    assert "no script: the plan keeps optimizer states on the host" in " ".join(capsys.readouterr().out.split())
-    assert [path.name for path in (tmp_path / "layout").iterdir()] == ["plan.json"]
-    assert invoke(["run", "layout/plan.json", "--steps", "1"]) == 1
+    assert (
+        invoke(
+            [
+                "plan",
+                "resnet-tiny",
+                "--cluster",
+                "2xcpu",
+                "--batch",
+                "8",
+                "-m",
+                "1",
+                "--stages",
+                "1",
+                "--out",
+                "plan.json",
+            ]
+        )
+        == 0
+    )
+    plan = read_document(Plan, tmp_path / "plan.json")
+    write_document(replace(plan, exchange=GradientExchange(servers=(0,))), tmp_path / "plan.json")
+    assert invoke(["run", "plan.json", "--steps", "1"]) == 1
     assert "which can only be simulated" in " ".join(capsys.readouterr().err.split())
 
 

@@ -315,11 +315,14 @@ def read_torchtitan(text, folder):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
     }
     policy = ast.unparse(assigned.pop("activation_checkpoint"))
-    imported = "from torchtitan.distributed.activation_checkpoint import FullAC" in map(ast.unparse, tree.body)
-    assert policy == ("FullAC.Config()" if imported else "None")
+    names = {"FullAC": "full", "SelectiveAC": "selective"}
+    source = "from torchtitan.distributed.activation_checkpoint import "
+    lines = list(map(ast.unparse, tree.body))
+    imported = [name for name in names if source + name in lines]
+    assert policy == (f"{imported[0]}.Config()" if imported else "None")
     return {
         **{name: ast.literal_eval(value) for name, value in assigned.items()},
-        "activation_checkpoint": "full" if imported else None,
+        "activation_checkpoint": names[imported[0]] if imported else None,
     }
 
 

@@ -155,12 +155,16 @@ def test_accelerate_hands_splits_on(tmp_path):
         elif row["type"] == "FSDP":
             assert mesh["FSDP_VERSION"] == "2"
             assert mesh["FSDP_RESHARD_AFTER_FORWARD"] == str(plan.exchange.zero == 3).lower()
-            assert mesh["FSDP_ACTIVATION_CHECKPOINTING"] == str(bool(plan.recompute)).lower()
-            assert ("PARALLELISM_CONFIG_TP_SIZE" in mesh) == (plan.sharding.width > 1)
-            if plan.sharding.width > 1:
+            # Of a block, all or nothing runs again there.
+            assert mesh["FSDP_ACTIVATION_CHECKPOINTING"] == str(bool(plan.recompute) and not plan.keeps).lower()
+            (groups,) = {plan.exchange.shard_groups(stage.ranks) for stage in plan.stages}
+            assert ("PARALLELISM_CONFIG_TP_SIZE" in mesh) == (plan.sharding.width > 1 or len(groups) > 1)
+            if "PARALLELISM_CONFIG_TP_SIZE" in mesh:
                 sizes = [mesh[f"PARALLELISM_CONFIG_{axis}_SIZE"] for axis in ("DP_REPLICATE", "DP_SHARD", "CP", "TP")]
-                assert sizes == ["1", "2", str(plan.sharding.context), str(plan.sharding.tensor)]
-                assert mesh["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "alltoall"
+                split = len(groups), len(groups[0]), plan.sharding.context, plan.sharding.tensor
+                assert sizes == list(map(str, split))
+                if plan.sharding.context > 1:
+                    assert mesh["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "alltoall"
         else:
             assert row["type"] == "MULTI_GPU"
             assert plan.sharding.is_whole

@@ -92,4 +92,4 @@ def test_a_rank_that_runs_out_of_memory(tmp_path):
     said = failure(plan, tmp_path)
     assert said.startswith("Rank 1 ran out of memory: ")
     assert "the other ranks were ended. Predicted for it were " in said
-    assert "What helps: smaller microbatches (plan -m), --recompute full" in said
+    assert "What helps: smaller microbatches (plan -m), --recompute op or full" in said

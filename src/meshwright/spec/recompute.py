@@ -48,15 +48,17 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
     return tuple((ops[0], ops[-1] + 1) for ops in chosen)
 
 
-@lru_cache(maxsize=32)
-def with_recompute(graph: Graph, ranges: Ranges, keeps: tuple[int, ...] = ()) -> Graph:
+def with_recompute(graph: Graph, ranges: Iterable[tuple[int, int]], keeps: Iterable[int] = ()) -> Graph:
     """The graph with these ranges computed again, but for ops whose results are kept.
 
     Blocks of layers of which other parts are computed again or kept have another name.
     """
-    ranges, keeps = tuple(sorted(ranges)), tuple(sorted(keeps))
-    if (ranges, keeps) == (graph.recompute, graph.keeps):
-        return graph
+    chosen = tuple(sorted((start, stop) for start, stop in ranges)), tuple(sorted(keeps))
+    return graph if chosen == (graph.recompute, graph.keeps) else _with_sorted(graph, *chosen)
+
+
+@lru_cache(maxsize=32)
+def _with_sorted(graph: Graph, ranges: Ranges, keeps: tuple[int, ...]) -> Graph:
     layers = []
     for layer in graph.layers:
         block = layer.block.partition(_AGAIN)[0]
