@@ -72,7 +72,10 @@ _GIB, _GB = 2**30, 10**9
 _TITAN_NOTE = "form chosen with these rows in view: the split in microbatches"
 _PIPELINE_NOTE = "form chosen with these rows in view: how long the runtime holds the buffers of messages"
 _RECOMPUTE_NOTE = "form chosen with these rows in view: results that a range does not come to go when it has run again"
-_SHARING_NOTE = "what gloo's threads hold for a moment differs by up to 20 % between ranks that do the same"
+_SHARING_NOTE = (
+    "gradients that lie in buckets are counted twice, and what gloo's threads hold for a moment differs by up to 20 % "
+    "between ranks that do the same"
+)
 _CUDA_NOTE = "form chosen with these rows in view: what CUDA's kernels keep, by torch's sources"
 _BUBBLE_NOTE = "form chosen with these rows in view: attention keeps its scores, as its software does"
 # Korthikanti et al., table 3: layers do not matter for shares. Hidden size and heads; sequences of 2048, tp 8.
