@@ -174,7 +174,7 @@ class _Builder:
             raise _cannot_call(op, "some of its tensors are left out, and it is not told which")
 
     def _first_indexed(self, op: Op, chosen_by: Sequence[int]) -> int:
-        """The first dim of the indexed tensor that has an index; the others' are told by what is picked or put."""
+        """The first dim of the indexed tensor that has an index; the other dims follow from what is picked or put."""
         is_put = len(op.inputs) > 1 + len(chosen_by)
         whole, made = list(self._shape(op.inputs[0])), list(self._shape(op.inputs[-1] if is_put else op.outputs[0]))
         indices = [self._shape(i) for i in chosen_by]

@@ -63,7 +63,7 @@ class Expansion:
         for bucket in buckets if plan.exchange.shard_optimizer else ():
             if rank in bucket.ranks:
                 sizes = [graph.tensors[i].num_elements(0) for i in bucket.parameters]
-                (sharing,) = (ranks for ranks in plan.exchange.shard_groups(bucket.ranks) if rank in ranks)
+                sharing = plan.exchange.shard_group_of(rank, bucket.ranks)
                 own = cut_pieces(sizes, sharing.index(rank), len(sharing))
                 self._pieces |= {i: len(piece) for i, piece in zip(bucket.parameters, own, strict=True)}
         shares_out = plan.exchange.zero >= 2

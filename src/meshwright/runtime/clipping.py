@@ -60,8 +60,7 @@ def count_holders(
 
 
 def _num_groups(plan: Plan | Placement, num_replicas: int) -> int:
-    size = plan.exchange.shard_size if isinstance(plan, Plan) else 0
-    return num_replicas // size if size else 1
+    return num_replicas // plan.exchange.num_parts(num_replicas) if isinstance(plan, Plan) else 1
 
 
 class NormClip(AgreedNumber):

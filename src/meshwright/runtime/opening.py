@@ -253,7 +253,7 @@ def _make_exchange(share: Holding, grid: Grid) -> Exchange | None:
     if plan.exchange.shard_optimizer:
         sharded = []
         for bucket, parameters in buckets:
-            (sharing,) = (ranks for ranks in plan.exchange.shard_groups(bucket.ranks) if grid.rank in ranks)
+            sharing = plan.exchange.shard_group_of(grid.rank, bucket.ranks)
             sharded.append(ShardedBucket(bucket, parameters, sharing.index(grid.rank), len(sharing)))
         return ShardedBuckets(sharded, parts)
     return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets], parts)

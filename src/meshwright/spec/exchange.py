@@ -104,6 +104,10 @@ class GradientExchange:
             )
         return tuple(ranks[start : start + size] for start in range(0, len(ranks), size))
 
+    def shard_group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The one of `shard_groups` that has a rank."""
+        return next(group for group in self.shard_groups(ranks) if rank in group)
+
     def num_parts(self, num_replicas: int) -> int:
         """Parts into which replicas cut what they share; 1 if that is nothing."""
         return (min(self.shard_size, num_replicas) or num_replicas) if self.zero else 1

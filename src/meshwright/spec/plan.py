@@ -52,15 +52,16 @@ MAX_MICROBATCH_STAGES = 2_000_000
 class Plan:
     """A layout of one graph on one cluster for one workload.
 
-    ``model`` and ``cluster`` are the references that were given, ``model_sizes`` the sizes asked for beside the model's
-    own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the reference of
-    the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
-    content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
-    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward, but for the
-    ops ``keeps``, whose results are kept (`recompute`); ``offload`` says what is kept away from devices (`offload`);
-    ``compiled``: torch compiles the layers, each on its own (`compiled_units`). ``rewritten`` is the kind of device for
-    which the model's graph was rewritten before it was laid out (`rewrite.planned`); empty where it is the model's own.
-    ``made_with`` says what it was priced with when it was written (`made_with`).
+    ``model`` and ``cluster`` are the references that were given, ``model_sizes`` the sizes asked for beside the
+    model's own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the
+    reference of the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``,
+    that of the file's content, binds. With a ``sharding`` that splits ops, every rank stands for a team of
+    ``sharding.width`` devices side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in
+    the backward; those in ``keeps`` do not, their results stay in memory (`recompute`). ``offload`` says what is
+    kept away from devices (`offload`); ``compiled``: torch compiles the layers, each on its own (`compiled_units`).
+    ``rewritten`` is the kind of device for which the model's graph was rewritten before it was laid out
+    (`rewrite.planned`); empty where it is the model's own. ``made_with`` says what it was priced with when it was
+    written (`made_with`).
     """
 
     model: str

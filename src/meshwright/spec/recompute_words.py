@@ -73,7 +73,7 @@ def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
 def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | None = None) -> Recompute:
     """What a word, layers, or words for stages mean for a graph.
 
-    ``bounds`` are the layers of each stage, which words for stages are told of.
+    ``bounds`` are the layers of each stage; words for stages need them.
 
     Raises PlanError for other words, for a word that means nothing in this graph, for patterns that match no op of it,
     and for stages that there are not.

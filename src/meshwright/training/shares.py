@@ -1,8 +1,8 @@
 """Ops of the share that one device has of a plan's graph, timed without the devices that it exchanges values with.
 
-What an op of a local graph does with values of other ranks is a copy here: what a rank gathers is its own part as often
-as there are ranks, of a sum it keeps its own part. Of rows for experts as many come as were sent, alike for each. What
-ranks send each other is timed apart (`measurement.links`).
+What an op of a local graph does with values of other ranks is a copy here. A gathered tensor is the rank's own part,
+once per rank; a scattered sum is the rank's own part. A rank receives as many rows for its experts as it sends, the
+same number for each. Transfers between ranks are timed apart (`measurement.links`).
 """
 
 from __future__ import annotations

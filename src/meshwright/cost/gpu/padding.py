@@ -1,8 +1,8 @@
 """Products of odd sizes in compiled units: inductor pads them to what tensor cores load, where that is faster.
 
-Inductor copies a factor to a larger one with zeros at the end if a row or a column of it is no multiple of 16 bytes,
-and takes the part of the product that has no zeros (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on by
-default). Inductor measures both; here both are predicted, and padding has to be faster by as much as there.
+If rows or columns of a factor are no multiple of 16 bytes, inductor copies it to a larger one that ends with zeros. Of
+the product it takes the part without zeros (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on by default).
+Inductor measures both ways; here both are predicted, and padding has to be faster by the same factor.
 """
 
 from __future__ import annotations

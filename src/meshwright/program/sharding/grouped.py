@@ -219,7 +219,7 @@ class _Reading:
         )
 
     def _dims_of(self, tensor: int, tag: object, is_labelled: bool) -> tuple[tuple[tuple[str, int], ...], ...]:
-        # The sizes of labels are those of a batch of one sample: only which dims are split is told by them.
+        # Labels have the sizes of a batch of one sample: they say which dims are split, and no more.
         sizes = [extent.at(1) for extent in self.graph.tensors[tensor].shape]
         return tuple(
             one(ROWS if at == 0 and is_labelled else f"X{tag}.{at}", size) if at or not is_labelled else ((ROWS, size),)

@@ -1,8 +1,8 @@
 """Memory of the host: what tensors that lie there are made of.
 
 On a machine with CUDA it is pinned where a GPU copies from it or to it. Else it is mapped: its pages come from the
-system and go back there, so that it is no part of what torch's allocator has for a processor that stands for a device,
-and it begins at a page, as direct reads and writes of drives ask for.
+system and go back there. Torch's allocator, whose bytes are the memory of a processor as a device, does not count it.
+It begins at a page, as direct reads and writes of drives need.
 """
 
 from __future__ import annotations
