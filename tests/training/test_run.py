@@ -29,6 +29,7 @@ from meshwright.spec import (
 )
 from meshwright.training import Job, run_plan
 from meshwright.zoo import load_model
+from tests.processes import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 HERE = Path(__file__).parent
@@ -176,6 +177,28 @@ def test_four_lines_in_a_users_script_equal_plain_training(script_plan, tmp_path
     assert state.keys() == wanted.keys()
     for key in wanted:
         assert (state[key] - wanted[key]).norm() <= 1e-4 * wanted[key].norm()
+
+
+LEAVING = """
+import atexit
+import torch.distributed as dist
+from meshwright.runtime import join_group
+atexit.register(lambda: print("joined" if dist.is_initialized() else "left"))  # runs after those registered later
+join_group()
+"""
+
+
+def test_a_script_leaves_the_process_group_before_python_ends():
+    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **group, "MASTER_PORT": str(free_port())},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
 def plain_training():

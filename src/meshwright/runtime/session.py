@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,6 +176,16 @@ class Session:
             self.exchange.close()
 
 
+def _leave_group() -> None:
+    """Join the group's threads while Python still runs.
+
+    A thread of gloo that frees its last tensor needs the interpreter's lock; once the interpreter ends, it is unwound
+    there instead, and C++ aborts the process ("terminate called without an active exception").
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
     """Join the process group that torchrun set up (or stay in the one that is there); returns rank and device.
 
@@ -190,6 +201,7 @@ def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
                 "`torchrun --standalone --nproc-per-node 2 script.py`, or run the plan with `meshwright run`."
             )
         dist.init_process_group(_GROUP_BACKENDS[kind], timeout=COMMUNICATION_TIMEOUT)
+        atexit.register(_leave_group)
     found = dist.get_backend_config()
     if missing := [name for name in _GROUP_BACKENDS[kind].split(",") if name not in found and "fake" not in found]:
         raise RunError(
