@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel, StageMemory
-from meshwright.cost.memory import FIRST, count_phases, likeness, weigh_stage
+from meshwright.cost.memory import count_phases, likeness, weigh_stage
 from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph, slice_graph
 from meshwright.spec.shipped import shipped_graphs
 from tests.cost.facts import B, GraphMaker, make_cluster
@@ -48,7 +48,7 @@ def test_a_middle_stage_by_hand():
     value = 5 * 16
     # The forward makes two values, both kept; the backward of layer 2 takes gradients of its weight and its input, that
     # of layer 1 (when the value between is gone) of its own.
-    forward, first, later = memory.phases.forward, memory.phases.backwards[FIRST], memory.phases.backwards[0]
+    forward, first, later = memory.phases.forward, memory.phases.first, memory.phases.later
     assert (forward.most_bytes, forward.after_bytes, memory.microbatch_bytes) == (2 * value, 2 * value, 3 * value)
     assert first.most_bytes == max(FLOATS + value, 2 * FLOATS + value)
     assert first.after_bytes == 2 * FLOATS - 2 * value + value
@@ -78,7 +78,7 @@ def test_inference_keeps_nothing_for_a_backward():
     assert (memory.gradient_bytes, memory.optimizer_bytes, memory.saved_bytes) == (0, 0, 0)
     # A value and the one made from it; nothing stays, nothing is stepped.
     assert (memory.phases.forward.most_bytes, memory.phases.forward.after_bytes) == (2 * 16, 0)
-    assert all(not any(phase.most) for phase in (*memory.phases.backwards, memory.phases.optimizer))
+    assert all(not any(phase.most) for phase in (memory.phases.first, memory.phases.later, memory.phases.optimizer))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_real_step_needs_what_was_predicted():
     assert after_backward - loss.nbytes == predicted.gradient_bytes
     assert after_forward == predicted.saved_bytes + predicted.sent_bytes
     # That of computing, before the optimizer's states are there; a hook sees no more than each op's result.
-    computing = max(predicted.phases.forward.most_bytes, after_forward + predicted.phases.backwards[3].most_bytes)
+    computing = max(predicted.phases.forward.most_bytes, after_forward + predicted.phases.first.most_bytes)
     assert peak == pytest.approx(computing, rel=0.02)
 
 

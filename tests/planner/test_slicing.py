@@ -52,7 +52,7 @@ def chain(costs, num_ranks, num_microbatches, **changes):
         leaving_bytes=nothing,
         input_bytes=nothing,
         beside_bytes=nothing,
-        most_bytes=np.zeros((2, num_layers, num_layers + 1, 6)),
+        most_bytes=np.zeros((2, num_layers, num_layers + 1, 4)),
         exchange_bytes=nothing,
         transfer_s=np.zeros((1, num_layers)),
         kind_of=np.zeros(places, np.int64),
@@ -72,7 +72,7 @@ def compositions(total, parts):
 
 def memory_by_moments(p, i, j, a, r, n):
     """Every moment of a step in its order, up to as many microbatches in flight as there are, then one by one."""
-    forward, first, middle, last, only, step = p.most_bytes[int(r > 1), i, j]
+    forward, first, later, step = p.most_bytes[int(r > 1), i, j]
     each, held = p.flight_bytes[i, j] + p.leaving_bytes[i, j], int(p.in_flight[a, r])
     gradients = now = started = done = 0
     levels = []
@@ -81,11 +81,10 @@ def memory_by_moments(p, i, j, a, r, n):
             levels.append(now + gradients + forward)
             now, started = now + each, started + 1
             continue
-        place = only if n == 1 else first if not done else last if done == n - 1 else middle
-        levels.append(now + gradients + place)
-        now, done, gradients = now - each, done + 1, p.exchange_bytes[i, j]
-    # Where replicas exchange them, the last backward moves gradients to buckets, which are there all the time.
-    levels.append(step + (0 if r > 1 else gradients))
+        levels.append(now + gradients + (later if done else first))
+        # Where replicas exchange them, gradients lie in buckets, which are there all the time.
+        now, done, gradients = now - each, done + 1, (0 if r > 1 else p.exchange_bytes[i, j])
+    levels.append(step + gradients)
     always = p.static_bytes[i, j] + n * p.input_bytes[i, j] + p.beside_bytes[i, j]
     return always + max(levels) + (p.exchange_bytes[i, j] if r > 1 else 0)
 
@@ -168,7 +167,7 @@ def problems(draw):
         leaving_bytes=numbers(num_layers, num_layers + 1),
         beside_bytes=numbers(num_layers, num_layers + 1) * 0.1,
         input_bytes=interval_sums(numbers(num_layers)) * 0.1,
-        most_bytes=numbers(2, num_layers, num_layers + 1, 6),
+        most_bytes=numbers(2, num_layers, num_layers + 1, 4),
         exchange_bytes=interval_sums(numbers(num_layers)),
         transfer_s=transfer,
         kind_of=rng.integers(0, num_kinds, places),

@@ -170,11 +170,11 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recom
             each, most = found.flight[i, j] + found.leaving[i, j], found.most[int(exchanges), i, j]
             assert (most <= memory.most_bytes()).all(), (i, j)
             assert each <= memory.microbatch_bytes
-            left = 0.0 if exchanges else float(memory.gradient_bytes)
+            gathered, in_buckets = (0, memory.gradient_bytes) if exchanges else (memory.gradient_bytes, 0)
             for in_flight, count in ((1, 1), (1, 4), (3, 3), (2, 8)):
-                moment = fullest(most, each, float(memory.gradient_bytes), left, in_flight, count)
+                moment = fullest(most, each, float(gathered), in_flight, count)
                 bound = found.static[i, j] + count * found.inputs[i, j] + moment
-                shares.append(bound / memory.peak_bytes(in_flight, count))
+                shares.append((in_buckets + bound) / (in_buckets + memory.peak_bytes(in_flight, count)))
         found.settle(i, j, memory, exchanges=True)
         assert found.flight[i, j] + found.leaving[i, j] == memory.microbatch_bytes
         assert (found.most[1, i, j] == memory.most_bytes()).all()

@@ -96,15 +96,18 @@ def test_transfers_over_one_nic_share_it():
         assert timeline.end_ps[sends].tolist() == [end_us * US, end_us * US]
 
 
-def test_filling_buckets_lengthens_the_last_backward_only():
-    """Four layers of 5 µs backward, a bucket each: filled (1 µs) one after the other, ready 5 + 1 µs apart."""
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_filling_buckets_lengthens_the_first_backward_only(num_microbatches):
+    """Four layers of 5 µs backward, a bucket each: filled (1 µs) one after the other; ready in the last backward."""
     graph = chain_graph(4)
-    plan = make_plan(graph, [(0, 4)], [2], 4, exchange=GradientExchange(bucket_bytes=4 * 4 * 4))
+    exchange = GradientExchange(bucket_bytes=4 * 4 * 4)
+    plan = make_plan(graph, [(0, 4)], [2], num_microbatches, exchange=exchange)
     timeline = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(fill=1e-6, all_reduce=1e-6)).timeline
     backwards = np.flatnonzero((timeline.opcode == Opcode.BACKWARD) & (timeline.track == timeline.track[0]))
-    assert (timeline.end_ps - timeline.start_ps)[backwards].tolist() == [20 * US, 24 * US]
+    assert (timeline.end_ps - timeline.start_ps)[backwards].tolist() == [24 * US, 20 * US][: num_microbatches // 2]
     sums = np.sort(timeline.start_ps[timeline.opcode == Opcode.ALL_REDUCE])[::2]
-    assert (sums - timeline.start_ps[backwards[-1]]).tolist() == [6 * US, 12 * US, 18 * US, 24 * US]
+    apart = 6 if num_microbatches == 2 else 5
+    assert (sums - timeline.start_ps[backwards[-1]]).tolist() == [(1 + k) * apart * US for k in range(4)]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -23,8 +23,6 @@ def test_targets_are_reached():
     assert len(judged) == 9
     # Those runs were made with other software than ours, which keeps other buffers (docs/concepts/memory.md).
     missed = {"allocated, SimuMax B200", "reserved, torchtitan", "activation percentages (formula)"}
-    # What is there for a moment of exchanges is not counted well.
-    missed |= {"peaks of ranks that share states"}
     assert {score.part for score in judged.values() if not score.met} == missed
     assert scores["as printed, Zero Bubble", "ours"].mape <= 6
     cpu = scores["peak of training on a CPU", "ours"]
@@ -35,6 +33,9 @@ def test_targets_are_reached():
     again = scores["peaks of ranks that compute again", "ours"]
     assert again.num_rows >= 20
     assert again.worst <= 4
+    sharing = scores["peaks of ranks that share states", "ours"]
+    assert sharing.num_rows >= 20
+    assert sharing.worst <= 6
 
 
 @pytest.mark.parametrize("row", load_table("activation_memory_korthikanti_fig7"), ids=lambda row: row["model"])

@@ -6,11 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.cost.memory import FIRST, LAST
 from meshwright.spec import Opcode
 
 Ids = NDArray[np.int64]
 
+# Place of a backward among those of its stage before an update; a single one is both, one in the middle neither.
+FIRST, LAST = 1, 2
 _BACKWARD, _WEIGHT, _STEP = int(Opcode.BACKWARD), int(Opcode.BACKWARD_WEIGHT), int(Opcode.OPTIMIZER_STEP)
 # Odd, with its bits well spread: 2^64 over the golden ratio, halved (Knuth, The Art of Computer Programming 3, 6.4).
 _SPREAD = 0x4F1BBCDCBFA53E0B

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
-from meshwright.cost.memory import FIRST, LAST, backend_of, library_workspaces
+from meshwright.cost.memory import backend_of, library_workspaces
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, graph_of_program, host_pieces
 from meshwright.program.parts import cut_parts
-from meshwright.simulator.alike import find_distinct, mark_backwards
+from meshwright.simulator.alike import FIRST, LAST, find_distinct, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
@@ -221,10 +221,10 @@ class _Pricer:
                 is_whole = opcode == Opcode.BACKWARD
                 part = costs.backward if is_whole else costs.weights
                 seconds = part.seconds if place & FIRST else part.later_s
-                bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place]
+                bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place & FIRST]
                 exchanged_s = costs.exchanged_s[1 if is_whole else 2]
                 if place & LAST:
-                    seconds += costs.fill_s + costs.last_s
+                    seconds += costs.last_s
                     exchanged_s += costs.last_s
                 added = self._add(seconds, 0.0, bytes_in_use, exchanged_s)
             case Opcode.STASH:
@@ -321,7 +321,7 @@ class _Pricer:
             return int(issued.done_ps[at]), int(issued.earliest_ps[at])
         part = costs.backward if opcode == Opcode.BACKWARD else costs.weights
         ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
-        return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
+        return min(to_picoseconds(ready[bucket]), to_picoseconds(whole)), 0
 
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], exchanged_s: float = 0.0) -> int:
         row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s)

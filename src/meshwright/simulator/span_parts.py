@@ -1,7 +1,7 @@
 """The parts of a forward or a backward in their order, and the span that they make where a host issues them.
 
-Parts are what the host does first, the ops, and in the last backward of a step what filling each bucket takes, once all
-of its gradients are there. Ops go from the first to the last, in a backward from the last to the first.
+Parts are what the host does first, the ops, and in the first backward of a step what filling each bucket takes, once
+all of its gradients are there. Ops go from the first to the last, in a backward from the last to the first.
 
 A host issues part after part, h_j each, and the device runs them, d_j each, in the same order: none before it is
 issued, none before the one ahead of it has ended. Let D_j = Σ_{i<=j} d_i and H_j = Σ_{i<=j} h_i. Of a span that the
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.memory import FIRST, LAST
+from meshwright.simulator.alike import FIRST
 from meshwright.simulator.stage_costs import OpSeconds
 from meshwright.spec import Opcode
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -32,7 +32,8 @@ Floats = NDArray[np.float64]
 class SpanParts(NamedTuple):
     """Which parts, (k,): ops by their place in the stage, then the host, then buckets by index; and sums in seconds.
 
-    ``done_s`` are the D_j and ``issued_s`` the H_j of the measured host, or None; ``filled``: the part of each bucket.
+    ``done_s`` are the D_j and ``issued_s`` the H_j of the measured host, or None; ``filled``: the part with which
+    each bucket is full.
     """
 
     number: Ids
@@ -53,19 +54,19 @@ def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
     """The parts of one computation; ``place`` as of `pricing.place_of_backward`. Those that take no time are parts."""
     count, issue, row = len(seconds.forward), seconds.issue, _row(opcode)
     order = slice(None) if opcode is Opcode.FORWARD else slice(None, None, -1)
-    fills = seconds.fill_s if place & LAST else {}
+    fills = seconds.fill_s if place & FIRST else {}
     filled, latest = {}, 0
-    for earlier, bucket in enumerate(sorted(fills)):
-        # Buckets leave in order: none is filled before the one ahead of it.
+    for earlier, bucket in enumerate(sorted(seconds.fill_s)):
+        # Buckets leave in order: none is full before the one ahead of it.
         latest = max(latest, count - seconds.first_uses[bucket] if bucket in seconds.first_uses else 0)
-        filled[bucket] = 1 + latest + earlier
+        filled[bucket] = latest + (1 + earlier if fills else 0)
     is_op = np.ones(1 + count + len(fills), np.bool_)
-    is_op[[0, *filled.values()]] = False
+    is_op[[0, *(filled[bucket] for bucket in fills)]] = False
     number = np.full(len(is_op), count)
     op_s, fill_s = np.zeros((2, len(is_op)))
     number[is_op], op_s[is_op] = np.arange(count)[order], _taken(seconds, opcode, place)[order]
-    for bucket, at in filled.items():
-        number[at], fill_s[at] = count + 1 + bucket, fills[bucket]
+    for bucket in fills:
+        number[filled[bucket]], fill_s[filled[bucket]] = count + 1 + bucket, fills[bucket]
     done_s = seconds.host_s[row] + np.cumsum(op_s)
     if fills:
         done_s += np.cumsum(fill_s)
@@ -73,8 +74,8 @@ def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
         return SpanParts(number, done_s, None, filled)
     calls = np.empty(len(is_op))
     calls[0], calls[is_op] = issue.instruction_s[row], _issued(seconds, opcode, place)[order]
-    for bucket, at in filled.items():
-        calls[at] = issue.fill_s[bucket]
+    for bucket in fills:
+        calls[filled[bucket]] = issue.fill_s[bucket]
     return SpanParts(number, done_s, np.cumsum(calls), filled)
 
 

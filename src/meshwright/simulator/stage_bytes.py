@@ -47,15 +47,15 @@ class StageBytes:
     ``microbatch_bytes`` is what stays of a forward until the backward.
 
     A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
-    by place, as in `StagePhases`; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
+    are a later one of a step and the first; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
     """
 
     resident: Bytes
     microbatch_bytes: int
     forward: tuple[Bytes, Bytes]
-    backwards: tuple[tuple[Bytes, Bytes], ...]
+    backwards: tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]
     inputs: tuple[Bytes, Bytes]
-    weights: tuple[tuple[Bytes, Bytes], ...]
+    weights: tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]
     optimizer: tuple[Bytes, Bytes]
     stash: Bytes
 
@@ -116,18 +116,24 @@ def stage_bytes(
                 PARAMETERS: parameter_bytes,
                 BUFFERS: memory.buffer_bytes,
                 OPTIMIZER: states_bytes,
-                BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
+                BUCKETS: sum(_buffer_bytes(plan, bucket, shards) for bucket in buckets),
                 INPUTS: num_inputs * memory.input_bytes,
             }
         ),
         microbatch_bytes=memory.phases.forward.after_bytes,
         forward=_takes_and_frees(phases.forward),
-        backwards=tuple(_takes_and_frees(phase, gone) for phase in phases.backwards),
-        inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
-        weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
+        backwards=(_takes_and_frees(phases.later, gone), _takes_and_frees(phases.first, gone)),
+        inputs=_takes_and_frees(_without(phases.later, GRADIENTS), gone - waiting),
+        weights=(_weights_part(phases.later, waiting), _weights_part(phases.first, waiting)),
         optimizer=_takes_and_frees(step),
         stash=by_part({STASHED: _trained_bytes(graph, stage, numbers.value_bytes)}),
     )
+
+
+def _buffer_bytes(plan: Plan | Placement, bucket: Bucket, shards: StateShards) -> int:
+    """Bytes of a bucket on each rank; with ZeRO 1 the sums of the own part have a buffer beside it."""
+    own_bytes = -(-bucket.num_bytes // shards.states) if shards.zero == 1 and shards.states > 1 else 0
+    return num_bucket_copies(plan) * bucket.num_bytes + own_bytes
 
 
 def _most_microbatches(plan: Plan | Placement, stage: int, kind: DeviceKind, cost: CostModel) -> int:
@@ -151,6 +157,10 @@ def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]
     """``gone`` are the bytes by part that go at the end besides."""
     most = np.array(phase.most, np.int64)
     return most, most - np.array(phase.after, np.int64) + gone
+
+
+def _weights_part(phase: Phase, waiting: Bytes) -> tuple[Bytes, Bytes]:
+    return _takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting)
 
 
 def _only(phase: Phase, *parts: int) -> Phase:
@@ -180,7 +190,8 @@ def _shared_gradients(phases: StagePhases, parts: int, whole_bytes: int, widened
 
     return StagePhases(
         forward=phases.forward,
-        backwards=tuple(share(phase, whole_bytes) for phase in phases.backwards),  # type: ignore[arg-type]
+        first=share(phases.first, whole_bytes),
+        later=share(phases.later, whole_bytes),
         optimizer=share(phases.optimizer, 0),
     )
 

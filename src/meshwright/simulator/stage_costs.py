@@ -43,8 +43,8 @@ Floats = NDArray[np.float64]
 class BackwardSeconds:
     """Seconds of a backward, or of its part for weights, and when inside it each bucket of the stage is ready.
 
-    The first ones are of the rank's first microbatch of a step, ``later_*`` of the following ones; the last one takes
-    `StageCosts.fill_s` on top, which ``ready_s`` and ``later_ready_s`` already hold.
+    The first ones are of the rank's first microbatch of a step, which fills the buckets; ``later_*`` are of the
+    following ones.
     """
 
     seconds: float
@@ -57,9 +57,9 @@ class BackwardSeconds:
 class StageCosts:
     """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
 
-    The last backward of a step takes ``fill_s`` and ``last_s`` on top. ``stash_s`` copies the trained weights,
-    ``merge_s`` adds the updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward
-    and its part for weights in which the rank waits for what it exchanges in them.
+    The last backward of a step takes ``last_s`` on top. ``stash_s`` copies the trained weights, ``merge_s`` adds the
+    updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward and its part for weights
+    in which the rank waits for what it exchanges in them.
     """
 
     forward_s: float
@@ -69,7 +69,6 @@ class StageCosts:
     optimizer_s: float
     stash_s: float
     merge_s: float
-    fill_s: float
     last_s: float
     exchanged_s: tuple[float, float, float]
     ops: OpSeconds
@@ -104,9 +103,9 @@ class OpSeconds(NamedTuple):
     ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch
     on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for
     weights; it comes before the ops. ``last_s`` comes behind those of the last backward of a step: sums across
-    groups of replicas. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`. ``exchanged``, of shape (ops, 2),
-    is what of forward and backward is waiting for other ranks. ``issue``: what a host beside the device takes, else
-    None.
+    groups of replicas. ``fill_s`` by bucket, in the first backward; ``first_uses`` as in `_first_uses`.
+    ``exchanged``, of shape (ops, 2), is what of forward and backward is waiting for other ranks. ``issue``: what a
+    host beside the device takes, else None.
     """
 
     forward: Floats
@@ -231,10 +230,10 @@ def stage_costs(
     def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
         later = first + seconds.accumulate
         return BackwardSeconds(
-            seconds=float(first.sum()) + own_host_s,
+            seconds=float(first.sum()) + own_host_s + sum(seconds.fill_s.values()),
             later_s=float(later.sum()) + own_host_s,
             ready_s=_ready_seconds(seconds.first_uses, first, own_host_s, seconds.fill_s),
-            later_ready_s=_ready_seconds(seconds.first_uses, later, own_host_s, seconds.fill_s),
+            later_ready_s=_ready_seconds(seconds.first_uses, later, own_host_s, dict.fromkeys(seconds.fill_s, 0.0)),
         )
 
     return StageCosts(
@@ -246,7 +245,6 @@ def stage_costs(
         stash_s=copy_s + serial_s,
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
         merge_s=2 * copy_s + serial_s,
-        fill_s=sum(seconds.fill_s.values()),
         last_s=seconds.last_s,
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
         ops=seconds,

@@ -50,7 +50,7 @@ def problem_of(costs, speeds, sizes, num_microbatches, groups, **changes):
         leaving_bytes=nothing,
         input_bytes=nothing,
         beside_bytes=nothing,
-        most_bytes=np.zeros((2, num_layers, num_layers + 1, 6)),
+        most_bytes=np.zeros((2, num_layers, num_layers + 1, 4)),
         exchange_bytes=nothing,
         kind_of=np.arange(num_classes),
         memory_limit=np.full(num_classes, np.inf),
@@ -78,7 +78,7 @@ def dealt(seconds, num_microbatches):
 
 def moments(p, i, j, exchanged, count, held):
     """The largest moment of a step: as many in flight as may be, then one backward for one forward."""
-    forward, first, middle, last, only, step = p.most_bytes[int(exchanged), i, j]
+    forward, first, later, step = p.most_bytes[int(exchanged), i, j]
     each = p.flight_bytes[i, j] + p.leaving_bytes[i, j]
     gradients = now = started = done = 0
     levels = []
@@ -87,10 +87,9 @@ def moments(p, i, j, exchanged, count, held):
             levels.append(now + gradients + forward)
             now, started = now + each, started + 1
             continue
-        place = only if count == 1 else first if not done else last if done == count - 1 else middle
-        levels.append(now + gradients + place)
-        now, done, gradients = now - each, done + 1, p.exchange_bytes[i, j]
-    return max(*levels, step + (0 if exchanged else gradients))
+        levels.append(now + gradients + (later if done else first))
+        now, done, gradients = now - each, done + 1, (0 if exchanged else p.exchange_bytes[i, j])
+    return max(*levels, step + gradients)
 
 
 def stage_cost(p, group, before, i, j, behind):
@@ -194,8 +193,8 @@ def problems(draw):
         leaving_bytes=interval_sums(column()),
         input_bytes=interval_sums(column()),
         beside_bytes=interval_sums(column()),
-        most_bytes=np.stack([interval_sums(column()) for _ in range(12)])
-        .reshape(2, 6, num_layers, -1)
+        most_bytes=np.stack([interval_sums(column()) for _ in range(8)])
+        .reshape(2, 4, num_layers, -1)
         .transpose(0, 2, 3, 1),
         exchange_bytes=interval_sums(column()),
         memory_limit=np.array([draw(st.sampled_from([40.0, 120.0, 300.0, np.inf])) for _ in sizes]),

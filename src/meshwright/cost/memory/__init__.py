@@ -7,14 +7,12 @@ from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.lifetimes import kept_results
 from meshwright.cost.memory.options import LAYERS_AT_HAND, MemoryOptions, RankMemory, weigh_rank
-from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases
+from meshwright.cost.memory.phases import Phase, StagePhases, count_phases
 from meshwright.cost.memory.stage import StageMemory, backend_of, weigh_stage
 from meshwright.cost.memory.step import trace_stage, trace_step
 from meshwright.cost.memory.usable import MEMORY_MARGIN, MemoryLimit
 
 __all__ = [
-    "FIRST",
-    "LAST",
     "LAYERS_AT_HAND",
     "MEMORY_MARGIN",
     "Backend",

@@ -5,9 +5,9 @@ Every allocation of a stage is followed for a few microbatches (`walk`); of each
     most     beyond what was in use at its start, at the moment when most is in use
     after    what it leaves behind, negative for what it frees; over a step all of them add up to nothing
 
-A backward comes in four kinds, for gradients gather over the microbatches of a step: the first makes them, later ones
-add to them, and the last one copies those that replicas exchange into buckets. Left out is what others account for:
-inputs (there for the whole step), what transfers bring (until the backward is done), and the end of what is sent back.
+A backward comes in two kinds, for gradients gather over the microbatches of a step: the first makes them, and copies
+those that replicas exchange into buckets; later ones add to them. Left out is what others account for: inputs (there
+for the whole step), what transfers bring (until the backward is done), and the end of what is sent back.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from meshwright.cost.memory.walk import OptimizerLoop
     from meshwright.spec import Graph, StageSlice, Workload
 
-# Place of a backward among those of its rank in a step; a single one is both, one in the middle neither.
-FIRST, LAST = 1, 2
 _ELSEWHERE = [RECEIVED, INPUTS]
 
 
@@ -54,10 +52,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePhases:
-    """``backwards`` by their place in a step: `FIRST`, `LAST`, both or neither."""
+    """The first backward of a step, and a later one."""
 
     forward: Phase
-    backwards: tuple[Phase, Phase, Phase, Phase]
+    first: Phase
+    later: Phase
     optimizer: Phase
 
 
@@ -78,24 +77,20 @@ def trace_phases(
     def end() -> None:
         ends.append(walk.ledger.num_events)
 
-    # The order of a step with three microbatches, one after the other, and one with a single microbatch.
-    places = (FIRST, 0, LAST, FIRST | LAST)
-    for place in places:
+    # A step of two microbatches, one after the other.
+    for _ in range(2):
         walk.forward(0)
         end()
         if walk.trains:
-            walk.backward(0, is_last=bool(place & LAST))
+            walk.backward(0)
         end()
-        if place & LAST and walk.trains:
-            walk.optimize(first=False)
-        end()
+    if walk.trains:
+        walk.optimize(first=False)
+    end()
     returned = sum(channel.backward_bytes(graph, batch_size, workload.float_bytes) for channel in stage.incoming)
-    found = _phases(walk.ledger.events(), ends)
-    backwards = {place: _with_sent(found[3 * k + 1], returned) for k, place in enumerate(places)}
+    forward, first, _, later, optimizer = _phases(walk.ledger.events(), ends)
     return StagePhases(
-        forward=found[0],
-        backwards=(backwards[0], backwards[FIRST], backwards[LAST], backwards[FIRST | LAST]),
-        optimizer=found[3 * places.index(LAST) + 2],
+        forward=forward, first=_with_sent(first, returned), later=_with_sent(later, returned), optimizer=optimizer
     )
 
 
@@ -114,10 +109,10 @@ def count_phases(kept: Mapping[int, int], gradient_bytes: int, sent_bytes: int, 
 
     freed = {part: -num_bytes for part, num_bytes in kept.items()} | {SENT: sent_bytes - kept.get(SENT, 0)}
     work = {WORKSPACE: workspace_bytes, SENT: min(sent_bytes, kept.get(SENT, 0))}
-    later, first = phase(freed, work), phase(freed | {GRADIENTS: gradient_bytes}, work)
     return StagePhases(
         forward=phase(kept, {WORKSPACE: workspace_bytes}),
-        backwards=(later, first, later, first),
+        first=phase(freed | {GRADIENTS: gradient_bytes}, work),
+        later=phase(freed, work),
         optimizer=phase({GRADIENTS: -gradient_bytes}, {}),
     )
 

@@ -20,16 +20,14 @@ import numpy as np
 
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
-    BACKWARD_LAST,
-    BACKWARD_MIDDLE,
-    BACKWARD_ONLY,
+    BACKWARD_LATER,
     FORWARD,
     NUM_MOMENTS,
     STEP,
     fullest,
 )
 from meshwright.cost.memory.kept import as_kept
-from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases, trace_phases
+from meshwright.cost.memory.phases import Phase, StagePhases, count_phases, trace_phases
 from meshwright.cost.memory.walk import default_loop, has_own_backward
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
@@ -70,27 +68,25 @@ class StageMemory:
     def peak_bytes(self, num_in_flight: int, num_microbatches: int | None = None) -> int:
         """Peak with so many of a step's microbatches in flight (default: all); what else is under way comes on top."""
         count = num_microbatches or num_in_flight
-        each, left = self.microbatch_bytes, -self.phases.optimizer.after_bytes
-        moment = fullest(self.most_bytes(), float(each), float(self.gradient_bytes), float(left), num_in_flight, count)
+        each, gathered = self.microbatch_bytes, -self.phases.optimizer.after_bytes
+        moment = fullest(self.most_bytes(), float(each), float(gathered), num_in_flight, count)
         return self.static_bytes + count * self.input_bytes + round(moment)
 
     def activation_bytes(self, num_in_flight: int, num_microbatches: int) -> int:
         """What is most for inputs and for computing and keeping microbatches, gradients of parameters left out."""
         most = self.most_bytes() - self.most_bytes(GRADIENTS)
-        moment = fullest(most, float(self.microbatch_bytes), 0.0, 0.0, num_in_flight, num_microbatches)
+        moment = fullest(most, float(self.microbatch_bytes), 0.0, num_in_flight, num_microbatches)
         return num_microbatches * self.input_bytes + round(moment)
 
     def most_bytes(self, part: int | None = None) -> NDArray[np.float64]:
-        """What each computation adds at its fullest (of one part), in the order of `fullest`, shape (6,)."""
+        """What each computation adds at its fullest (of one part), in the order of `fullest`, shape (4,)."""
 
         def most(phase: Phase) -> int:
             return phase.most_bytes if part is None else phase.most[part]
 
-        backwards = self.phases.backwards
         row = np.empty(NUM_MOMENTS)
         row[FORWARD] = most(self.phases.forward) + (self.received_bytes if part in (None, RECEIVED) else 0)
-        row[BACKWARD_FIRST], row[BACKWARD_MIDDLE] = most(backwards[FIRST]), most(backwards[0])
-        row[BACKWARD_LAST], row[BACKWARD_ONLY] = most(backwards[LAST]), most(backwards[FIRST | LAST])
+        row[BACKWARD_FIRST], row[BACKWARD_LATER] = most(self.phases.first), most(self.phases.later)
         row[STEP] = most(self.phases.optimizer)
         return row
 

@@ -102,11 +102,10 @@ def trace_stage(
         )
     walk = StageWalk(graph, stage, workload, batch_size, device, loop or default_loop(device), bucketed)
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
-    last = max((place for place, (is_backward, _) in enumerate(order) if is_backward), default=-1)
     for index in range(_NUM_STEPS):
-        for place, (is_backward, microbatch) in enumerate(order):
+        for is_backward, microbatch in order:
             if is_backward:
-                walk.backward(microbatch, is_last=place == last)
+                walk.backward(microbatch)
             else:
                 walk.forward(microbatch)
         walk.optimize(first=index == 0)

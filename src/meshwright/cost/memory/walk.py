@@ -60,7 +60,8 @@ class _Gradient:
 class StageWalk:
     """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
 
-    ``bucketed`` are parameters whose gradients a step's last backward copies into buckets, one by one, and lets go.
+    ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and lets go;
+    later ones add to the buckets (runtime/exchange.py).
     Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
     """
 
@@ -95,6 +96,7 @@ class StageWalk:
         # Of gradients by tensor.
         self._gradients: dict[int, _Gradient] = {}
         self._parameter_gradients: dict[int, int] = {}
+        self._in_buckets: set[int] = set()
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
         """What is there all the time: the stage's state, workspaces of libraries, a step's inputs."""
@@ -124,8 +126,8 @@ class StageWalk:
         if not self.trains:
             self._end(microbatch)
 
-    def backward(self, microbatch: int, *, is_last: bool = False) -> None:
-        """All ops in reverse, after the gradient of the loss or those that later stages send; the last of a step?"""
+    def backward(self, microbatch: int) -> None:
+        """All ops in reverse, after the gradient of the loss or those that later stages send."""
         values = self._values[microbatch]
         self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
         for i in self._graph.outputs[:1] if self._stage.outputs else ():
@@ -144,7 +146,7 @@ class StageWalk:
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
             self._hand_on(op, made)
-            if is_last and self._bucketed:
+            if self._bucketed:
                 self._fill_buckets(index)
         for gradient in self._gradients.values():
             self._drop(gradient)
@@ -189,6 +191,7 @@ class StageWalk:
         for block in self._parameter_gradients.values():
             self.ledger.free(block)
         self._parameter_gradients.clear()
+        self._in_buckets.clear()
 
     def _compute(self, index: int, op: Op, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
         """Take the outputs of an op; free what had its last use, unless it is kept."""
@@ -296,15 +299,19 @@ class StageWalk:
         return {i: self._elements[i] * width for i in cast_inputs(self._graph, op, lower)}
 
     def _fill_buckets(self, index: int) -> None:
-        """Gradients that no earlier op adds to are copied into their buckets (runtime/exchange.py)."""
+        """Gradients that no earlier op adds to are copied into their buckets."""
         for i in self._bucketed.intersection(self._graph.ops[index].inputs):
             if self._first_use[i] == index and i in self._parameter_gradients:
                 self.ledger.free(self._parameter_gradients.pop(i))
+                self._in_buckets.add(i)
 
     def _part_of_gradient(self, tensor: int) -> int:
         if self._graph.tensors[tensor].role == "parameter":
-            return WORKSPACE if self._widens or tensor in self._parameter_gradients else GRADIENTS
+            return WORKSPACE if self._widens or self._has_gradient(tensor) else GRADIENTS
         return SENT if tensor in self._returned else WORKSPACE
+
+    def _has_gradient(self, parameter: int) -> bool:
+        return parameter in self._parameter_gradients or parameter in self._in_buckets
 
     def _deliver(self, tensor: int, gradient: _Gradient) -> None:
         """Hand a gradient on to the op that made the tensor, or to the parameter."""
@@ -312,12 +319,12 @@ class StageWalk:
             if self._widens:
                 # Autograd makes it of the gradient's own type before it adds it up.
                 wide = self._workload.gradient_bytes(self._graph.tensors[tensor])
-                if tensor in self._parameter_gradients:
+                if self._has_gradient(tensor):
                     self._borrow(wide)
                 else:
                     self._parameter_gradients[tensor] = self.ledger.take(wide, GRADIENTS)
                 self._drop(gradient)
-            elif tensor in self._parameter_gradients:
+            elif self._has_gradient(tensor):
                 self._drop(gradient)
             elif gradient.holders == 1:
                 self._parameter_gradients[tensor] = gradient.block

@@ -7,8 +7,8 @@ is looked at, it stands at a lower bound from walks through single layers l,
     forward      max over l of  saved(i, l) + F(l)  + received(i, j)
     backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of what they change at most
 
-where a layer behind gives back what it keeps or received and, in a first backward, leaves its gradients; in a last one
-with an exchange it may have given gradients back too. Bytes that the layer has only on its own are left out. So no
+where a layer behind gives back what it keeps or received and, in a first backward without an exchange, leaves its
+gradients; with one they are in buckets. Bytes that the layer has only on its own are left out. So no
 stage that fits is ever left out, and `settle` puts exact figures in the place of bounds for the stages of plans that
 turn out not to fit.
 """
@@ -26,9 +26,7 @@ from meshwright.cost import CostModel, StageMemory
 from meshwright.cost.memory import Backend, as_kept, backend_of
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
-    BACKWARD_LAST,
-    BACKWARD_MIDDLE,
-    BACKWARD_ONLY,
+    BACKWARD_LATER,
     FORWARD,
     NUM_MOMENTS,
     STEP,
@@ -46,7 +44,7 @@ class StageBytes:
     """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
 
     ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, there for all of a step's.
-    ``most`` (2, L, L + 1, 6) as in `SlicingProblem`: the one table that changes, by `settle`. ``crossing_forward`` and
+    ``most`` (2, L, L + 1, 4) as in `SlicingProblem`: the one table that changes, by `settle`. ``crossing_forward`` and
     ``crossing_backward`` (L,): bytes of one microbatch over the boundary before layer i.
     """
 
@@ -140,7 +138,7 @@ def _lower_bounds(
     saved: Integers,
     received: Integers,
 ) -> Floats:
-    """``most`` of all stages from walks through single layers, shape (2, L, L + 1, 6)."""
+    """``most`` of all stages from walks through single layers, shape (2, L, L + 1, 4)."""
     alone = [weigh_alone(graph, layer, batch_size, workload, cost, exchanges=True) for layer in layers]
     count = len(layers)
     fullest = np.stack([memory.most_bytes() for memory in alone])
@@ -155,19 +153,16 @@ def _lower_bounds(
     inside = fullest[:, FORWARD] - brought
     most[:, :, 1:, FORWARD] = received[:, 1:] + _running_most(saved[:, :-1] + inside[None, :])
     most[:, :, 1:, STEP] = _running_most(np.broadcast_to(fullest[:, STEP], (count, count)))
-    for moment, change, shared in (
-        (BACKWARD_FIRST, own - keeps, held - own),
-        (BACKWARD_MIDDLE, -keeps, 0.0),
-        (BACKWARD_LAST, -keeps - held, 0.0),
-        (BACKWARD_ONLY, -keeps, held - own),
+    for exchanges, moment, change, shared in (
+        (0, BACKWARD_FIRST, own - keeps, held - own),
+        (1, BACKWARD_FIRST, -keeps, held - own),
+        (0, BACKWARD_LATER, -keeps, 0.0),
+        (1, BACKWARD_LATER, -keeps, 0.0),
     ):
         behind = np.append(0.0, np.cumsum(change))
         value = fullest[:, moment] - brought - summed - shared - behind[1:]
         bound = behind[None, 1:] + _running_most(np.broadcast_to(value, (count, count)))
-        most[:, :, 1:, moment] = np.maximum(bound, 0.0)
-    # Without an exchange, the last backward is one in the middle, and a single one a first.
-    most[0, :, :, BACKWARD_LAST] = most[0, :, :, BACKWARD_MIDDLE]
-    most[0, :, :, BACKWARD_ONLY] = most[0, :, :, BACKWARD_FIRST]
+        most[exchanges, :, 1:, moment] = np.maximum(bound, 0.0)
     return most
 
 

@@ -26,7 +26,7 @@ class SlicingProblem(NamedTuple):
     """What `slicing` describes, for L layers and D ranks.
 
     Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but for
-    ``most_bytes`` (2, L, L + 1, 6), without and with an exchange of gradients (`cost.memory.fullest`);
+    ``most_bytes`` (2, L, L + 1, 4), without and with an exchange of gradients (`cost.memory.fullest`);
     ``transfer_s`` (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``,
     ``latency_s``, ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out
     ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all); what they gather and scatter in the
@@ -165,11 +165,11 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
         # Each replica keeps a part of the gradients, which then are in no buckets.
         own = gradients / parts_of(p, r)
         least = np.maximum(p.most_bytes[0, i, j] - (gradients - own), 0.0)
-        return float(static + fullest(least, each, own, own, in_flight, rounds))
+        return float(static + fullest(least, each, own, in_flight, rounds))
     # With an exchange, gradients lie in buckets, which are there all the time.
     exchanged = 1 if r > 1 else 0
-    most, left = p.most_bytes[exchanged, i, j], (0.0 if exchanged else gradients)
-    return float(static + exchanged * gradients + fullest(most, each, gradients, left, in_flight, rounds))
+    most, gathered = p.most_bytes[exchanged, i, j], (0.0 if exchanged else gradients)
+    return float(static + exchanged * gradients + fullest(most, each, gathered, in_flight, rounds))
 
 
 @compiled

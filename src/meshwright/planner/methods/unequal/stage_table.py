@@ -29,7 +29,7 @@ class MappingProblem(NamedTuple):
     """L layers, K classes of devices, G groups of them, P different sets of classes, E links.
 
     Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1), ``kind_of`` and ``memory_limit`` (K,);
-    ``*_bytes`` (L, L + 1), but for ``most_bytes`` (2, L, L + 1, 6), all as in `SlicingProblem`; ``counts`` (G, K),
+    ``*_bytes`` (L, L + 1), but for ``most_bytes`` (2, L, L + 1, 4), all as in `SlicingProblem`; ``counts`` (G, K),
     ``set_of`` (G,), ``latency_s`` and ``bucket_s`` (G,); ``link_of`` (P, P) from a set to a set, ``transfer_s`` (E, L),
     zero for layer 0. ``sizes`` (K,) are the devices of each class. ``zero`` is 0 or 1.
     """
@@ -183,7 +183,8 @@ def memory_of(p: MappingProblem, g: int, i: int, j: int, count: int, in_flight: 
     each, gradients = p.flight_bytes[i, j] + p.leaving_bytes[i, j], p.exchange_bytes[i, j]
     # With an exchange, gradients lie in buckets, which are there all the time.
     exchanged = 1 if num_ranks > 1 else 0
-    moment = fullest(p.most_bytes[exchanged, i, j], each, gradients, 0.0 if exchanged else gradients, in_flight, count)
+    gathered = 0.0 if exchanged else gradients
+    moment = fullest(p.most_bytes[exchanged, i, j], each, gathered, in_flight, count)
     return float(static + exchanged * gradients + moment)
 
 
