@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives.algorithms import Algorithm
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
+    from meshwright.cost.memory import SharedUnits
     from meshwright.cost.memory.backward import Backend
     from meshwright.cost.prediction import Basis, Floats, Predictions
     from meshwright.cost.prices import Price
@@ -312,16 +313,21 @@ class CostModel:
         *,
         device: Backend = "cpu",
         bucketed: Set[int] = frozenset(),
+        shared: SharedUnits | None = None,
     ) -> StageMemory:
         """Bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
         graph = as_computed(graph, workload.numbers)
         exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
         # Where some gradients are exchanged and some are not, it matters which.
         which = any(exchanged) if len(set(exchanged)) < 2 else stage_slice
-        key = ("memory", self._known(graph), likeness(graph, stage_slice), which, batch_size, workload, device)
+        # Stages that are alike have the same units.
+        sharing = shared and (shared.stay_gathered, shared.root[3:], tuple(unit[3:] for unit in shared.units))
+        key = ("memory", self._known(graph), likeness(graph, stage_slice), which, sharing, batch_size, workload, device)
         return self._keep(
             key,
-            lambda: weigh_stage(graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed),
+            lambda: weigh_stage(
+                graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed, shared=shared
+            ),
         )
 
     def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.cost.memory import LAYERS_AT_HAND, Phase, StagePhases, backend_of
+from meshwright.cost.memory import Phase, SharedUnit, SharedUnits, backend_of
 from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
+from meshwright.program.sharding import Unit, find_units
 from meshwright.simulator.stage_costs import steps_on_host, weights_shares
-from meshwright.simulator.state_shards import ALONE, StateShards, unit_bytes
+from meshwright.simulator.state_shards import ALONE, StateShards
 from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
@@ -71,8 +72,11 @@ def stage_bytes(
 ) -> StageBytes:
     """Weigh a stage for the plan's microbatches on one kind of device; arguments as of `stage_costs`."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
+    # Where the host steps, it has the weights in the type of the optimizer.
+    wide_bytes = 0 if steps_on_host(plan) else plan.workload.numbers.master_bytes
+    shared = _shared_units(graph, plan, stage, bucketed, shards, wide_bytes) if shards.is_cut else None
     memory = cost.stage_memory(
-        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
+        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed, shared=shared
     )
     size, width, numbers = plan.microbatch_size, plan.workload.float_bytes, plan.workload.numbers
     made, used = (
@@ -85,25 +89,17 @@ def stage_bytes(
     )
     num_inputs = _most_microbatches(plan, stage.index, kind, cost)
     phases, parameter_bytes, optimizer_bytes = memory.phases, memory.parameter_bytes, memory.optimizer_bytes
-    if shards.is_cut:
+    if shared is not None:
         held = numbers.value_bytes
         kept_bytes = sum(graph.tensors[i].num_bytes(0, held) for i in bucketed)
         cut_bytes = memory.parameter_bytes - kept_bytes
-        own_bytes = 0 if shards.on_host else -(-cut_bytes // shards.parameters)
-        has_wide_shards = numbers.master_bytes > 0 and not steps_on_host(plan)
-        if has_wide_shards:
+        own_bytes = 0 if shards.on_host else -(-cut_bytes // len(shards.ranks))
+        if wide_bytes:
             # A rank's part of the weights is its part of the master weights.
             trained = [i for i in stage.parameters if graph.tensors[i].requires_grad and i not in bucketed]
-            optimizer_bytes -= numbers.master_bytes * sum(graph.tensors[i].num_elements(0) for i in trained)
-            own_bytes = -(-cut_bytes // held * numbers.master_bytes // len(shards.ranks))
-            own_bytes += cut_bytes * (shards.zero == 2)
-        if shards.zero == 3:
-            root, largest = unit_bytes(graph, stage, bucketed, held, gradients=False)
-            own_bytes += min(root + LAYERS_AT_HAND * largest, cut_bytes)
-        parameter_bytes = kept_bytes + own_bytes
-        whole = sum(unit_bytes(graph, stage, bucketed, numbers.gradient_bytes, gradients=True))
-        widened = numbers.master_bytes // numbers.gradient_bytes if has_wide_shards else 1
-        phases = _shared_gradients(phases, 0 if shards.on_host else shards.gradients, whole, widened)
+            optimizer_bytes -= wide_bytes * sum(graph.tensors[i].num_elements(0) for i in trained)
+            own_bytes = -(-cut_bytes // held * wide_bytes // len(shards.ranks))
+        parameter_bytes = kept_bytes + own_bytes + (cut_bytes if shared.stay_gathered else shared.root.gathered_bytes)
     # A gradient that goes to another stage of the rank changes hands instead of leaving.
     gone = by_part({SENT: made, RECEIVED: used - made})
     waiting = _kept_for_weights(graph, plan, stage)
@@ -175,24 +171,30 @@ def _shared_workspace(phase: Phase, shards: int) -> Phase:
     return Phase(most=most, after=phase.after)
 
 
-def _shared_gradients(phases: StagePhases, parts: int, whole_bytes: int, widened: int) -> StagePhases:
-    """Of gradients each rank keeps a part, or none, in a type ``widened`` times as wide.
+def _shared_units(
+    graph: Graph, plan: Plan | Placement, stage: StageSlice, kept: frozenset[int], shards: StateShards, wide_bytes: int
+) -> SharedUnits:
+    """The units of what replicas cut; ``wide_bytes`` are of a master weight that a rank steps itself."""
+    numbers, parts = plan.workload.numbers, 0 if shards.on_host else len(shards.ranks)
 
-    Those of the root and one unit are there whole until scattered.
-    """
-
-    def share(phase: Phase, extra: int) -> Phase:
-        most, after = (
-            tuple((-(-n * widened // parts) if parts else 0) if part == GRADIENTS else n for part, n in enumerate(row))
-            for row in (phase.most, phase.after)
+    def shared(unit: Unit) -> SharedUnit:
+        trained = [i for i in unit.parameters if graph.tensors[i].requires_grad]
+        elements = sum(graph.tensors[i].num_elements(0) for i in trained)
+        own_bytes = elements * max(wide_bytes, numbers.gradient_bytes)
+        return SharedUnit(
+            first=stage.ops[unit.first],
+            last=stage.ops[unit.last],
+            parameters=unit.parameters,
+            gathered_bytes=sum(graph.tensors[i].num_bytes(0, numbers.value_bytes) for i in unit.parameters),
+            scattered_bytes=elements * numbers.gradient_bytes,
+            own_bytes=-(-own_bytes // parts) if parts else 0,
         )
-        return Phase(most=tuple(n + extra * (part == WORKSPACE) for part, n in enumerate(most)), after=after)
 
-    return StagePhases(
-        forward=phases.forward,
-        first=share(phases.first, whole_bytes),
-        later=share(phases.later, whole_bytes),
-        optimizer=share(phases.optimizer, 0),
+    root, units = find_units(graph, stage, kept)
+    return SharedUnits(
+        root=shared(root),
+        units=tuple(shared(unit) for unit in units if unit.parameters),
+        stay_gathered=shards.zero == 2,
     )
 
 

@@ -197,22 +197,6 @@ def _host_copy_seconds(shards: StateShards, num_bytes: float, cost: CostModel) -
     return max(cost.host_transfer_seconds(rank, num_bytes) for rank in ranks.values())
 
 
-def unit_bytes(
-    graph: Graph, stage: StageSlice, kept: Set[int], float_bytes: int, *, gradients: bool
-) -> tuple[int, int]:
-    """Bytes of the parameters of the root unit, and of the largest other one; of their ``gradients``, those trained."""
-    root, units = find_units(graph, stage, kept)
-    root_bytes, *others = (
-        sum(
-            graph.tensors[i].num_bytes(0, float_bytes)
-            for i in unit.parameters
-            if graph.tensors[i].requires_grad or not gradients
-        )
-        for unit in (root, *units)
-    )
-    return root_bytes, max(others, default=0)
-
-
 def _wait_in_order(
     waits: Floats, op_s: Floats, spans: list[tuple[int, int]], gathers: list[float], root_s: float
 ) -> list[float]:

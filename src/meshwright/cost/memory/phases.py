@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.memory.backward import Backend
     from meshwright.cost.memory.ledger import MemoryEvents
+    from meshwright.cost.memory.shared_units import SharedUnits
     from meshwright.cost.memory.walk import OptimizerLoop
     from meshwright.spec import Graph, StageSlice, Workload
 
@@ -69,9 +70,10 @@ def trace_phases(
     device: Backend,
     loop: OptimizerLoop,
     bucketed: Set[int],
+    shared: SharedUnits | None = None,
 ) -> StagePhases:
     """Follow a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
-    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed)
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared)
     ends = [0]
 
     def end() -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory.shared_units import SharedUnits
     from meshwright.spec import DeviceKind, Graph, StageSlice, Workload
 
 
@@ -104,10 +105,12 @@ def weigh_stage(
     *,
     device: Backend = "cpu",
     bucketed: Set[int] = frozenset(),
+    shared: SharedUnits | None = None,
 ) -> StageMemory:
     """Memory of one stage for microbatches of ``batch_size`` samples.
 
     ``device``: whose libraries compute. ``bucketed``: parameters whose gradients are exchanged in buckets.
+    ``shared``: units of those that replicas share; what is there all the time is counted as if they were whole.
     Of what the graph computes again ``phases`` know, ``saved_bytes`` does not.
     Raises GraphError for a batch size that the graph does not describe.
     """
@@ -139,7 +142,9 @@ def weigh_stage(
         largest = max((size(i for i in op.outputs if graph.tensors[i].storage == i) for op in ops), default=0)
         returned = sum(channel.backward_bytes(graph, batch_size, width) for channel in stage_slice.incoming)
         kept = {SAVED: saved_bytes, SENT: sent_bytes}
-        phases = count_phases(kept, gradient_bytes, returned, largest * (2 if training else 1))
+        cut = () if shared is None else (shared.root, *shared.units)
+        own_bytes = gradient_bytes + sum(unit.own_bytes - unit.scattered_bytes for unit in cut)
+        phases = count_phases(kept, own_bytes, returned, largest * (2 if training else 1))
     else:
         phases = trace_phases(
             graph,
@@ -149,6 +154,7 @@ def weigh_stage(
             device=device,
             loop=default_loop(device),
             bucketed=bucketed,
+            shared=shared,
         )
     return StageMemory(
         parameter_bytes=size(stage_slice.parameters),

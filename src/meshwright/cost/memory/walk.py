@@ -18,6 +18,7 @@ from meshwright.cost.memory.backward import (
 from meshwright.cost.memory.kept import as_kept, casts_within
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
+from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits, UnitMemory
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import GraphError, passed_again
 from meshwright.spec.memory import (
@@ -61,7 +62,7 @@ class StageWalk:
     """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
 
     ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and lets go;
-    later ones add to the buckets (runtime/exchange.py).
+    later ones add to the buckets (runtime/exchange.py). ``shared`` are units of parameters that replicas share.
     Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
     """
 
@@ -74,8 +75,10 @@ class StageWalk:
         device: Backend,
         loop: OptimizerLoop,
         bucketed: Set[int] = frozenset(),
+        shared: SharedUnits | None = None,
     ) -> None:
         self.ledger = Ledger()
+        self._units = None if shared is None else UnitMemory(shared, self.ledger, device)
         graph = as_kept(graph, workload.numbers, device)
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
@@ -121,8 +124,12 @@ class StageWalk:
         for index in self._stage.ops:
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name}")
+            if self._units:
+                self._units.before_forward(index)
             keeps = index not in self._lives.recomputed
             self._compute(index, op, values, self._lives.kept, keeps_internals=keeps)
+            if self._units:
+                self._units.after_forward(index)
         if not self.trains:
             self._end(microbatch)
 
@@ -136,7 +143,11 @@ class StageWalk:
         for i, block in arrived:
             # Who received it holds it until the backward is done.
             self._deliver(i, _Gradient(block, holders=2))
+        if self._units:
+            self._units.begin_backward()
         for index in reversed(self._stage.ops):
+            if self._units:
+                self._units.before_backward(index)
             if index + 1 in self._lives.starts:
                 self._recompute(self._lives.starts[index + 1], index + 1, values)
             op = self._graph.ops[index]
@@ -148,6 +159,11 @@ class StageWalk:
             self._hand_on(op, made)
             if self._bucketed:
                 self._fill_buckets(index)
+            if self._units and (unit := self._units.unit_done(index)):
+                self._scatter(self._units, unit)
+        if self._units:
+            self._scatter(self._units, self._units.root)
+            self._units.end_backward()
         for gradient in self._gradients.values():
             self._drop(gradient)
         self._gradients.clear()
@@ -187,11 +203,16 @@ class StageWalk:
                 self.ledger.begin(moment)
                 for copy in [self.ledger.take(size, WORKSPACE) for size in sizes.values()]:
                     self.ledger.free(copy)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self.ledger.begin("gradients set to none")
         for block in self._parameter_gradients.values():
             self.ledger.free(block)
         self._parameter_gradients.clear()
         self._in_buckets.clear()
+        if self._units:
+            self._units.end_step()
 
     def _compute(self, index: int, op: Op, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
         """Take the outputs of an op; free what had its last use, unless it is kept."""
@@ -305,9 +326,20 @@ class StageWalk:
                 self.ledger.free(self._parameter_gradients.pop(i))
                 self._in_buckets.add(i)
 
+    def _scatter(self, units: UnitMemory, unit: SharedUnit) -> None:
+        """The gradients of a unit are copied and go; a part of their sums comes."""
+        units.copy_in(unit)
+        for i in unit.parameters:
+            if i in self._parameter_gradients:
+                self.ledger.free(self._parameter_gradients.pop(i))
+        units.scatter(unit)
+
+    def _is_widened(self, parameter: int) -> bool:
+        return self._widens and not (self._units and parameter in self._units.parameters)
+
     def _part_of_gradient(self, tensor: int) -> int:
         if self._graph.tensors[tensor].role == "parameter":
-            return WORKSPACE if self._widens or self._has_gradient(tensor) else GRADIENTS
+            return WORKSPACE if self._is_widened(tensor) or self._has_gradient(tensor) else GRADIENTS
         return SENT if tensor in self._returned else WORKSPACE
 
     def _has_gradient(self, parameter: int) -> bool:
@@ -316,7 +348,7 @@ class StageWalk:
     def _deliver(self, tensor: int, gradient: _Gradient) -> None:
         """Hand a gradient on to the op that made the tensor, or to the parameter."""
         if self._graph.tensors[tensor].role == "parameter":
-            if self._widens:
+            if self._is_widened(tensor):
                 # Autograd makes it of the gradient's own type before it adds it up.
                 wide = self._workload.gradient_bytes(self._graph.tensors[tensor])
                 if self._has_gradient(tensor):
