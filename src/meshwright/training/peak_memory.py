@@ -103,7 +103,7 @@ def _freed_by_this_thread() -> Iterator[None]:
         time.sleep(_PAUSE_S)
         return done
 
-    dist.Work.wait = wait_longer  # type: ignore[method-assign]
+    dist.Work.wait = wait_longer  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
