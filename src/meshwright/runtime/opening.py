@@ -103,7 +103,7 @@ def open_session(
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
     folder = offload_folder or Path(tempfile.gettempdir())
     hosted = take_to_host(
-        share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder
+        share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder, grid.rank
     )
     scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}

@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
-from meshwright.cost.optimizers import state_bytes
 from meshwright.host.host import Host
 from meshwright.host.memory import find_memory
-from meshwright.program import PIECES_AT_HAND
-from meshwright.runtime.offload.pieces import PieceFacts
+from meshwright.program import HostNeeds
 from meshwright.spec.errors import RunError
-from meshwright.spec.plan import Plan
 from meshwright.spec.units import format_bytes
 
 
-class Needs(NamedTuple):
-    """Bytes that a process keeps on its host and on the drives."""
+def check_room(needs: HostNeeds, folder: Path | None) -> None:
+    """Raise RunError on all processes if one's host lacks room, for all of its processes. All call it together.
 
-    host_bytes: int
-    drive_bytes: int
-
-
-def count_needs(pieces: Sequence[PieceFacts], plan: Plan) -> Needs:
-    """What pieces take there, with the optimizer that the plan says (`simulator.host_memory`)."""
-    numbers = plan.workload.numbers
-    each = state_bytes(plan.workload.optimizer, plan.workload.precision)
-    elements = sum(piece.size for piece in pieces)
-    kept = numbers.gradient_bytes + (0 if numbers.master_bytes else numbers.value_bytes)
-    if plan.offload.optimizer == "host":
-        return Needs(elements * (kept + each), 0)
-    largest = sorted((piece.size for piece in pieces), reverse=True)[:PIECES_AT_HAND]
-    return Needs(elements * kept + sum(largest) * each, elements * each)
-
-
-def check_room(needs: Needs, folder: Path | None) -> None:
-    """Raise RunError on all processes if one's host lacks room, for all of its processes. All call it together."""
+    What is resident has been taken by now, and is not asked for again.
+    """
     host = Host()
     free = find_memory(host).available_bytes
     own = (host.name, needs, free, *_drive(folder if needs.drive_bytes else None))
-    found: list[tuple[str, Needs, int | None, str, int | None]] = [own] * dist.get_world_size()
+    found: list[tuple[str, HostNeeds, int | None, str, int | None]] = [own] * dist.get_world_size()
     if dist.get_backend() != "fake":
         dist.all_gather_object(found, own)
     in_memory, on_drives = defaultdict[str, int](int), defaultdict[tuple[str, str], int](int)
     for name, wanted, _, drive, _ in found:
-        in_memory[name] += wanted.host_bytes
+        in_memory[name] += wanted.host_bytes - wanted.resident_bytes
         on_drives[name, drive] += wanted.drive_bytes
     for name, _, memory, drive, room in found:
         if memory is not None and in_memory[name] > memory:
             raise RunError(
-                f"The plan keeps {format_bytes(in_memory[name])} in the memory of host {name}, which has "
+                f"The plan takes {format_bytes(in_memory[name])} more of the memory of host {name}, which has "
                 f"{format_bytes(memory)} available. Run it on more hosts, end other programs there, or plan with "
                 "--offload optimizer=nvme, or with more ZeRO."
             )
