@@ -17,6 +17,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.capture import capture_model, flatten_batch
+from meshwright.host.drives import Drive
 from meshwright.host.host import Host
 from meshwright.host.memory import Memory
 from meshwright.program import count_host_needs
@@ -66,7 +67,7 @@ def test_a_host_without_memory_is_named_before_the_run(one_rank, monkeypatch):
     little = Memory(total_bytes=4096, available_bytes=1000, limit_bytes=None)
     monkeypatch.setattr(room, "find_memory", lambda _: little)
     # Four numbers of four bytes for each of 85 elements: gradient, parameter, two moments; AdamW's four counters.
-    with pytest.raises(RunError, match=r"takes 1\.34 KiB more of the memory of host .*, which has 1000 B available"):
+    with pytest.raises(RunError, match=r"takes 1\.34 KiB more of the memory of host .*; it has 1000 B available"):
         open_net(offload=Offload(optimizer="host"))
 
 
@@ -98,7 +99,27 @@ def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):
         open_net(offload_folder=tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["nothing/here", "file"])
+def test_files_in_memory_take_memory_of_the_host(one_rank, monkeypatch, tmp_path):
+    monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**30))
+    session, _, _ = open_net(offload_folder=tmp_path)
+    assert session.remark.startswith(f"{tmp_path} is memory (tmpfs) and no drive")
+    session.close()
+    # Gradients, parameters and two moments on the host, which are on the drive, too; AdamW's counters.
+    needs = count_host_needs(session.plan, session.graph, 0)
+    enough = needs.host_bytes + needs.drive_bytes
+    memory = Memory(total_bytes=4096, available_bytes=enough - 1, limit_bytes=None)
+    monkeypatch.setattr(room, "find_memory", lambda _: memory)
+    with pytest.raises(RunError, match=r"680 B of them in .*, which is memory \(tmpfs\) and no drive; it has"):
+        open_net(offload_folder=tmp_path)
+
+
+def test_a_folder_is_made(one_rank, tmp_path):
+    session, _, tensors = open_net(offload_folder=tmp_path / "made" / "here")
+    session.run_step(0, tensors)
+    session.close()
+
+
+@pytest.mark.parametrize("folder", ["file/here", "file"])
 def test_a_folder_that_cannot_be_written_to_is_named(one_rank, tmp_path, folder):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"optimizer states cannot be kept there .*Give a folder on a drive with room"):

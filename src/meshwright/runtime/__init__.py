@@ -27,6 +27,7 @@ from meshwright.runtime.clipping import with_clipping
 from meshwright.runtime.compiling import Compilation
 from meshwright.runtime.devices import choose_device
 from meshwright.runtime.executor import Executor, Output, Outputs
+from meshwright.runtime.offload import check_folder, check_host, choose_folder
 from meshwright.runtime.opening import open_session
 from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.precisions import autocast_type, check_precision
@@ -52,10 +53,13 @@ __all__ = [
     "Session",
     "arrange_rank",
     "autocast_type",
+    "check_folder",
+    "check_host",
     "check_precision",
     "check_repair",
     "check_runnable",
     "choose_device",
+    "choose_folder",
     "gather_timeline",
     "issue_order",
     "join_group",

@@ -18,6 +18,7 @@ from meshwright.program import PIECES_AT_HAND
 from meshwright.runtime.offload.drives import PAGE_BYTES, DriveFile
 from meshwright.runtime.offload.memory import ALIGNMENT, HostBuffer, HostMemory, round_up
 from meshwright.runtime.offload.pieces import HostedPiece
+from meshwright.runtime.offload.room import FOLDER_ADVICE, explain_memory
 
 # A state by its parameter's tensor id and its name.
 _Name = tuple[int, str]
@@ -109,11 +110,11 @@ class StatesOnDrives:
     ) -> None:
         self._optimizer, self._memory, self._file = optimizer, memory, file
         self._bytes_per_element = bytes_per_element
-        self.remark = ""
-        if not file.is_direct:
+        self.remark = explain_memory(file.folder)
+        if not self.remark and not file.is_direct:
             self.remark = (
                 f"{file.folder}: takes no direct reads and writes, so that optimizer states go through the system's "
-                "cache, which takes memory of the host. Give a folder on a drive: offload_folder, or --offload-folder."
+                f"cache, which takes memory of the host. {FOLDER_ADVICE}"
             )
         self._places = {piece.facts.number: place for place, piece in enumerate(pieces)}
         self._slots: dict[int, HostBuffer] = {}
