@@ -155,12 +155,13 @@ def test_sharded_gradients_go_down_behind_the_last_backward(layers, zero, moving
 
 def test_nothing_goes_down_before_all_replicas_have_scattered():
     graph = chain_graph(3)
-    plan = replace(make_plan(graph, [(0, 3)], [2], 3), exchange=GradientExchange(zero=2), offload=HOST)
+    plan = replace(make_plan(graph, [(0, 1), (1, 3)], [2, 1], 4), exchange=GradientExchange(zero=2), offload=HOST)
     cluster = described(small_cluster())
     timeline = simulate_plan(plan, graph, cluster, cost=FixedCost(cluster=cluster)).timeline
     rank = np.array([stream.rank for stream in timeline.tracks])[timeline.track]
-    computed = timeline.end_ps[(timeline.opcode == Opcode.BACKWARD) & (rank == 0)].max()
-    down = timeline.start_ps[(timeline.opcode == Opcode.COPY_DOWN) & (rank == 1)]
+    computed = timeline.end_ps[(timeline.opcode == Opcode.BACKWARD) & (rank == 1)].max()
+    assert computed > timeline.end_ps[(timeline.opcode == Opcode.BACKWARD) & (rank == 0)].max()
+    down = timeline.start_ps[(timeline.opcode == Opcode.COPY_DOWN) & (rank == 0)]
     assert len(down) == 1
     assert (down >= computed).all()
 

@@ -40,6 +40,7 @@ from meshwright.spec.plan import kept_and_compiled
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, num_named_stages, word_of_first
 from meshwright.spec.scenario import Scenario
+from meshwright.spec.stage_plan import takes_part_alike
 
 # What the best plan is best in.
 Aim = Literal["throughput", "latency"]
@@ -292,10 +293,11 @@ class Space:
             compiled=problem.compiled,
         )
 
-    def shareable(self, counts: Iterable[int]) -> tuple[int, ...]:
-        """Numbers of replicas that the shard size divides, and one."""
-        size = self.exchange.shard_size
-        return tuple(count for count in counts if count == 1 or not size or count % size == 0)
+    def shareable(self, counts: Iterable[int], microbatch_size: int) -> tuple[int, ...]:
+        """Numbers of replicas that the shard size divides, and one; of those that may share states so."""
+        size, num_microbatches = self.exchange.shard_size, self.workload.global_batch // microbatch_size
+        allowed = (count for count in counts if takes_part_alike(count, num_microbatches, self.exchange.zero))
+        return tuple(count for count in allowed if count == 1 or not size or count % size == 0)
 
     def whole(self, plan: Plan) -> Plan:
         """A plan of the local graph, as one of the whole graph."""

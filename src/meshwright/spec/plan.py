@@ -22,7 +22,7 @@ from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
-from meshwright.spec.stage_plan import StagePlan, check_shares
+from meshwright.spec.stage_plan import StagePlan, check_counts, check_shares
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
@@ -253,6 +253,7 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             "The model, its shapes or the loss changed since planning; make the plan again with `meshwright plan`."
         )
     check_bounds(graph, plan.bounds)
+    check_counts(plan)
     graph.check_batch_size(plan.microbatch_size)
     if plan.has_branches and (edges := _edges(plan, graph)) != [stage.feeds for stage in plan.stages]:
         raise PlanError(
