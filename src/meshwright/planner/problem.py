@@ -36,7 +36,6 @@ from meshwright.spec import (
     read_recompute,
 )
 from meshwright.spec.offload import check_offload
-from meshwright.spec.plan import kept_and_compiled
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, num_named_stages, word_of_first
 from meshwright.spec.scenario import Scenario
@@ -333,8 +332,6 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
     whole = problem.graph_for(sizes[0])
     lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
     _check_named_stages(chosen, setting.recompute)
-    if problem.recomputed(problem.graph_for(sizes[0]), setting.recompute).keeps and problem.compiled:
-        raise kept_and_compiled()
     check_offload(setting.offload, problem.cluster, setting.num_devices)
     space = Space(
         problem=problem,

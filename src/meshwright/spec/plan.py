@@ -284,14 +284,6 @@ def unknown_schedule(name: str) -> PlanError:
     )
 
 
-def kept_and_compiled() -> PlanError:
-    """The error for results that are kept among ops that run again, in layers that torch compiles."""
-    return PlanError(
-        "The plan compiles layers of which some results are kept and the rest is computed again; compiled layers run "
-        "again as a whole. Plan with --recompute full, every-N or none, or without --compile."
-    )
-
-
 def _check_schedule(plan: Plan) -> None:
     if plan.exchange.staleness and plan.schedule != WAVES:
         raise PlanError(
@@ -335,8 +327,6 @@ def _check_schedule(plan: Plan) -> None:
 def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
     check_offloaded_plan(plan)
-    if plan.compiled and plan.keeps:
-        raise kept_and_compiled()
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
     ranks = {rank for stage in plan.stages for rank in stage.ranks}
