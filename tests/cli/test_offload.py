@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.host.drives import Drive
+from meshwright.host.memory import Memory
+from meshwright.runtime.offload import room
 from meshwright.spec import Cluster, Nvme, Offload, Plan, load_cluster, read_document, write_document
+from meshwright.training import launch
 
 PLAN = ["plan", "gpt-tiny", "--batch", "16", "--precision", "mixed", "--grad-dtype", "bfloat16"]
 
@@ -128,3 +132,32 @@ def test_an_offloaded_plan_is_run_but_not_compared_nor_said_where_others_cannot(
     code, _, error = run("simulate", path / "plan.json", "--exchange", "all")
     assert code != 0
     assert "expected all states on the devices" in error
+
+
+def test_room_for_states_is_looked_for_before_ranks_start(run, described, monkeypatch, tmp_path):
+    path = tmp_path / "plan.json"
+    assert run(*PLAN, "--cluster", described(), "--offload", "optimizer=nvme", "--out", path)[0] == 0
+
+    def start(**options):
+        return run("run", path, "--device", "cpu", "--out", tmp_path / "out", "--offload-folder", options["folder"])
+
+    def begun(*_):
+        raise AssertionError("no rank may start")
+
+    monkeypatch.setattr(launch, "elastic_launch", begun)
+    (tmp_path / "file").write_text("")
+    code, _, error = start(folder=tmp_path / "file" / "states")
+    assert code != 0
+    assert "optimizer states cannot be kept there (Not a directory)" in error
+    monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="ext4", free_bytes=10**5))
+    code, _, error = start(folder=tmp_path / "states")
+    assert code != 0
+    assert "of optimizer states on a drive of host" in error
+    assert "which has 97.7 KiB free" in error
+    assert not (tmp_path / "states").exists()
+    memory = Memory(total_bytes=2**20, available_bytes=2**20, limit_bytes=None)
+    monkeypatch.setattr(room, "find_memory", lambda _: memory)
+    monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**40))
+    code, _, error = start(folder=tmp_path / "states")
+    assert code != 0
+    assert "which is memory (tmpfs) and no drive; it has 1 MiB available" in error

@@ -79,7 +79,6 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
         (["--recompute", "keep=aten.lineax"], "did you mean 'aten.linear'"),
         (["--recompute", "full@0,op@1"], "Give --stages 2 or more"),
         (["--recompute", "full@2", "--stages", 2], "Give --stages 3 or more"),
-        (["--recompute", "op", "--compile"], "compiled layers run again as a whole"),
         (["--recompute", "3:9"], "the graph has layers 0 to"),
         (["--recompute", "2:2"], "start below stop"),
         (["--schedule", "pipedream", "--zero", 1], "never flushes"),

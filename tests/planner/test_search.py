@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -414,3 +415,40 @@ def test_gathers_of_passes_count_when_plans_are_ranked():
         return found.best.step_time_s
 
     assert best(None) <= min(best((size,)) for size in (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("method", ["slicing", "grid", "pipedream", "flexflow", "alpa"])
+def test_replicas_that_gather_in_every_pass_have_as_many_passes(zero, method):
+    """Of 8 microbatches three replicas cannot have as many each: no such plan is offered from ZeRO 2 on."""
+    graph = weighted_graph([1e9] * 6)
+    found = search_plans(
+        lambda _: graph, cluster_of(3), Workload(global_batch=8), method=method, exchange=GradientExchange(zero=zero)
+    )
+    uneven = [item.plan for item in found.ranked if any(8 % len(stage.ranks) for stage in item.plan.stages)]
+    if zero < 2 and method == "grid":
+        assert uneven, "the grid has three replicas of all layers"
+    if zero >= 2:
+        assert found.ranked
+        assert uneven == []
+
+
+def test_one_check_refuses_replicas_with_unequal_numbers_of_passes():
+    graph = chain_graph(4)
+    plan = Plan(
+        model="chain",
+        graph_hash=graph.content_hash,
+        cluster="made up",
+        workload=Workload(global_batch=8),
+        stages=(StagePlan(start=0, stop=4, ranks=(0, 1, 2)),),
+        num_microbatches=8,
+        exchange=GradientExchange(zero=2),
+    )
+    words = r"stage 0 compute 2 and 3 microbatches, .* \(ZeRO 2\)\. Choose a number of microbatches that 3 divides"
+    for check in (lambda: check_plan(plan, graph), lambda: simulate_plan(plan, graph, cluster_of(3))):
+        with pytest.raises(PlanError, match=words):
+            check()
+    check_plan(replace(plan, exchange=GradientExchange(zero=1)), graph)
+    shares = StagePlan(start=0, stop=4, ranks=(0, 1, 2), shares=(4, 2, 2))
+    with pytest.raises(PlanError, match="stage 0 compute 2 and 4 microbatches"):
+        check_plan(replace(plan, stages=(shares,)), graph)

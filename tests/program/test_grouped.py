@@ -54,10 +54,12 @@ class Mixture(nn.Module):
 
 
 def graph_of(change=""):
+    return captured(nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture(change)))
+
+
+def captured(model):
     batch = torch.randn(4, TOKENS, WIDTH), torch.randn(4, TOKENS, WIDTH)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture(change))
-    captured = capture_model(model, batch[:1], targets=batch[1:], loss=nn.functional.mse_loss, verify=False)
-    return captured.graph
+    return capture_model(model, batch[:1], targets=batch[1:], loss=nn.functional.mse_loss, verify=False).graph
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +174,43 @@ def test_the_ops_of_a_share_run_without_other_ranks(graph):
     # Rows are even, so every expert that is here computes.
     assert {len(parameter) for parameter in held.values()} == {EXPERTS // 2}
     assert all(expert.any() for parameter in held.values() for expert in parameter.grad)
+
+
+class Attention(nn.Module):
+    """Queries and keys wider than values, so that torch attends by products that it makes itself, or by two of ours."""
+
+    def __init__(self, heads=4, by_hand=False):
+        super().__init__()
+        self.heads, self.by_hand = heads, by_hand
+        self.q, self.k = nn.Linear(WIDTH, heads * 12), nn.Linear(WIDTH, heads * 12)
+        self.v, self.out = nn.Linear(WIDTH, heads * 4), nn.Linear(heads * 4, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.by_hand:
+            made = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        else:
+            made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(made.transpose(1, 2).flatten(2))
+
+
+def saved_inside(graph):
+    """Shapes of what the ops of attention keep that they made inside: no output is it."""
+    ops = [op for op in graph.ops if "attention" in op.kind or "matmul" in op.kind]
+    return [graph.tensors[i].shape for op in ops for i in op.saved if graph.tensors[i].role == "saved"]
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_ops_keep_inside_is_that_of_the_samples_of_a_rank(by_hand):
+    graph = captured(nn.Sequential(Attention(by_hand=by_hand), Mixture()))
+    wanted = saved_inside(graph)
+    assert len(wanted) >= 2
+    assert all(any(extent.per_sample for extent in shape) for shape in wanted)
+    for sharding in (Sharding(expert=2), Sharding(expert=4)):
+        assert saved_inside(shard_graph(graph, sharding).graph) == wanted
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_ops_keep_inside_is_that_of_the_heads_of_a_rank(by_hand):
+    whole, half = (captured(Attention(heads, by_hand)) for heads in (4, 2))
+    assert saved_inside(shard_graph(whole, Sharding(tensor=2)).graph) == saved_inside(half) != saved_inside(whole)

@@ -38,6 +38,7 @@ LAYOUTS = {
     "buckets": (1, {"exchange": GradientExchange(bucket_bytes=2**18)}),
     "zero 1": (1, {"exchange": GradientExchange(zero=1)}),
     "again": (1, {"recompute": "full"}),
+    "some again": (1, {"recompute": "op"}),
     "endless": (2, {"schedule": "pipedream"}),
     "tensor": (1, {"sharding": Sharding(tensor=2)}),
 }
@@ -46,6 +47,7 @@ CASES = [
     *(("gpt", layout) for layout in ("buckets", "zero 1", "again", "tensor")),
     ("llama", "endless"),
     ("resnet", "again"),
+    *((model, "some again") for model in ("gpt", "resnet", "llama", "dropout")),
     ("dropout", "again"),
     ("dropout", "stages"),
     *(("vgg", layout) for layout in ("stages", "zero 3")),
@@ -57,7 +59,8 @@ def plan_of(graph, layout, *, compiled):
     settings = dict(settings)
     whole = "sharding" in settings
     if "recompute" in settings:
-        settings["recompute"] = read_recompute(graph, settings["recompute"]).ranges
+        again = read_recompute(graph, settings["recompute"])
+        settings |= {"recompute": again.ranges, "keeps": again.keeps}
     bounds = [len(graph.layers) * place // count for place in range(count + 1)]
     ranks = [(0,)] if whole else [(0, 1)] if count == 1 else [(0,), (1,)]
     return Plan(

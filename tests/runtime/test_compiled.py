@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ def test_a_layer_that_torch_cannot_compile_runs_as_it_is():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_many_different_units_are_compiled_again():
     """Torch stops after eight compilations of one function."""
     torch.manual_seed(0)
@@ -104,13 +106,65 @@ def test_many_different_units_are_compiled_again():
         torch.testing.assert_close(own, other)
 
 
-def whole(model, x, *, again=False):
-    """The module of a model's training graph whose layers are to be compiled, that graph, and a batch."""
+class Rewriting(torch.nn.Module):
+    """Two products, between them what is written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 12), torch.nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.sigmoid(self.up(x)).mul(2.0).sub_(1.0).tanh()).exp().tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_units_keep_the_results_that_a_plan_names_and_no_others():
+    torch.manual_seed(0)
+    blocks, x = torch.nn.Sequential(*(Rewriting() for _ in range(3))).double(), torch.randn(8, 6, dtype=torch.float64)
+    saved, found, ends = {}, {}, "aten.add.Tensor"
+    for compiled in (False, True):
+        for keeps in (False, True):
+            module, graph, inputs = whole(blocks, x, again=ends, keeps="aten.linear.default" if keeps else None)
+            compilation = Compilation()
+            if compiled:
+                compile_units(module, graph, compilation)
+                gradients(module, inputs)
+                assert compilation.left_out == {}
+                assert compilation.num_units >= 3
+                assert compilation.num_codes < compilation.num_units
+            own = {item.data_ptr() for item in (*module.parameters(), *module.buffers(), *inputs)}
+            seen = {}
+
+            def note(item, own=own, seen=seen):
+                if item.data_ptr() not in own:
+                    seen[item.untyped_storage().data_ptr()] = item.nbytes
+                return item
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda item: item):
+                loss = module(*inputs)[0]
+            saved[compiled, keeps] = sum(seen.values())
+            found[compiled, keeps] = torch.autograd.grad(loss, [*module.parameters()])
+    # Of 8 samples 12 and 6 numbers of each of three blocks, in float64.
+    assert saved[True, True] - saved[True, False] == 3 * 8 * (12 + 6) * 8
+    for gradient in zip(*found.values(), strict=True):
+        for other in gradient[1:]:
+            torch.testing.assert_close(other, gradient[0], rtol=1e-9, atol=1e-12)
+
+
+def whole(model, x, *, again=False, keeps=None):
+    """The module of a model's training graph whose layers are to be compiled, that graph, and a batch.
+
+    ``again``: they run again in the backward, or what ends with ops of that kind, but for ops of the kind ``keeps``.
+    """
     captured = capture_model(
         model, (x,), targets=(torch.zeros(len(x)),), loss=lambda y, t: (y.sum(1) - t).square().mean()
     )
     layers = tuple((layer.start, layer.stop) for layer in captured.graph.layers)
-    graph = replace(captured.graph, compiled=1, recompute=layers if again else ())
+    if isinstance(again, str):
+        ends = [index + 1 for index, op in enumerate(captured.graph.ops) if op.kind == again]
+        layers = tuple(pairwise([0, *ends]))
+    kept = tuple(index for index, op in enumerate(captured.graph.ops) if op.kind == keeps)
+    graph = replace(captured.graph, compiled=1, recompute=layers if again else (), keeps=kept)
     ops = range(len(graph.ops))
     made = part(captured, graph.inputs, graph.outputs, batch_size=len(x), ops=ops)
     return checkpoint_ranges(made, graph, ops), graph, (x, torch.zeros(len(x)))

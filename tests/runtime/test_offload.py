@@ -17,8 +17,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.capture import capture_model, flatten_batch
+from meshwright.host.drives import Drive
 from meshwright.host.host import Host
 from meshwright.host.memory import Memory
+from meshwright.program import count_host_needs
 from meshwright.runtime import open_session
 from meshwright.runtime.offload import room
 from meshwright.runtime.offload.drives import PAGE_BYTES, DriveFile
@@ -39,17 +41,19 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def open_net(optimizer=torch.optim.AdamW, *, offload_folder=None, rates=None, **options):
+def open_net(optimizer=torch.optim.AdamW, *, offload_folder=None, width=8, **options):
     """A session of a small net on one rank, and its batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
-    batch = torch.randn(4, 4), torch.randint(5, (4,))
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 5))
+    workload = options.pop("workload", Workload(global_batch=4))
+    dtype = getattr(torch, workload.numbers.values)
+    model, batch = model.to(dtype), (torch.randn(4, 4, dtype=dtype), torch.randint(5, (4,)))
     captured = capture_model(model, batch[:1], targets=batch[1:], loss=LOSS, verify=False)
     plan = Plan(
         model="own",
         graph_hash=captured.graph.content_hash,
         cluster="",
-        workload=options.pop("workload", Workload(global_batch=4)),
+        workload=workload,
         stages=(StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0,)),),
         num_microbatches=2,
         **({"offload": Offload(optimizer="nvme")} | options),
@@ -62,9 +66,31 @@ def open_net(optimizer=torch.optim.AdamW, *, offload_folder=None, rates=None, **
 def test_a_host_without_memory_is_named_before_the_run(one_rank, monkeypatch):
     little = Memory(total_bytes=4096, available_bytes=1000, limit_bytes=None)
     monkeypatch.setattr(room, "find_memory", lambda _: little)
-    # Four numbers of four bytes for each of 85 parameters: gradient, parameter, two moments.
-    with pytest.raises(RunError, match=r"keeps 1\.33 KiB in the memory of host .*, which has 1000 B available"):
+    # Four numbers of four bytes for each of 85 elements: gradient, parameter, two moments; AdamW's four counters.
+    with pytest.raises(RunError, match=r"takes 1\.34 KiB more of the memory of host .*; it has 1000 B available"):
         open_net(offload=Offload(optimizer="host"))
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+@pytest.mark.parametrize("bucket_bytes", [2**12, 2**20])
+def test_a_run_takes_what_was_counted(one_rank, tmp_path, place, precision, bucket_bytes):
+    session, _, tensors = open_net(
+        offload_folder=tmp_path,
+        width=4096,
+        offload=Offload(optimizer=place),
+        workload=Workload(global_batch=4, precision=precision),
+        exchange=GradientExchange(bucket_bytes=bucket_bytes),
+    )
+    for step in range(2):
+        session.run_step(step, tensors)
+    needs = count_host_needs(session.plan, session.graph, 0)
+    assert session.count_host_bytes() == pytest.approx(needs.host_bytes, rel=0.02)
+    if place == "nvme":
+        assert session.updates.states._file.num_bytes == pytest.approx(needs.drive_bytes, rel=0.02)
+    assert (needs.drive_bytes > 0) == (place == "nvme")
+    assert needs.resident_bytes == 0
+    session.close()
 
 
 def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):
@@ -73,7 +99,27 @@ def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):
         open_net(offload_folder=tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["nothing/here", "file"])
+def test_files_in_memory_take_memory_of_the_host(one_rank, monkeypatch, tmp_path):
+    monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**30))
+    session, _, _ = open_net(offload_folder=tmp_path)
+    assert session.remark.startswith(f"{tmp_path} is memory (tmpfs) and no drive")
+    session.close()
+    # Gradients, parameters and two moments on the host, which are on the drive, too; AdamW's counters.
+    needs = count_host_needs(session.plan, session.graph, 0)
+    enough = needs.host_bytes + needs.drive_bytes
+    memory = Memory(total_bytes=4096, available_bytes=enough - 1, limit_bytes=None)
+    monkeypatch.setattr(room, "find_memory", lambda _: memory)
+    with pytest.raises(RunError, match=r"680 B of them in .*, which is memory \(tmpfs\) and no drive; it has"):
+        open_net(offload_folder=tmp_path)
+
+
+def test_a_folder_is_made(one_rank, tmp_path):
+    session, _, tensors = open_net(offload_folder=tmp_path / "made" / "here")
+    session.run_step(0, tensors)
+    session.close()
+
+
+@pytest.mark.parametrize("folder", ["file/here", "file"])
 def test_a_folder_that_cannot_be_written_to_is_named(one_rank, tmp_path, folder):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"optimizer states cannot be kept there .*Give a folder on a drive with room"):

@@ -61,7 +61,12 @@ def test_state_and_losses_are_those_of_one_process(results, which, world_size, c
 )
 def test_the_collectives_of_a_step_are_those_that_are_predicted(results, world_size, case):
     result = results("main", world_size)[f"gpt/{case}"]
-    assert result["exchanged"] == result["expected"]
+    if "zero1+pairs" in case:
+        # Sums across groups follow their scatters beside the next ones: in each group there is one order.
+        exchanged, expected = (sorted(result[key], key=lambda item: item[2]) for key in ("exchanged", "expected"))
+        assert exchanged == expected
+    else:
+        assert result["exchanged"] == result["expected"]
     assert len(result["exchanged"]) >= 8
 
 

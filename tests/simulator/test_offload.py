@@ -155,12 +155,13 @@ def test_sharded_gradients_go_down_behind_the_last_backward(layers, zero, moving
 
 def test_nothing_goes_down_before_all_replicas_have_scattered():
     graph = chain_graph(3)
-    plan = replace(make_plan(graph, [(0, 3)], [2], 3), exchange=GradientExchange(zero=2), offload=HOST)
+    plan = replace(make_plan(graph, [(0, 1), (1, 3)], [2, 1], 4), exchange=GradientExchange(zero=2), offload=HOST)
     cluster = described(small_cluster())
     timeline = simulate_plan(plan, graph, cluster, cost=FixedCost(cluster=cluster)).timeline
     rank = np.array([stream.rank for stream in timeline.tracks])[timeline.track]
-    computed = timeline.end_ps[(timeline.opcode == Opcode.BACKWARD) & (rank == 0)].max()
-    down = timeline.start_ps[(timeline.opcode == Opcode.COPY_DOWN) & (rank == 1)]
+    computed = timeline.end_ps[(timeline.opcode == Opcode.BACKWARD) & (rank == 1)].max()
+    assert computed > timeline.end_ps[(timeline.opcode == Opcode.BACKWARD) & (rank == 0)].max()
+    down = timeline.start_ps[(timeline.opcode == Opcode.COPY_DOWN) & (rank == 0)]
     assert len(down) == 1
     assert (down >= computed).all()
 
@@ -262,8 +263,8 @@ def test_states_leave_the_device_and_are_on_the_host_or_its_drives(zero):
     parts = replicas if zero else 1
     trained = [GPT.tensors[i] for i in GPT.parameters if GPT.tensors[i].requires_grad]
     elements = sum(tensor.num_elements(0) for tensor in trained)
-    # A master weight and two states of four bytes, and a counter per tensor; two bytes of gradient.
-    states, gradients = -(-(12 * elements + 4 * len(trained)) // parts), -(-2 * elements // parts)
+    # A master weight and two states of four bytes; two bytes of gradient, and a counter per tensor, on the host always.
+    states, gradients = -(-12 * elements // parts), -(-(2 * elements + 4 * len(trained)) // parts)
     (node,) = host.nodes
     assert (node.host_bytes, node.nvme_bytes) == (replicas * (states + gradients), 0)
     (node,) = nvme.nodes

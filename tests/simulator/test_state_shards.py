@@ -239,10 +239,10 @@ def test_a_gather_that_takes_no_time_is_not_waited_for():
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_replicas_step_together_even_if_one_has_more_to_do(zero):
-    """Of three microbatches one replica has two: the other cannot have scattered its gradients before it is there."""
+def test_replicas_step_together_even_if_one_is_done_earlier(zero):
+    """One replica's last gradient comes last: the other cannot have scattered its own before it is there."""
     graph = chain_graph(3)
-    plan = replace(make_plan(graph, [(0, 1), (1, 3)], [2, 1], 3), exchange=GradientExchange(zero=zero))
+    plan = replace(make_plan(graph, [(0, 1), (1, 3)], [2, 1], 4), exchange=GradientExchange(zero=zero))
     timeline = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(all_reduce=1e-9)).timeline
     stepping = np.flatnonzero((timeline.opcode == Opcode.OPTIMIZER_STEP) & (timeline.stage == 0))
     backwards = np.flatnonzero((timeline.opcode == Opcode.BACKWARD) & (timeline.stage == 0))

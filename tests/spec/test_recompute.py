@@ -156,11 +156,6 @@ def test_what_cannot_be_kept_is_refused():
     assert linear not in read_recompute(written, "op").keeps
 
 
-def test_compiled_layers_keep_no_results():
-    with pytest.raises(PlanError, match="compiled layers run again as a whole"):
-        replace(PLAN, recompute=((0, 2),), keeps=(1,), compiled=True)
-
-
 def test_older_plans_and_graphs_without_kept_results_are_read():
     plan = replace(PLAN, recompute=((0, 2),), compiled=False)
     data = encode(plan)

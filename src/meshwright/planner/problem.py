@@ -36,10 +36,10 @@ from meshwright.spec import (
     read_recompute,
 )
 from meshwright.spec.offload import check_offload
-from meshwright.spec.plan import kept_and_compiled
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, num_named_stages, word_of_first
 from meshwright.spec.scenario import Scenario
+from meshwright.spec.stage_plan import takes_part_alike
 
 # What the best plan is best in.
 Aim = Literal["throughput", "latency"]
@@ -292,10 +292,11 @@ class Space:
             compiled=problem.compiled,
         )
 
-    def shareable(self, counts: Iterable[int]) -> tuple[int, ...]:
-        """Numbers of replicas that the shard size divides, and one."""
-        size = self.exchange.shard_size
-        return tuple(count for count in counts if count == 1 or not size or count % size == 0)
+    def shareable(self, counts: Iterable[int], microbatch_size: int) -> tuple[int, ...]:
+        """Numbers of replicas that the shard size divides, and one; of those that may share states so."""
+        size, num_microbatches = self.exchange.shard_size, self.workload.global_batch // microbatch_size
+        allowed = (count for count in counts if takes_part_alike(count, num_microbatches, self.exchange.zero))
+        return tuple(count for count in allowed if count == 1 or not size or count % size == 0)
 
     def whole(self, plan: Plan) -> Plan:
         """A plan of the local graph, as one of the whole graph."""
@@ -331,8 +332,6 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
     whole = problem.graph_for(sizes[0])
     lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
     _check_named_stages(chosen, setting.recompute)
-    if problem.recomputed(problem.graph_for(sizes[0]), setting.recompute).keeps and problem.compiled:
-        raise kept_and_compiled()
     check_offload(setting.offload, problem.cluster, setting.num_devices)
     space = Space(
         problem=problem,

@@ -6,7 +6,7 @@ orders      what each rank computes, in order: `schedules` by name, `own_schedul
 `order_files` by a file as torch has them, `found` by a search
 program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
 (`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`; on
-the host: `offload`);
+the host: `offload`, which takes room there: `host_needs`);
 `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
 alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
@@ -21,6 +21,7 @@ from meshwright.program.check import check_program
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
+from meshwright.program.host_needs import HostNeeds, count_host_needs
 from meshwright.program.lowering import (
     STAYS_EAGER,
     graph_of_program,
@@ -73,6 +74,7 @@ __all__ = [
     "Forward",
     "FoundOrders",
     "GroupCollective",
+    "HostNeeds",
     "HostPiece",
     "Order",
     "OrderFile",
@@ -90,6 +92,7 @@ __all__ = [
     "check_configured_experts",
     "check_program",
     "compute_orders",
+    "count_host_needs",
     "count_in_flight",
     "cut_pieces",
     "decided_program",

@@ -93,8 +93,7 @@ def append_exchange(
     sums: Ids | None
     gathering = rows.group
     if exchange.shard_optimizer and exchange.shard_size:
-        last = _last_backwards(computations, seats, rows, held)
-        sums, gathering = append_hybrid(builder, rows, buckets, exchange, numbers.gradient_bytes, last)
+        sums, gathering = append_hybrid(builder, rows, buckets, exchange, numbers.gradient_bytes)
     else:
         sums = _append_sums(builder, rows, buckets, exchange, len(computations.offsets) - 1)
     stepping = np.flatnonzero(trained[seats.stage])
@@ -137,13 +136,6 @@ def _append_sums(
     sums = append_rows(builder, rows, order, opcode, rows.num_bytes, rows.group)
     builder.wait_each(sums, rows.ready)
     return sums
-
-
-def _last_backwards(computations: Computations, seats: Seats, rows: PartRows, held: Held) -> Ids:
-    """The handle of the last backward that makes gradients of each row, shape (rows,)."""
-    last = np.zeros(len(rows.rank), np.int64)
-    np.maximum.at(last, held.row, seats.last[held.seat])
-    return computations.handle[last]
 
 
 def _append_agreements(

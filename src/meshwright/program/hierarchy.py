@@ -6,8 +6,7 @@ its b / r with the l-th ranks of the other groups, all r at once.
     hierarchical   groups are nodes, and each gathers at once. The three kinds have a lane of the exchange stream each,
                    so that one part crosses nodes while others move inside. Whose cards are shared, queues there
     hybrid         groups are those that share states (`GradientExchange.shard_size`), which gather parameters behind
-                   the update. Sums across come behind all that is scattered, when the backwards are over: a rank cannot
-                   wait for a scatter inside of a backward without holding that up
+                   the update. Sums across have a lane of their own, too: each follows its scatter
 """
 
 from __future__ import annotations
@@ -54,12 +53,8 @@ def append_hybrid(
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
     gradient_bytes: int,
-    last: Ids,
 ) -> tuple[Ids, Ids]:
-    """Write the scatters of each row, and sums across groups; for each row the handle of its sum, and its own group.
-
-    ``last`` (rows,) are the handles of the last backwards that make a row's gradients.
-    """
+    """Write the scatters of each row, and sums across groups; for each row the handle of its sum, and its own group."""
     inside, across, _, size = _find_groups(builder, rows, buckets, exchange.shard_groups)
     order = np.lexsort((rows.place, rows.rank))
     scattered = append_rows(builder, rows, order, Opcode.REDUCE_SCATTER, rows.num_bytes, inside)
@@ -68,9 +63,9 @@ def append_hybrid(
     kept = order[num_ranks[order] > size[order]]
     # Parts are padded to equal numbers of elements.
     kept_bytes = -(-rows.num_bytes // (size * gradient_bytes)) * gradient_bytes
-    summed = append_rows(builder, rows, kept, Opcode.ALL_REDUCE, kept_bytes, across)
-    builder.wait_each(summed[kept], scattered[kept])
-    builder.wait_each(summed[kept], last[kept])
+    summed = append_rows(builder, rows, kept, Opcode.ALL_REDUCE, kept_bytes, across, lane=1)
+    for before in (rows.ready, scattered):
+        builder.wait_each(summed[kept], before[kept])
     return np.where(summed < 0, scattered, summed), inside
 
 

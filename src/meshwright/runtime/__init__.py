@@ -15,6 +15,7 @@ compiling       layers that torch compiles, `compile_ahead` before the first ste
 fully_sharded   replicas that share out gradients and parameters, `sharded_optimizer` those that share out its states;
                 `ranges` makes modules of ranges of ops
 transport       sends, receives and sums, in `layouts` that both ends know
+behind          sums that follow others beside the computations
 exchange        buckets of gradients; `waves` of what virtual workers changed
 coming          inputs that are still being made
 devices         what ranks compute on: GPUs by CUDA, or processors
@@ -27,6 +28,7 @@ from meshwright.runtime.clipping import with_clipping
 from meshwright.runtime.compiling import Compilation
 from meshwright.runtime.devices import choose_device
 from meshwright.runtime.executor import Executor, Output, Outputs
+from meshwright.runtime.offload import check_folder, check_host, choose_folder
 from meshwright.runtime.opening import open_session
 from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.precisions import autocast_type, check_precision
@@ -52,10 +54,13 @@ __all__ = [
     "Session",
     "arrange_rank",
     "autocast_type",
+    "check_folder",
+    "check_host",
     "check_precision",
     "check_repair",
     "check_runnable",
     "choose_device",
+    "choose_folder",
     "gather_timeline",
     "issue_order",
     "join_group",

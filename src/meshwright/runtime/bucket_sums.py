@@ -7,23 +7,19 @@ leave in the order of their stream, so that all ranks of a group sum the same bu
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
-import torch.distributed as dist
 
 from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.exchange import Exchange
-from meshwright.runtime.rank_program import Issued, RankProgram
+from meshwright.runtime.pending import Work
+from meshwright.runtime.rank_program import Issued, RankProgram, bucket_of
 from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets
 from meshwright.runtime.transport import Transport
 from meshwright.spec.instructions import (
-    AllReduce,
     Backward,
     BackwardWeight,
-    Instruction,
     OptimizerStep,
-    ReduceScatter,
 )
 
 
@@ -51,22 +47,24 @@ class BucketSums:
             self._marked.extend(marked)
             self._let_go()
 
-    def sum_up(self, part: int, group: tuple[int, ...]) -> list[dist.Work]:
-        """Sum a part of a bucket over a group."""
+    def sum_up(self, part: int, group: tuple[int, ...], behind: Sequence[Work] | None = None) -> Sequence[Work]:
+        """Sum a part of a bucket over a group, behind other works."""
         if part in self._agreements:
             return self._agreements[part].begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
         self._ready.discard(part)
         values = self._exchange.to_sum(part)
+        if behind is not None:
+            return self._transport.sum_behind(behind, values, group)
         return self._transport.sum_over(values, group) if len(values) else []
 
-    def scatter(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
+    def scatter(self, bucket: int, group: tuple[int, ...]) -> Sequence[Work]:
         """Sum a bucket over a group, each rank its part."""
-        self._ready.discard(bucket)
         return self._transport.share(self._sharded(bucket).scatter, group)
 
-    def gather(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
+    def gather(self, bucket: int, group: tuple[int, ...]) -> Sequence[Work]:
         """Bring the parameters of a bucket together, of which each rank of a group updated its part."""
+        self._ready.discard(bucket)
         return self._transport.share(self._sharded(bucket).gather, group)
 
     def merge(self) -> None:
@@ -117,10 +115,5 @@ class BucketSums:
         self._let_go()
 
     def _let_go(self) -> None:
-        while self._marked and _bucket(self._marked[0].instruction) in self._ready:
+        while self._marked and bucket_of(self._marked[0].instruction) in self._ready:
             self._issue(self._marked.popleft())
-
-
-def _bucket(instruction: Instruction) -> int:
-    assert isinstance(instruction, AllReduce | ReduceScatter), "marks are of buckets"
-    return instruction.bucket

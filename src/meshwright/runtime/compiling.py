@@ -10,10 +10,12 @@ What torch cannot compile runs as it is, and `Compilation.left_out` says why.
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.runtime.partitioning import UnitPartitioner
 from meshwright.runtime.ranges import enclose, find_ops
-from meshwright.runtime.recompute import Again
+from meshwright.runtime.recompute import Again, Kept, checkpoint_compiled
 from meshwright.spec.compiled_units import compiled_units
 from meshwright.spec.graph import Graph
 
@@ -60,12 +62,12 @@ class Compilation:
         """Units that differ."""
         return len(self.codes)
 
-    def code_of(self, body: fx.GraphModule, given: object, *, draws_random: bool, again: bool = False) -> _Code:
+    def code_of(self, body: fx.GraphModule, given: object, *, draws_random: bool, again: Again | None = None) -> _Code:
         """The code of a unit that reads tensors of such shapes and types; the same for units that are alike.
 
-        ``again``: it is computed again in the backward.
+        ``again``: by which it is computed again in the backward.
         """
-        key = _likeness(body), given, again
+        key = _likeness(body), given, again is not None
         if key not in self.codes:
             self.codes[key] = _Code(body, self, draws_random=draws_random, again=again)
         self.num_units += 1
@@ -79,9 +81,11 @@ class _Code:
     Units of other strides than the first are compiled when they come.
     """
 
-    def __init__(self, body: fx.GraphModule, compilation: Compilation, *, draws_random: bool, again: bool) -> None:
+    def __init__(
+        self, body: fx.GraphModule, compilation: Compilation, *, draws_random: bool, again: Again | None
+    ) -> None:
         options: dict[str, Any] = {"fallback_random": True} if draws_random else {}
-        self._body: Callable[..., Any] = _again(body, len(compilation.codes)) if again else body
+        self._body: Callable[..., Any] = _again(again, len(compilation.codes)) if again else body
         self._compilation = compilation
         self._compiled = torch.compile(self._body, fullgraph=True, dynamic=False, options=options)
         self._call: Callable[..., Any] = self._first
@@ -97,6 +101,7 @@ class _Code:
             with (
                 # Torch looks at gradients of what is given, which a backward does not leave there.
                 warnings.catch_warnings(action="ignore", category=UserWarning),
+                _without_note(),
                 inductor_config.patch(custom_partitioner_fn=UnitPartitioner()),
                 # A backward runs outside of autocast, as it does without compiling.
                 functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off"),
@@ -121,11 +126,28 @@ class _Code:
         return self._body(*given)
 
 
-def _again(body: fx.GraphModule, number: int) -> Callable[..., Any]:
+@contextmanager
+def _without_note() -> Iterator[None]:
+    """Torch notes that what runs again in part may not write in place: nothing that is kept is written to (`keeps`)."""
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _again(unit: Again, number: int) -> Callable[..., Any]:
     """A unit under checkpoint, which torch compiles with it: its backward begins with the unit's ops."""
+    body = unit.body
 
     def run(*given: torch.Tensor) -> Any:
-        return checkpoint(body, *given, use_reentrant=False) if torch.is_grad_enabled() else body(*given)
+        if not torch.is_grad_enabled():
+            return body(*given)
+        if not unit.keeps:
+            return checkpoint(body, *given, use_reentrant=False)
+        return checkpoint_compiled(body, given) if torch.compiler.is_compiling() else unit(*given)
 
     # Torch counts compilations by code, and stops after a few: each unit has a code of its own.
     run.__code__ = run.__code__.replace(co_name=f"unit_{number}")
@@ -167,7 +189,7 @@ def _compile_inside(module: fx.GraphModule, graph: Graph, compilation: Compilati
         wrap = _wrapper(graph, sorted(ops), compilation)
         again = [name for name, item in calls.items() if isinstance(item, Again)]
         for name in again:
-            module.add_submodule(name, wrap(cast("Again", calls[name]).body, again=True))
+            module.add_submodule(name, wrap(cast("Again", calls[name]).body, again=cast("Again", calls[name])))
         if not again and (calls or any(map(_computes, nodes))):
             enclose(module, f"compiled_{number}", nodes, wrap, ())
 
@@ -176,7 +198,7 @@ def _wrapper(graph: Graph, ops: Sequence[int], compilation: Compilation) -> Call
     draws_random = any(graph.ops[op].random for op in ops)
     read = [graph.tensors[i] for op in ops for i in graph.ops[op].inputs]
     given = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in read)
-    return lambda body, again=False: CompiledUnit(
+    return lambda body, again=None: CompiledUnit(
         compilation.code_of(body, given, draws_random=draws_random, again=again)
     )
 
@@ -199,7 +221,8 @@ def _likeness(body: fx.GraphModule) -> object:
         if node.op in ("call_module", "get_attr"):
             return id(body)
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda item: _Place(place[item]))
-        rows.append((node.op, node.target if node.op == "call_function" else "", repr(arguments)))
+        target = (node.target.call, Kept) if isinstance(node.target, Kept) else node.target
+        rows.append((node.op, target if node.op == "call_function" else "", repr(arguments)))
     return tuple(rows)
 
 

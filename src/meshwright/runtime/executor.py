@@ -260,7 +260,7 @@ class Executor:
             case Load():
                 return lambda: self._load(instruction)
             case AllReduce(bucket=bucket):
-                return lambda: self._sums.sum_up(bucket, item.group)
+                return lambda: self._sums.sum_up(bucket, item.group, self._before(item))
             case ReduceScatter(bucket=bucket):
                 return lambda: self._sums.scatter(bucket, item.group)
             case AllGather(bucket=bucket):
@@ -312,6 +312,12 @@ class Executor:
             for index in {index for other in updates for index in other.awaits} - {one.index for one in program.beside}:
                 self._pending.wait(Key(place, index))
             readiness.complete()
+
+    def _before(self, item: Issued) -> Sequence[Work] | None:
+        """What a collective follows by itself; None for most."""
+        if not item.behind:
+            return None
+        return [work for index in item.behind for work in self._pending.works(Key(self._visit.place, index))]
 
     def _issue_marked(self, item: Issued) -> None:
         self._issue(item, self._bind_issue(item))

@@ -6,7 +6,6 @@ the process groups, the buckets, the updates, and the executor.
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,7 +35,15 @@ from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.layouts import channel_layouts, takes_channels_last
 from meshwright.runtime.loss_scale import LossScale
-from meshwright.runtime.offload import Hosted, HostedValues, Hosting, HostSteps, find_partial, take_to_host
+from meshwright.runtime.offload import (
+    Hosted,
+    HostedValues,
+    Hosting,
+    HostSteps,
+    choose_folder,
+    find_partial,
+    take_to_host,
+)
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
@@ -101,9 +108,9 @@ def open_session(
         set_gradient_types(share.parameters, numbers)
     exchange = _make_exchange(share, grid)
     updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
-    folder = offload_folder or Path(tempfile.gettempdir())
+    folder = choose_folder(offload_folder)
     hosted = take_to_host(
-        share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder
+        share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder, grid.rank
     )
     scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -21,6 +23,25 @@ class Timed(Protocol):
     """Work whose maker knows when it was done."""
 
     span: tuple[int, int] | None
+
+
+class WaitedOnce:
+    """Work that several wait for: gloo copies a scattered sum into its place again with every wait.
+
+    ``ended`` is when the first of them saw it done, by this process's clock.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self.ended: int | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Come back when it is done."""
+        with self._lock:
+            if self._work is not None:
+                self._work.wait()
+                self._work, self.ended = None, time.perf_counter_ns()
 
 
 class Key(NamedTuple):
@@ -50,6 +71,10 @@ class Pending:
         """Something was issued, at a moment of the recorder's."""
         self._works[key] = works, start
 
+    def works(self, key: Key) -> Sequence[Work]:
+        """What was issued and may be under way; nothing of what was waited for."""
+        return self._works[key][0] if key in self._works else ()
+
     def wait(self, key: Key) -> None:
         """Wait for something; at once if that was done before."""
         if key in self._works:
@@ -59,7 +84,8 @@ class Pending:
             if self._recorder.active:
                 # Of what is made beside, the maker knows when.
                 known = next((work.span for work in works if isinstance(work, Timed)), None)
-                self.record(key, *(known or (start,)))
+                ended = next((work.ended for work in works if isinstance(work, WaitedOnce)), None)
+                self.record(key, *(known or (start, ended)))
 
     def record(self, key: Key, start: Moment, end: Moment | None = None) -> None:
         """A span from ``start`` to ``end``, or to now. Steps are repetitions of the body; other sections have none."""

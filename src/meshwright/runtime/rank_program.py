@@ -8,13 +8,15 @@ itself. What stands in the streams of the host runs in threads of its own, each 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import Instruction
+from meshwright.spec.instructions import AllReduce, Instruction, ReduceScatter
 from meshwright.spec.program import Program, Section, StreamName
 
 SectionName = Literal["prologue", "body", "epilogue"]
@@ -52,7 +54,8 @@ class HostItem:
 class Issued:
     """An asynchronous instruction: its id in the program, its row, and the ranks that take part.
 
-    ``awaits``: others before it in its stream that must be done first.
+    ``awaits``: others of its kind of stream that must be done first. ``behind``: those in an earlier lane, which it
+    follows by itself.
     """
 
     index: int
@@ -60,6 +63,7 @@ class Issued:
     instruction: Instruction
     group: tuple[int, ...]
     awaits: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +121,16 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
     asynchronous: set[int] = set()
     beside: list[HostItem] = []
     for stream in streams:
-        if stream in compute:
-            continue
+        asynchronous.update(section.stream_range(stream) if stream not in compute else ())
         if program.streams[stream].name in _HOST_STREAMS:
-            asynchronous.update(section.stream_range(stream))
             beside += _beside(program, section, stream)
-            continue
-        trigger, inside = _BEFORE_ALL, False
-        for index in section.stream_range(stream):
-            asynchronous.add(index)
-            trigger, inside = _trigger(section, order, index, trigger, inside)
-            item = _issued(program, section, index, stream)
-            (marked if inside else then)[trigger].append(item)
+    beginning: dict[int, tuple[int, bool]] = {}
+    lanes = {index: stream for stream in streams for index in section.stream_range(stream)}
+    for index in _in_turn(program, section, streams):
+        stream = lanes[index]
+        trigger, inside = _trigger(section, order, index, *beginning.get(stream, (_BEFORE_ALL, False)))
+        beginning[stream] = trigger, inside
+        (marked if inside else then)[trigger].append(_issued(program, section, index, lanes))
     return RankProgram(
         rank=rank,
         first=tuple(then[_BEFORE_ALL]),
@@ -210,16 +212,54 @@ def _late_waits(section: Section) -> dict[int, tuple[LateWait, ...]]:
     return {waiting: tuple(waits) for waiting, waits in found.items()}
 
 
-def _issued(program: Program, section: Section, index: int, stream: int) -> Issued:
-    group = int(section.group[index])
-    before = section.stream_offsets[stream]
-    awaits = tuple(wait for wait in section.waits_of(index).tolist() if before <= wait < index)
+def _in_turn(program: Program, section: Section, streams: Sequence[int]) -> Iterator[int]:
+    """What is issued, stream by stream; what is in further lanes of the exchange directly behind what it follows."""
+    lanes = [stream for stream in streams if program.streams[stream].name == "exchange"]
+    for stream in streams:
+        if stream in lanes[:1]:
+            yield from _merge(section, [deque(section.stream_range(lane)) for lane in lanes])
+        elif stream not in lanes and program.streams[stream].name not in ("compute", *_HOST_STREAMS):
+            yield from section.stream_range(stream)
+
+
+def _merge(section: Section, lanes: Sequence[deque[int]]) -> Iterator[int]:
+    """Lanes in one order, in which nothing stands before what it waits for; later lanes as early as can be."""
+    left = {index for lane in lanes for index in lane}
+    while left:
+        for lane in reversed(lanes):
+            if lane and left.isdisjoint(wait for wait in section.waits_of(lane[0]).tolist() if wait != lane[0]):
+                left.remove(lane[0])
+                yield lane.popleft()
+                break
+        else:
+            raise ProgramError(f"Instructions {sorted(left)[:8]} wait for each other in the lanes of their rank.")
+
+
+def bucket_of(instruction: Instruction) -> int:
+    """The bucket, or the part of one, at whose mark an instruction leaves."""
+    assert isinstance(instruction, AllReduce | ReduceScatter), "marks are of buckets"
+    return instruction.bucket
+
+
+def _issued(program: Program, section: Section, index: int, stream_of: Mapping[int, int]) -> Issued:
+    group, stream = int(section.group[index]), stream_of[index]
+    lane, is_exchange = program.streams[stream].lane, program.streams[stream].name == "exchange"
+    awaits, behind = [], []
+    for wait in section.waits_of(index).tolist():
+        other = program.streams[stream_of[wait]] if wait in stream_of else None
+        if other is None or other.name != program.streams[stream].name:
+            continue
+        if other.lane < lane and is_exchange:
+            behind.append(wait)
+        elif stream_of[wait] == stream or is_exchange:
+            awaits.append(wait)
     return Issued(
         index=index,
         stream=stream,
         instruction=section.instruction(index),
         group=program.groups[group] if group >= 0 else (),
-        awaits=awaits,
+        awaits=tuple(awaits),
+        behind=tuple(behind),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.runtime.ranges import enclose, find_ops, note_ops
@@ -40,6 +41,9 @@ _COPIES = frozenset(
         _aten.constant_pad_nd.default,
     }
 )
+
+# By which torch's compiler is told of kernels whose results are kept.
+_NOTE = "meshwright_kept"
 
 
 def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
@@ -69,6 +73,11 @@ class Again(torch.nn.Module):
         self.body = body
         self._keeping = _mark_kept(body, kept) if kept else None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether results of some ops are kept."""
+        return self._keeping is not None
+
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the range makes."""
         if not torch.is_grad_enabled():
@@ -79,6 +88,22 @@ class Again(torch.nn.Module):
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         untouched = _untouched(list(self.body.buffers()))
         return (nullcontext(), untouched) if self._keeping is None else self._keeping.contexts(untouched)
+
+
+def checkpoint_compiled(body: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
+    """A range under checkpoint in what torch compiles; what is kept its compiler is told by notes at `Kept` calls."""
+    contexts = partial(create_selective_checkpoint_contexts, _keep_noted)
+    return checkpoint(body, *given, use_reentrant=False, context_fn=contexts)
+
+
+def _keep_noted(_: Any, kernel: Any, /, *__: Any, **___: Any) -> CheckpointPolicy:
+    return _policy_of(kernel, is_kept=_NOTE in traceback.current_meta.get("custom", {}))
+
+
+def _policy_of(kernel: Any, *, is_kept: bool) -> CheckpointPolicy:
+    if not is_kept or kernel in _COPIES or getattr(kernel, "is_view", False):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
 
 
 class _Keeping:
@@ -118,24 +143,25 @@ class _Keeping:
             self.results, self.runs_again = [], False
 
     def _policy(self, _: Any, kernel: Any, /, *__: Any, **___: Any) -> CheckpointPolicy:
-        if not self.is_on or kernel in _COPIES or getattr(kernel, "is_view", False):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+        return _policy_of(kernel, is_kept=self.is_on)
 
 
 class Kept:
     """An op whose result is kept, as a function: hooks of a module would call kernels of their own."""
 
     def __init__(self, call: Callable[..., Any], keeping: _Keeping, name: str) -> None:
-        self._call, self._keeping = call, keeping
+        self.call, self._keeping = call, keeping
         # By which a graph's code calls it.
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, /, *given: Any, **options: Any) -> Any:
         """What the op makes, of arguments that may be named ``self``."""
+        if torch.compiler.is_compiling():
+            with traceback.annotate({_NOTE: True}):
+                return self.call(*given, **options)
         self._keeping.is_on = True
         try:
-            return self._call(*given, **options)
+            return self.call(*given, **options)
         finally:
             self._keeping.is_on = False
 

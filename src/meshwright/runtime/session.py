@@ -32,6 +32,7 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
+from meshwright.spec.stage_plan import check_counts
 
 # What is known of steps and ranks travels between processors, whatever they compute on.
 _GROUP_BACKENDS: dict[Backend, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -218,14 +219,7 @@ def check_runnable(plan: Plan) -> None:
             f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums buckets, whole or in "
             "parts, on the device. Plan without that to run."
         )
-    for index, stage in enumerate(plan.stages) if plan.exchange.zero >= 2 else ():
-        counts = stage.counts(plan.num_microbatches)
-        if len(set(counts)) > 1:
-            raise PlanError(
-                f"The replicas of stage {index} compute {' and '.join(map(str, sorted(set(counts))))} microbatches, "
-                f"while all of them gather and scatter in every one (ZeRO {plan.exchange.zero}). Choose a number of "
-                f"microbatches that {len(stage.ranks)} divides, or plan with --zero 1 or 0."
-            )
+    check_counts(plan)
 
 
 def _split_batch(

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.behind import Behind
+from meshwright.runtime.pending import WaitedOnce, Work
 from meshwright.runtime.teams.grid import Grid
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.program import Program
@@ -52,7 +54,8 @@ class Transport:
         # What one session still expects must not be answered by another: all ranks open theirs in the same order.
         self._tag = next(_TAGS)
         self._free: defaultdict[Layout, list[torch.Tensor]] = defaultdict(list)
-        self._groups = _make_groups(program, grid)
+        self._groups, self._later_groups = (_make_groups(program, grid, is_first=first) for first in (True, False))
+        self._behind = Behind(device)
         self._ways = _make_ways(program, grid) if device.type != "cpu" else {}
 
     def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], target: int) -> list[dist.Work]:
@@ -79,29 +82,42 @@ class Transport:
         """Sum a tensor in place over the ranks of a group."""
         return [_work(dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))]
 
+    def sum_behind(self, before: Sequence[Work], tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[Work]:
+        """The same when other works are done, which are waited for beside the computations."""
+        group = self._later_groups[ranks]
+        return [self._behind.begin(before, lambda: _work(dist.all_reduce(tensor, group=group, async_op=True)))]
+
     def share(
         self, issue: Callable[[dist.ProcessGroup | None], dist.Work | None], ranks: tuple[int, ...]
-    ) -> list[dist.Work]:
+    ) -> list[Work]:
         """Issue something of the ranks of a group."""
-        return [_work(issue(self._groups[ranks]))]
+        work = _work(issue(self._groups[ranks]))
+        return [WaitedOnce(work) if self._device.type == "cpu" else work]
 
     def _take(self, layout: Layout) -> torch.Tensor:
         free = self._free[layout]
         return free.pop() if free else layout.empty(self._device)
 
 
-def _make_groups(program: Program, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """A process group for every set of ranks that sums; all processes make all groups, in the program's order."""
+def _make_groups(program: Program, grid: Grid, *, is_first: bool) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    """A process group for every set of ranks that sums; all processes make all groups, in the program's order.
+
+    Of the first lanes of streams, or of the others, whose sums begin behind those.
+    """
+    in_lane = np.array([(stream.lane == 0) == is_first for stream in program.streams], np.bool_)
     reducing = {
         int(group)
         for _, section in program.sections()
-        for group in section.group[np.isin(section.opcode, (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER))]
+        for group in section.group[
+            np.isin(section.opcode, (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER))
+            & np.repeat(in_lane, np.diff(section.stream_offsets))
+        ]
     }
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for index, ranks in enumerate(program.groups):
         if index not in reducing:
             continue
-        groups[ranks] = None if len(ranks) == dist.get_world_size() else grid.new_group(ranks, SUMS)
+        groups[ranks] = None if is_first and len(ranks) == dist.get_world_size() else grid.new_group(ranks, SUMS)
     return groups
 
 

@@ -1,14 +1,7 @@
 """What the ranks of a plan keep in the memory of their hosts and on drives, and whether a node has it.
 
-Of a stage with E trained elements per rank (its share, where replicas share states out), w bytes wide on the device,
-
-    host     gradients that came down, and parameters that go up from the same place: w·E
-             states; in float32 a copy of the parameters, too, of which mixed precision has a master in its states;
-             where parameters are kept there, these (and frozen ones) instead of such a copy
-    drives   the states, of which `PIECES_AT_HAND` pieces are on the host meanwhile
-
-All devices of a node together have to find room. Where ranks are teams, all of this is of one device of each, and the
-node what falls to those (`spec.teams`).
+What each rank keeps is counted by `program.count_host_needs`, for a run, too. All devices of a node together
+have to find room. Where ranks are teams, it is of one device of each, and the node what falls to those (`spec.teams`).
 """
 
 from __future__ import annotations
@@ -17,10 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.cost import CostModel
-from meshwright.cost.optimizers import state_bytes
-from meshwright.program import PIECES_AT_HAND, gradient_buckets, host_pieces
-from meshwright.spec import Graph, Placement, Plan, format_bytes, format_count, slice_graph
+from meshwright.program import count_host_needs
+from meshwright.spec import Cluster, Graph, Placement, Plan, format_bytes, format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,56 +55,25 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
     return [sentence[0].upper() + sentence[1:]]
 
 
-def node_memory(plan: Plan | Placement, graph: Graph, cost: CostModel) -> tuple[NodeMemory, ...]:
+def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
     """What each node that a plan uses keeps away from its devices; none where everything is on them."""
     if isinstance(plan, Placement) or plan.offload.optimizer == "device":
         return ()
-    of_stages = _stage_bytes(plan, graph, cost)
-    cluster = cost.cluster
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank in range(plan.num_ranks):
         ranks[cluster.node_index(rank)].append(rank)
     found = []
     for index, members in ranks.items():
         node = cluster.nodes[index]
-        kept = [of_stages[stage] for rank in members for stage in plan.stages_of(rank)]
+        kept = [count_host_needs(plan, graph, rank) for rank in members]
         found.append(
             NodeMemory(
                 name=node.name,
                 ranks=tuple(members),
-                host_bytes=sum(host for host, _ in kept),
+                host_bytes=sum(needs.host_bytes for needs in kept),
                 host_limit_bytes=node.host_memory_bytes,
-                nvme_bytes=sum(nvme for _, nvme in kept),
+                nvme_bytes=sum(needs.drive_bytes for needs in kept),
                 nvme_limit_bytes=node.nvme.capacity_bytes if node.nvme else 0,
             )
         )
     return tuple(found)
-
-
-def _stage_bytes(plan: Plan, graph: Graph, cost: CostModel) -> list[tuple[int, int]]:
-    """Bytes on the host and on drives of one rank of each stage."""
-    workload, buckets = plan.workload, gradient_buckets(graph, plan)
-    numbers, states = workload.numbers, state_bytes(workload.optimizer, workload.precision)
-    largest: dict[int, int] = defaultdict(int)
-    for index, num_bytes in (
-        *((index, bucket.num_bytes) for bucket in buckets for index in bucket.stages),
-        *((piece.stage, piece.num_bytes) for piece in host_pieces(graph, plan, buckets)),
-    ):
-        largest[index] = max(largest[index], num_bytes)
-    found = []
-    for stage in slice_graph(graph, plan.bounds):
-        memory = cost.stage_memory(graph, stage, plan.microbatch_size, workload)
-        parts = plan.exchange.num_parts(len(plan.stages[stage.index].ranks))
-        gradients, kept = -(-memory.gradient_bytes // parts), -(-memory.optimizer_bytes // parts)
-        copied = 0 if numbers.master_bytes else gradients
-        if plan.offload.parameters == "host":
-            shared = {parameter for bucket in buckets for parameter in bucket.parameters}
-            own = (graph.tensors[i].num_bytes(0, numbers.value_bytes) for i in stage.parameters if i not in shared)
-            copied = -(-sum(own) // parts)
-        host = gradients + copied
-        if plan.offload.optimizer == "host":
-            found.append((host + kept, 0))
-        else:
-            at_hand = PIECES_AT_HAND * -(-largest[stage.index] // (numbers.gradient_bytes * parts)) * states
-            found.append((host + min(at_hand, kept), kept))
-    return found

@@ -114,7 +114,7 @@ def simulate_plan(
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
-    nodes = node_memory(plan, graph, cost)
+    nodes = node_memory(plan, graph, cost.cluster)
     return _sum_up(outcome, ops, fold, plan, graph, cluster, cost.sharding, nodes)
 
 

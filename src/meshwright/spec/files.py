@@ -92,3 +92,10 @@ def _refuse_special(
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise error(f"{path}: cannot be {verb}: it is {kind}, not a file. {remedy}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, if there is none, and a file in it, which goes again. Raises OSError if that is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass

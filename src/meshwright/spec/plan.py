@@ -22,7 +22,7 @@ from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
-from meshwright.spec.stage_plan import StagePlan, check_shares
+from meshwright.spec.stage_plan import StagePlan, check_counts, check_shares
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
@@ -253,6 +253,7 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             "The model, its shapes or the loss changed since planning; make the plan again with `meshwright plan`."
         )
     check_bounds(graph, plan.bounds)
+    check_counts(plan)
     graph.check_batch_size(plan.microbatch_size)
     if plan.has_branches and (edges := _edges(plan, graph)) != [stage.feeds for stage in plan.stages]:
         raise PlanError(
@@ -280,14 +281,6 @@ def unknown_schedule(name: str) -> PlanError:
     return PlanError(
         f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
         "path/to/file.py:function or path/to/orders.csv."
-    )
-
-
-def kept_and_compiled() -> PlanError:
-    """The error for results that are kept among ops that run again, in layers that torch compiles."""
-    return PlanError(
-        "The plan compiles layers of which some results are kept and the rest is computed again; compiled layers run "
-        "again as a whole. Plan with --recompute full, every-N or none, or without --compile."
     )
 
 
@@ -334,8 +327,6 @@ def _check_schedule(plan: Plan) -> None:
 def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
     check_offloaded_plan(plan)
-    if plan.compiled and plan.keeps:
-        raise kept_and_compiled()
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
     ranks = {rank for stage in plan.stages for rank in stage.ranks}

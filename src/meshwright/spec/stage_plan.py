@@ -97,3 +97,20 @@ def check_shares(plan: Plan, index: int) -> None:
             f"Shares of microbatches were given for stage {index} and {what}, where replicas update weights by "
             "themselves; expected equal ones there. Leave them out, or choose another."
         )
+
+
+def takes_part_alike(num_replicas: int, num_microbatches: int, zero: int) -> bool:
+    """Whether replicas that take turns may share states so: with ZeRO 2 and 3 all gather and scatter in every pass."""
+    return zero < 2 or num_microbatches % num_replicas == 0
+
+
+def check_counts(plan: Plan) -> None:
+    """Raise PlanError for replicas that gather and scatter in every pass, and have unequal numbers of them."""
+    for index, stage in enumerate(plan.stages) if plan.exchange.zero >= 2 else ():
+        counts = sorted(set(stage.counts(plan.num_microbatches)))
+        if len(counts) > 1:
+            raise PlanError(
+                f"The replicas of stage {index} compute {' and '.join(map(str, counts))} microbatches, while all of "
+                f"them gather and scatter in every one (ZeRO {plan.exchange.zero}). Choose a number of microbatches "
+                f"that {len(stage.ranks)} divides, or plan with --zero 1 or 0."
+            )

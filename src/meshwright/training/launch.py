@@ -24,11 +24,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.program import compute_orders, num_filling_steps
-from meshwright.runtime import check_precision, check_repair, check_runnable, choose_device, with_clipping
+from meshwright.runtime import (
+    check_folder,
+    check_host,
+    check_precision,
+    check_repair,
+    check_runnable,
+    choose_device,
+    choose_folder,
+    with_clipping,
+)
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
-from meshwright.spec.files import refuse_replacing
+from meshwright.spec.files import make_folder, refuse_replacing
 from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
 from meshwright.spec.placement import Placement
@@ -41,6 +50,7 @@ from meshwright.training.job import (
     TIMELINE_FILE,
     Job,
     RunResult,
+    capture_fake,
     error_file,
     job_repair,
     write_results,
@@ -58,6 +68,8 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
     folder = Path(folder).resolve()
     plan = read_runnable_plan(job)
     with claimed(folder, job), tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch:
+        if isinstance(plan, Plan) and plan.offload.optimizer != "device":
+            check_host(plan, capture_fake(plan)[1].graph, choose_folder(job.offload_folder))
         write_document(job, Path(scratch) / "job.json")
         config = LaunchConfig(
             min_nodes=1,
@@ -166,13 +178,19 @@ def torchrun_command(plan: Plan, script: str = "your_script.py") -> str:
 
 @contextlib.contextmanager
 def claimed(folder: Path, job: Job) -> Iterator[None]:
-    """Make sure before the first step that results can be written; leave no empty folder behind a failure."""
+    """Make sure before ranks start that results can be written, and states on drives.
+
+    Leaves no empty folder behind a failure.
+    """
     wanted = [folder, *([Path(job.save_model).parent] if job.save_model is not None else [])]
     wanted += [Path(job.checkpoint)] if job.checkpoint is not None else []
-    made = [path for path in wanted if not path.exists()]
+    for_states = [Path(job.offload_folder)] if job.offload_folder is not None else []
+    made = [path for path in (*wanted, *for_states) if not path.exists()]
     try:
         for path in wanted:
             _check_writable(path)
+        for path in for_states:
+            check_folder(path)
         for path in (folder / TIMELINE_FILE, folder / RESULT_FILE, *map(Path, filter(None, [job.save_model]))):
             refuse_replacing(path)
         yield
@@ -184,9 +202,7 @@ def claimed(folder: Path, job: Job) -> Iterator[None]:
 
 def _check_writable(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        make_folder(folder)
     except OSError as error:
         raise RunError(
             f"{folder}: results cannot be written there ({error.strerror}). Choose a writable folder."

@@ -15,6 +15,8 @@ from meshwright.program.sharding.convert import Conversions, split_shape
 from meshwright.program.sharding.dims import find_label
 from meshwright.spec.graph import Extent
 
+Shape = tuple[Extent, ...]
+
 if TYPE_CHECKING:
     from meshwright.program.sharding.dims import Split
     from meshwright.program.sharding.propagate import State
@@ -67,19 +69,49 @@ def _local_tensor(state: State, i: int) -> Tensor:
 
 
 def _local_saved(state: State, index: int, i: int) -> Tensor:
-    """What an op keeps for its backward lies as the first of its tensors whose leading dims it has."""
+    """What an op keeps for its backward lies as the first of its tensors that it is like (`_dim_in_saved`)."""
     facts, tensor = state.facts, state.facts.graph.tensors[i]
     op, dims, split = facts.graph.ops[index], facts.dims[index], state.splits[index]
-    for other, item in (*zip(op.outputs, dims.outputs, strict=True), *zip(op.inputs, dims.inputs, strict=True)):
-        shape = facts.graph.tensors[other].shape
-        place = dims.place_in(item, split)
-        alike = len(tensor.shape) <= len(shape) and all(
-            a in (b, Extent(1)) for a, b in zip(tensor.shape, shape, strict=False)
-        )
-        if alike and tensor.shape and place:
-            kept = place[0] < len(tensor.shape) and tensor.shape[place[0]] == shape[place[0]]
-            return replace(tensor, shape=split_shape(tensor.shape, place if kept else None, facts.size))
+    others = (*zip(op.outputs, dims.outputs, strict=True), *zip(op.inputs, dims.inputs, strict=True))
+    placed = [
+        (facts.graph.tensors[other].shape, place)
+        for other, item in others
+        if (place := dims.place_in(item, split)) is not None
+    ]
+    for is_alike in (_is_alike, _begins_alike, _is_merged):
+        for shape, place in placed if tensor.shape else ():
+            if is_alike(tensor.shape, shape, place[0]):
+                dim = 0 if is_alike is _is_merged else place[0]
+                kept = is_alike is _is_merged or (dim < len(tensor.shape) and tensor.shape[dim] == shape[dim])
+                return replace(tensor, shape=split_shape(tensor.shape, (dim, place[1]) if kept else None, facts.size))
     return tensor
+
+
+def _is_alike(saved: Shape, shape: Shape, _: int) -> bool:
+    """Whether what is saved has the leading dims of another tensor, or one in place of some: statistics."""
+    return len(saved) <= len(shape) and all(a in (b, Extent(1)) for a, b in zip(saved, shape, strict=False))
+
+
+def _begins_alike(saved: Shape, shape: Shape, dim: int) -> bool:
+    """Whether it has those up to the one that is split: scores of attention, of which the last dim is another."""
+    return len(saved) > dim and saved[: dim + 1] == shape[: dim + 1]
+
+
+def _is_merged(saved: Shape, shape: Shape, dim: int) -> bool:
+    """Whether its first dim is several of another tensor in one, among them the one that is split: batched products."""
+    whole: Extent | None = Extent(1)
+    for count, extent in enumerate(shape, 1):
+        whole = _times(whole, extent) if whole is not None else None
+        if count > max(dim, 1) and saved[0] == whole:
+            return True
+    return False
+
+
+def _times(a: Extent, b: Extent) -> Extent | None:
+    """The product, if it is none of two sizes that grow with the batch."""
+    if a.per_sample and b.per_sample:
+        return None
+    return Extent(a.fixed * b.fixed, a.per_sample * b.fixed + a.fixed * b.per_sample)
 
 
 def _local_op(state: State, index: int, made: Conversions, tensors: list[Tensor]) -> Op:

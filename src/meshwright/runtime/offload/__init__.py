@@ -3,12 +3,24 @@
 pieces    what of parameters lies on the device, and its counterpart on the host
 updates   the optimizer over a piece
 states    its states, in memory or in a file on drives
+room      whether hosts and drives have room for it
 streams   the threads that do the program's instructions
 hosting   all of a rank
 """
 
 from meshwright.runtime.offload.hosting import Hosting
 from meshwright.runtime.offload.opening import Hosted, find_partial, take_to_host
+from meshwright.runtime.offload.room import check_folder, check_host, choose_folder
 from meshwright.runtime.offload.updates import HostedValues, HostSteps
 
-__all__ = ["HostSteps", "Hosted", "HostedValues", "Hosting", "find_partial", "take_to_host"]
+__all__ = [
+    "HostSteps",
+    "Hosted",
+    "HostedValues",
+    "Hosting",
+    "check_folder",
+    "check_host",
+    "choose_folder",
+    "find_partial",
+    "take_to_host",
+]

@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 from meshwright.runtime.offload.memory import HostBuffer, round_up
+from meshwright.runtime.offload.room import FOLDER_ADVICE, check_folder
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import format_bytes
 
 # What direct reads and writes come in: the size of a page, which blocks of drives divide.
 PAGE_BYTES = mmap.PAGESIZE
-_ADVICE = "Give a folder on a drive with room for them: --offload-folder, or prepare(..., offload_folder=...)."
 
 
 class DriveFile:
@@ -31,12 +31,8 @@ class DriveFile:
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder, self._end = folder, 0
         self.num_bytes = round_up(num_bytes, PAGE_BYTES)
-        try:
-            self._file, self.is_direct = _open_nameless(folder)
-        except OSError as error:
-            raise RunError(
-                f"{folder}: optimizer states cannot be kept there ({error.strerror or error}). {_ADVICE}"
-            ) from None
+        check_folder(folder)
+        self._file, self.is_direct = _open_nameless(folder)
         self._take_room(self.num_bytes)
 
     def reserve(self, num_bytes: int) -> int:
@@ -65,7 +61,7 @@ class DriveFile:
                 done += os.pwritev(self._file, [values[done:]], start + done)
         except OSError as error:
             raise RunError(
-                f"{self.folder}: optimizer states cannot be written there ({error.strerror or error}). {_ADVICE}"
+                f"{self.folder}: optimizer states cannot be written there ({error.strerror or error}). {FOLDER_ADVICE}"
             ) from None
 
     def map(self, start: int, num_bytes: int) -> HostBuffer:
@@ -90,7 +86,7 @@ class DriveFile:
             self.close()
             raise RunError(
                 f"{self.folder}: has no room for {format_bytes(num_bytes)} of optimizer states "
-                f"({error.strerror or error}). {_ADVICE}"
+                f"({error.strerror or error}). {FOLDER_ADVICE}"
             ) from None
 
 

@@ -29,6 +29,10 @@ class HostMemory:
         self.num_bytes += num_bytes
         return HostBuffer(num_bytes, pin=copied and self._pins)
 
+    def free(self, buffer: HostBuffer) -> None:
+        """Count a buffer no more; its memory goes with the last tensor in it."""
+        self.num_bytes -= buffer.num_bytes
+
     def empty(self, size: int, dtype: torch.dtype, *, copied: bool = False) -> torch.Tensor:
         """A flat tensor of so many elements."""
         return self.new(size * dtype.itemsize, copied=copied).view(0, (size,), dtype)

@@ -10,14 +10,14 @@ import torch
 from torch._guards import detect_fake_mode
 
 from meshwright.cost.optimizers import state_bytes
-from meshwright.program import gradient_buckets, host_pieces
+from meshwright.program import HostNeeds, count_host_needs, gradient_buckets, host_pieces
 from meshwright.runtime.exchange import BucketExchange, Exchange
 from meshwright.runtime.holding import Holding
 from meshwright.runtime.offload.drives import DriveFile
 from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
-from meshwright.runtime.offload.room import Needs, check_room, count_needs
+from meshwright.runtime.offload.room import check_room
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
@@ -34,7 +34,7 @@ class Hosted:
     plan: Plan
     pieces: list[HostedPiece]
     memory: HostMemory
-    needs: Needs
+    needs: HostNeeds
     readiness: Readiness
     folder: Path
 
@@ -54,6 +54,7 @@ def take_to_host(
     complete: Callable[[], None],
     device: torch.device,
     folder: Path,
+    rank: int,
 ) -> Hosted | None:
     """What a rank updates, in its host's memory; None where its plan steps on the device. All call it together.
 
@@ -64,7 +65,7 @@ def take_to_host(
     if not isinstance(plan, Plan) or plan.offload.optimizer == "device":
         return None
     facts = _find_facts(share, plan, exchange, updated)
-    needs = count_needs(facts, plan)
+    needs = count_host_needs(plan, share.model.graph, rank)
     if detect_fake_mode() is None:
         check_room(needs, folder)
     memory, numbers = HostMemory(device), plan.workload.numbers
@@ -72,7 +73,8 @@ def take_to_host(
         widen_gradients(share.modules, getattr(torch, numbers.gradients))
     if plan.offload.parameters == "host" and device.type == "cpu" and detect_fake_mode() is None:
         move_to_host(share.modules, memory)
-    pieces = [make_hosted(item, numbers, memory) for item in facts]
+    on_drives = plan.offload.optimizer == "nvme" and detect_fake_mode() is None
+    pieces = [make_hosted(item, numbers, memory, on_drives=on_drives) for item in facts]
     readiness = Readiness(pieces, HostStreams(device), find_partial(share.model.graph), complete)
     return Hosted(plan=plan, pieces=pieces, memory=memory, needs=needs, readiness=readiness, folder=folder)
 

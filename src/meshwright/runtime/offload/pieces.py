@@ -184,6 +184,7 @@ class HostedPiece:
         """Take the parameters as what the optimizer goes on with."""
         if self.facts.is_resident and not self.has_masters:
             return
+        self.values.zero_()
         for i, item in self.facts.parameters.items():
             self._of(self.values, i).copy_(own_part(item.detach()))
 
@@ -202,27 +203,33 @@ class HostedPiece:
         return flat[start : start + item.numel()].view(item.shape)
 
 
-def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory) -> HostedPiece:
-    """A piece in the memory of the host, with the values of the device."""
+def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory, *, on_drives: bool) -> HostedPiece:
+    """A piece in the memory of the host, with the values of the device.
+
+    ``on_drives``: master weights will lie there, so that the piece has none yet (`StatesOnDrives`).
+    """
     first = next(iter(facts.parameters.values()))
     is_narrow = bool(numbers.master) and first.dtype is not getattr(torch, numbers.master)
     is_narrow = is_narrow and first.dtype is getattr(torch, numbers.values)
     dtype = getattr(torch, numbers.master) if is_narrow else first.dtype
+    size = 0 if is_narrow and on_drives else facts.size
     if facts.is_resident:
         gradients = torch.empty(0, dtype=gradient_type(first))
-        values = memory.empty(facts.size if is_narrow else 0, dtype)
+        values = memory.empty(size if is_narrow else 0, dtype)
         leaving = values
     else:
         gradients = memory.empty(facts.size, gradient_type(first), copied=True)
-        values = memory.empty(facts.size, dtype, copied=not is_narrow)
+        values = memory.empty(size, dtype, copied=not is_narrow)
         leaving = gradients.view(first.dtype)[: facts.size] if is_narrow else values
     found = HostedPiece(
         facts=facts, gradients=gradients, values=values, leaving=leaving, hosted={}, has_masters=is_narrow
     )
-    values.zero_()
-    found.read_values()
+    if len(values):
+        found.read_values()
+    lies_apart = is_narrow or not facts.is_resident
     for i, item in facts.parameters.items():
-        own = found._of(values, i) if len(values) else own_part(item.detach())
-        if item.requires_grad and own.numel():
-            found.hosted[i] = torch.nn.Parameter(own)
+        if item.requires_grad and found.shape_of(i).numel():
+            found.hosted[i] = torch.nn.Parameter(values.new_empty(0) if lies_apart else own_part(item.detach()))
+    if lies_apart:
+        found.place_values(values)
     return found

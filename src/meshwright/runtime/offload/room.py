@@ -2,75 +2,106 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
-from meshwright.cost.optimizers import state_bytes
+from meshwright.host.drives import Drive, find_drive
 from meshwright.host.host import Host
 from meshwright.host.memory import find_memory
-from meshwright.program import PIECES_AT_HAND
-from meshwright.runtime.offload.pieces import PieceFacts
+from meshwright.program import HostNeeds, count_host_needs, lower_plan
 from meshwright.spec.errors import RunError
+from meshwright.spec.files import make_folder
+from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import format_bytes
 
-
-class Needs(NamedTuple):
-    """Bytes that a process keeps on its host and on the drives."""
-
-    host_bytes: int
-    drive_bytes: int
+FOLDER_ADVICE = "Give a folder on a drive with room for them: --offload-folder, or prepare(..., offload_folder=...)."
 
 
-def count_needs(pieces: Sequence[PieceFacts], plan: Plan) -> Needs:
-    """What pieces take there, with the optimizer that the plan says (`simulator.host_memory`)."""
-    numbers = plan.workload.numbers
-    each = state_bytes(plan.workload.optimizer, plan.workload.precision)
-    elements = sum(piece.size for piece in pieces)
-    kept = numbers.gradient_bytes + (0 if numbers.master_bytes else numbers.value_bytes)
-    if plan.offload.optimizer == "host":
-        return Needs(elements * (kept + each), 0)
-    largest = sorted((piece.size for piece in pieces), reverse=True)[:PIECES_AT_HAND]
-    return Needs(elements * kept + sum(largest) * each, elements * each)
+def choose_folder(given: Path | str | None) -> Path:
+    """Where states lie that are kept on drives: by default the folder of temporary files."""
+    return Path(given) if given is not None else Path(tempfile.gettempdir())
 
 
-def check_room(needs: Needs, folder: Path | None) -> None:
-    """Raise RunError on all processes if one's host lacks room, for all of its processes. All call it together."""
+def check_folder(folder: Path) -> None:
+    """Make a folder for optimizer states, if there is none. Raises RunError for one that cannot be written to."""
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise RunError(
+            f"{folder}: optimizer states cannot be kept there ({error.strerror or error}). {FOLDER_ADVICE}"
+        ) from None
+
+
+def check_host(plan: Plan, graph: Graph, folder: Path) -> None:
+    """Raise RunError if this host lacks room for all ranks of a plan, none of which has begun."""
+    local, lowered = lower_plan(plan, graph)
+    every = [count_host_needs(local, lowered, rank) for rank in range(local.num_ranks)]
+    host_bytes = plan.sharding.width * sum(needs.host_bytes for needs in every)
+    drive_bytes = plan.sharding.width * sum(needs.drive_bytes for needs in every)
     host = Host()
-    free = find_memory(host).available_bytes
-    own = (host.name, needs, free, *_drive(folder if needs.drive_bytes else None))
-    found: list[tuple[str, Needs, int | None, str, int | None]] = [own] * dist.get_world_size()
+    _check(host.name, host_bytes, drive_bytes, find_memory(host).available_bytes, _drive(host, folder), folder)
+
+
+def check_room(needs: HostNeeds, folder: Path) -> None:
+    """Raise RunError on all processes if one's host lacks room, for all of its processes. All call it together.
+
+    What is resident has been taken by now, and is not asked for again.
+    """
+    host = Host()
+    own = (host.name, needs, find_memory(host).available_bytes, _drive(host, folder) if needs.drive_bytes else None)
+    found: list[tuple[str, HostNeeds, int | None, Drive | None]] = [own] * dist.get_world_size()
     if dist.get_backend() != "fake":
         dist.all_gather_object(found, own)
-    in_memory, on_drives = defaultdict[str, int](int), defaultdict[tuple[str, str], int](int)
-    for name, wanted, _, drive, _ in found:
-        in_memory[name] += wanted.host_bytes
-        on_drives[name, drive] += wanted.drive_bytes
-    for name, _, memory, drive, room in found:
-        if memory is not None and in_memory[name] > memory:
-            raise RunError(
-                f"The plan keeps {format_bytes(in_memory[name])} in the memory of host {name}, which has "
-                f"{format_bytes(memory)} available. Run it on more hosts, end other programs there, or plan with "
-                "--offload optimizer=nvme, or with more ZeRO."
-            )
-        if room is not None and on_drives[name, drive] > room:
-            raise RunError(
-                f"The plan keeps {format_bytes(on_drives[name, drive])} of optimizer states on a drive of host {name} "
-                f"({folder}), which has {format_bytes(room)} free. Choose another one: --offload-folder, or "
-                "prepare(..., offload_folder=...)."
-            )
+    in_memory, on_drives = defaultdict[str, int](int), defaultdict[str, int](int)
+    for name, wanted, _, _ in found:
+        in_memory[name] += wanted.host_bytes - wanted.resident_bytes
+        on_drives[name] += wanted.drive_bytes
+    for name, _, memory, drive in found:
+        _check(name, in_memory[name], on_drives[name], memory, drive, folder)
 
 
-def _drive(folder: Path | None) -> tuple[str, int | None]:
-    """The file system of a folder by its number, and what is free there; nothing of one that cannot be asked."""
-    if folder is None:
-        return "", None
+def explain_memory(folder: Path) -> str:
+    """What a user is to know of a folder whose files are memory; nothing of others."""
+    drive = _drive(Host(), folder)
+    if drive is None or not drive.is_memory:
+        return ""
+    return (
+        f"{folder} is memory ({drive.kind}) and no drive, so that optimizer states there take the host's memory. "
+        f"{FOLDER_ADVICE}"
+    )
+
+
+def _check(name: str, host_bytes: int, drive_bytes: int, memory: int | None, drive: Drive | None, folder: Path) -> None:
+    """Raise RunError for a host that has not so many bytes of memory, and of its drive."""
+    away = ""
+    if drive is not None and drive.is_memory:
+        host_bytes += drive_bytes
+        away = f", {format_bytes(drive_bytes)} of them in {folder}, which is memory ({drive.kind}) and no drive"
+    if memory is not None and host_bytes > memory:
+        raise RunError(
+            f"The plan takes {format_bytes(host_bytes)} more of the memory of host {name}{away}; it has "
+            f"{format_bytes(memory)} available. "
+            + (
+                FOLDER_ADVICE
+                if away
+                else "Run it on more hosts, end other programs there, or plan with --offload "
+                "optimizer=nvme, or with more ZeRO."
+            )
+        )
+    if drive is not None and drive_bytes > drive.free_bytes:
+        raise RunError(
+            f"The plan keeps {format_bytes(drive_bytes)} of optimizer states on a drive of host {name} ({folder}), "
+            f"which has {format_bytes(drive.free_bytes)} free. {FOLDER_ADVICE}"
+        )
+
+
+def _drive(host: Host, folder: Path) -> Drive | None:
+    """What a folder lies on; None if that cannot be asked."""
     try:
-        _, free = Host().space(folder)
-        return str(folder.stat().st_dev), free
+        return find_drive(host, folder)
     except OSError:
-        return "", None
+        return None

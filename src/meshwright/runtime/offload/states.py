@@ -18,6 +18,7 @@ from meshwright.program import PIECES_AT_HAND
 from meshwright.runtime.offload.drives import PAGE_BYTES, DriveFile
 from meshwright.runtime.offload.memory import ALIGNMENT, HostBuffer, HostMemory, round_up
 from meshwright.runtime.offload.pieces import HostedPiece
+from meshwright.runtime.offload.room import FOLDER_ADVICE, explain_memory
 
 # A state by its parameter's tensor id and its name.
 _Name = tuple[int, str]
@@ -109,16 +110,19 @@ class StatesOnDrives:
     ) -> None:
         self._optimizer, self._memory, self._file = optimizer, memory, file
         self._bytes_per_element = bytes_per_element
-        self.remark = ""
-        if not file.is_direct:
+        self.remark = explain_memory(file.folder)
+        if not self.remark and not file.is_direct:
             self.remark = (
                 f"{file.folder}: takes no direct reads and writes, so that optimizer states go through the system's "
-                "cache, which takes memory of the host. Give a folder on a drive: offload_folder, or --offload-folder."
+                f"cache, which takes memory of the host. {FOLDER_ADVICE}"
             )
         self._places = {piece.facts.number: place for place, piece in enumerate(pieces)}
         self._slots: dict[int, HostBuffer] = {}
         self._regions: dict[int, _Region] = {}
         for piece in pieces:
+            if piece.has_masters and piece.facts.size:
+                piece.place_values(self._slot(piece).view(0, (piece.facts.size,), piece.values.dtype))
+                piece.read_values()
             self.write(piece)
 
     def read(self, piece: HostedPiece) -> int:
@@ -126,7 +130,7 @@ class StatesOnDrives:
         region = self._regions[piece.facts.number]
         if not region.num_bytes:
             return 0
-        slot = self._slot(piece, region.num_bytes)
+        slot = self._slot(piece)
         assert slot.memory is not None, "buffers of drives are mapped"
         self._file.read(region.start, memoryview(slot.memory)[: round_up(region.num_bytes, PAGE_BYTES)])
         self._bind(piece, region, slot)
@@ -141,9 +145,9 @@ class StatesOnDrives:
         region = self._regions.get(piece.facts.number)
         if region is None or region.offsets.keys() != held.keys():
             region = self._regions[piece.facts.number] = self._make_room(piece, held, region)
-        if not held:
+        if not region.num_bytes:
             return 0
-        slot = self._slot(piece, region.num_bytes)
+        slot = self._slot(piece)
         for name, offset in region.offsets.items():
             value, here = held[name], slot.view(offset, tuple(held[name].shape), held[name].dtype)
             if value.data_ptr() != here.data_ptr():
@@ -181,15 +185,23 @@ class StatesOnDrives:
             offsets[name] = end
             end = round_up(end + value.nbytes, ALIGNMENT)
         # An optimizer makes most of its states in its first step.
-        room = round_up(max(end, piece.facts.size * self._bytes_per_element), PAGE_BYTES)
+        room = max(round_up(end, PAGE_BYTES), self._room_of(piece))
         if before is not None and room <= before.room:
             return _Region(before.start, before.room, offsets, end)
         return _Region(self._file.reserve(room), room, offsets, end)
 
-    def _slot(self, piece: HostedPiece, num_bytes: int) -> HostBuffer:
-        place = self._places[piece.facts.number] % PIECES_AT_HAND
-        if place not in self._slots or self._slots[place].num_bytes < num_bytes:
-            self._slots[place] = self._memory.new(round_up(num_bytes, PAGE_BYTES))
+    def _room_of(self, piece: HostedPiece) -> int:
+        return round_up(piece.facts.size * self._bytes_per_element, PAGE_BYTES)
+
+    def _slot(self, piece: HostedPiece) -> HostBuffer:
+        """The buffer of a piece; larger ones if its optimizer keeps more than the plan says."""
+        number = piece.facts.number
+        place = self._places[number] % PIECES_AT_HAND
+        room = self._regions[number].room if number in self._regions else self._room_of(piece)
+        if place not in self._slots or self._slots[place].num_bytes < room:
+            if place in self._slots:
+                self._memory.free(self._slots[place])
+            self._slots[place] = self._memory.new(room)
         return self._slots[place]
 
     def _bind(self, piece: HostedPiece, region: _Region, buffer: HostBuffer) -> None:

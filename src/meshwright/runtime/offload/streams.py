@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import torch
 from torch._guards import detect_fake_mode
 
-from meshwright.runtime.pending import Work
+from meshwright.runtime.pending import WaitedOnce, Work
 from meshwright.runtime.rank_program import HostItem, MarkKey
 from meshwright.spec.errors import RunError
 from meshwright.spec.instructions import Instruction
@@ -52,20 +52,6 @@ class _Signal:
             work.wait()
         if self._moment is not None:
             self._moment.wait()
-
-
-class _WaitedOnce:
-    """Work that several threads wait for: gloo copies a scattered sum into its place again with every wait."""
-
-    def __init__(self, work: Work) -> None:
-        self._work: Work | None = work
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        with self._lock:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
 
 
 class HostWork:
@@ -151,7 +137,7 @@ class HostStreams:
         if (signal := self._signals.get(index)) is None:
             return works
         if self._device.type != "cuda":
-            works = [_WaitedOnce(work) for work in works]
+            works = [WaitedOnce(work) for work in works]
         signal.set(works)
         return works
 

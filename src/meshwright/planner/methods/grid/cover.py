@@ -131,7 +131,8 @@ def cover(
 
     ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
     having ranks p · R on. Those that cannot be are left out: more stages than layers, fewer microbatches than replicas,
-    rounds that do not divide, replicas that ``shard_size`` does not divide; and doubles.
+    rounds that do not divide, replicas that ``shard_size`` does not divide, or that have unequal rounds with ZeRO 2 and
+    3; and doubles.
     """
     num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
@@ -162,6 +163,9 @@ def cover(
                 even_edges(work, num_stages, edges)
                 _add_up(layers, edges, positions, chunks[index], sums)
             for zero in zeros:
+                # As `spec.stage_plan.takes_part_alike` has it.
+                if zero >= 2 and num_microbatches % replicas:
+                    continue
                 form = _Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)
                 rows.positions[made], rows.schedule[made], rows.zero[made] = positions, index, zero
                 rows.seconds[made] = _seconds(sums, exchanges, kind_of, form)

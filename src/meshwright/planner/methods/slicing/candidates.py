@@ -126,7 +126,7 @@ class CandidateSearch:
 
     def _equal(self, size: int, schedule: str, cutoff_s: float = math.inf) -> Iterator[_Search]:
         space = self.space
-        for replicas in space.shareable(divisors(space.num_ranks)):
+        for replicas in space.shareable(divisors(space.num_ranks), size):
             num_stages = space.num_ranks // replicas
             if space.num_stages and num_stages not in space.num_stages:
                 continue
@@ -149,7 +149,7 @@ class CandidateSearch:
                 size=size,
                 schedule=schedule,
                 layout=Layout(name=name, num_ranks=self.space.num_ranks),
-                replicas=self._choices(),
+                replicas=self._choices(size),
                 num_stages=num_stages,
                 cutoff_s=cutoff_s,
             )
@@ -162,12 +162,13 @@ class CandidateSearch:
         if len(kinds) > 1 and num_stages != 1:
             yield "reversed"
 
-    def _choices(self) -> tuple[int, ...]:
+    def _choices(self, size: int) -> tuple[int, ...]:
         num_ranks = self.space.num_ranks
         if num_ranks <= MAX_RANKS_FOR_ANY_REPLICAS:
-            return self.space.shareable(range(1, num_ranks + 1))
+            return self.space.shareable(range(1, num_ranks + 1), size)
         per_node = max(node.num_devices for node in self.space.cluster.nodes)
-        return self.space.shareable(r for r in range(1, num_ranks + 1) if num_ranks % r == 0 or r % per_node == 0)
+        whole = (r for r in range(1, num_ranks + 1) if num_ranks % r == 0 or r % per_node == 0)
+        return self.space.shareable(whole, size)
 
     def _solve(self, search: _Search) -> Candidate | None:
         slicing = solve_slicing(

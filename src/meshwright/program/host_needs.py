@@ -1,0 +1,85 @@
+"""What a rank keeps in the memory of its host and on drives: what is predicted, and what a run asks its hosts for.
+
+Of each trained element of the rank's share, where replicas share states out:
+
+    host     its gradient, and its parameter, which goes up from the same place where there is a master weight; states
+             where they are there, else those of `PIECES_AT_HAND` pieces; AdamW's counters
+    drives   states
+
+With parameters on the host these lie there before a run begins, frozen ones, too; but for what stages share, which is
+summed in buckets and stays on the devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
+from meshwright.program.buckets import gradient_buckets
+from meshwright.program.offload import PIECES_AT_HAND, host_pieces
+from meshwright.spec.graph import Graph
+from meshwright.spec.plan import Plan
+from meshwright.spec.slices import slice_graph
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeeds:
+    """Bytes of one rank on its host and on drives; ``resident_bytes`` of the host's are there before a run begins."""
+
+    host_bytes: int
+    drive_bytes: int
+    resident_bytes: int = 0
+
+
+def count_host_needs(plan: Plan, graph: Graph, rank: int) -> HostNeeds:
+    """What a rank keeps away from its device: of its stages, what they share once."""
+    if plan.offload.optimizer == "device":
+        return HostNeeds(0, 0)
+    return _count(plan, graph, plan.stages_of(rank))
+
+
+@lru_cache(maxsize=256)
+def _count(plan: Plan, graph: Graph, stages: tuple[int, ...]) -> HostNeeds:
+    workload, offload = plan.workload, plan.offload
+    numbers, states = workload.numbers, state_bytes(workload.optimizer, workload.precision)
+    counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
+    buckets = gradient_buckets(graph, plan)
+    summed = {i: bucket for bucket in buckets for i in bucket.parameters}
+    slices = slice_graph(graph, plan.bounds)
+    held = {i: stage for stage in reversed(stages) for i in slices[stage].parameters}
+
+    def parts_of(stage: int) -> int:
+        return plan.exchange.num_parts(len(plan.stages[stage].ranks))
+
+    # Bytes by the number of ranks among which they are shared out.
+    host, drives, resident = Counter[int](), Counter[int](), Counter[int]()
+    for i, stage in held.items():
+        tensor = graph.tensors[i]
+        parts = plan.exchange.num_parts(len(summed[i].ranks)) if i in summed else parts_of(stage)
+        value_bytes = tensor.num_bytes(0, numbers.value_bytes)
+        is_resident = offload.parameters == "host" and i not in summed
+        resident[parts] += value_bytes if is_resident else 0
+        if tensor.requires_grad:
+            host[parts] += workload.gradient_bytes(tensor) + counter
+            host[parts] += 0 if is_resident or numbers.master_bytes else value_bytes
+            drives[parts] += tensor.num_elements(0) * states
+    kept = _divide(drives)
+    if offload.optimizer == "host":
+        host += drives
+        drives.clear()
+    needed = _divide(host) + _divide(resident)
+    if offload.optimizer == "nvme":
+        # The pieces in the order of the program (`append_host_steps`), which take the buffers in turn.
+        pieces = [item for item in host_pieces(graph, plan, buckets) if item.stage in stages]
+        shared = [item for item in buckets if not held.keys().isdisjoint(item.parameters)]
+        sizes = [-(-item.num_bytes // (numbers.gradient_bytes * parts_of(item.stage))) for item in pieces]
+        sizes += [-(-item.num_elements // plan.exchange.num_parts(len(item.ranks))) for item in shared]
+        largest = sum(max(sizes[place::PIECES_AT_HAND], default=0) for place in range(PIECES_AT_HAND))
+        needed += min(largest * states, kept)
+    return HostNeeds(needed, _divide(drives), _divide(resident))
+
+
+def _divide(num_bytes: Counter[int]) -> int:
+    return sum(-(-each // parts) for parts, each in num_bytes.items())
