@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -312,6 +313,7 @@ class CostModel:
         *,
         device: Backend = "cpu",
         bucketed: Set[int] = frozenset(),
+        activations_away: bool = False,
     ) -> StageMemory:
         """Bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
         graph = as_computed(graph, workload.numbers)
@@ -319,10 +321,8 @@ class CostModel:
         # Where some gradients are exchanged and some are not, it matters which.
         which = any(exchanged) if len(set(exchanged)) < 2 else stage_slice
         key = ("memory", self._known(graph), likeness(graph, stage_slice), which, batch_size, workload, device)
-        return self._keep(
-            key,
-            lambda: weigh_stage(graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed),
-        )
+        weigh = partial(weigh_stage, graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed)
+        return self._keep((*key, activations_away), partial(weigh, activations_away=activations_away))
 
     def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
         """Price all ops for several batch sizes at once, which takes less time than one after the other."""

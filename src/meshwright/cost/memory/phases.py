@@ -70,9 +70,10 @@ def trace_phases(
     device: Backend,
     loop: OptimizerLoop,
     bucketed: Set[int],
+    activations_away: bool = False,
 ) -> StagePhases:
     """Follow a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
-    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed)
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, activations_away)
     ends = [0]
 
     def end() -> None:

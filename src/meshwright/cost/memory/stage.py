@@ -108,10 +108,12 @@ def weigh_stage(
     *,
     device: Backend = "cpu",
     bucketed: Set[int] = frozenset(),
+    activations_away: bool = False,
 ) -> StageMemory:
     """Memory of one stage for microbatches of ``batch_size`` samples.
 
     ``device``: whose libraries compute. ``bucketed``: parameters whose gradients are exchanged in buckets.
+    ``activations_away``: what layers keep is on the host in between (`away`); ``phases`` know of that alone.
     Of what the graph computes again ``phases`` know, ``saved_bytes`` does not.
     Raises GraphError for a batch size that the graph does not describe.
     """
@@ -153,6 +155,7 @@ def weigh_stage(
             device=device,
             loop=default_loop(device),
             bucketed=bucketed,
+            activations_away=activations_away,
         )
     return StageMemory(
         parameter_bytes=size(stage_slice.parameters),

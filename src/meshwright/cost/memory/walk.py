@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
+from meshwright.cost.memory.away_blocks import follow_away
 from meshwright.cost.memory.backward import (
     Backend,
     backward_workspace_bytes,
@@ -61,6 +62,7 @@ class StageWalk:
     """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
 
     ``bucketed`` are parameters whose gradients a step's last backward copies into buckets, one by one, and lets go.
+    ``activations_away``: see `away`.
     Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
     """
 
@@ -73,6 +75,7 @@ class StageWalk:
         device: Backend,
         loop: OptimizerLoop,
         bucketed: Set[int] = frozenset(),
+        activations_away: bool = False,
     ) -> None:
         self.ledger = Ledger()
         graph = as_kept(graph, workload.numbers, device)
@@ -83,6 +86,7 @@ class StageWalk:
         # Whether gradients are added up in a wider type than backwards make them in.
         self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
         self._lives = find_lifetimes(graph, stage, trains=self.trains)
+        self._away = follow_away(graph, stage, batch_size, workload, self._lives, self._sizes, leaves=activations_away)
         self._bucketed = frozenset(bucketed)
         self._first_use: dict[int, int] = {}
         for index in stage.ops if bucketed else ():
@@ -116,11 +120,13 @@ class StageWalk:
         self.ledger.begin("values received")
         for i in _tensors(self._stage.incoming):
             values[self._graph.tensors[i].storage] = self.ledger.take(self._sizes[i], RECEIVED)
+        kept = self._away.begin_forward()
         for index in self._stage.ops:
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name}")
-            keeps = index not in self._lives.recomputed
-            self._compute(index, op, values, self._lives.kept, keeps_internals=keeps)
+            self._away.forward(index, values, self.ledger)
+            self._compute(index, op, values, kept, keeps_internals=index not in self._lives.recomputed)
+        self._away.end_forward(values, self.ledger)
         if not self.trains:
             self._end(microbatch)
 
@@ -128,6 +134,7 @@ class StageWalk:
         """All ops in reverse, after the gradient of the loss or those that later stages send; the last of a step?"""
         values = self._values[microbatch]
         self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
+        self._away.begin_backward(self.ledger)
         for i in self._graph.outputs[:1] if self._stage.outputs else ():
             self._gradients[i] = _Gradient(self.ledger.take(self._sizes[i], WORKSPACE))
         arrived = [(i, self.ledger.take(self._sizes[i], RECEIVED)) for i in _gradients(self._stage.outgoing)]
@@ -135,6 +142,7 @@ class StageWalk:
             # Who received it holds it until the backward is done.
             self._deliver(i, _Gradient(block, holders=2))
         for index in reversed(self._stage.ops):
+            self._away.backward(index, self.ledger)
             if index + 1 in self._lives.starts:
                 self._recompute(self._lives.starts[index + 1], index + 1, values)
             op = self._graph.ops[index]
@@ -143,6 +151,7 @@ class StageWalk:
             # A node of autograd lets go of what it saved before the next one, which may cast, begins.
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
+            self._away.release(index, values, self.ledger)
             self._hand_on(op, made)
             if is_last and self._bucketed:
                 self._fill_buckets(index)
@@ -160,8 +169,7 @@ class StageWalk:
 
     def optimize(self, *, first: bool) -> None:
         """One step of the optimizer over all trained parameters, then the gradients go."""
-        kind, num_states = self._workload.optimizer.kind, self._workload.optimizer.num_states
-        numbers = self._workload.numbers
+        optimizer, numbers = self._workload.optimizer, self._workload.numbers
         trained = [i for i in self._stage.parameters if self._graph.tensors[i].requires_grad]
         sizes = {i: self._elements[i] * numbers.state_bytes for i in trained}
         for parameter, size in sizes.items():
@@ -169,17 +177,17 @@ class StageWalk:
             if first:
                 if numbers.master_bytes:
                     self.ledger.take(self._elements[parameter] * numbers.master_bytes, OPTIMIZER)
-                for _ in range(num_states):
+                for _ in range(optimizer.num_states):
                     self.ledger.take(size, OPTIMIZER)
-                if kind == "adamw":
+                if optimizer.kind == "adamw":
                     self.ledger.take(STEP_COUNTER_BYTES, OPTIMIZER)
-            if kind == "adamw" and self._loop == "tensors":
+            if optimizer.kind == "adamw" and self._loop == "tensors":
                 for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
                     self.ledger.free(copy)
         # Copies of all of them at a time: of gradients in the type of the master weights, and of what foreach computes.
         for is_made, moment in (
             (numbers.gradient_bytes < numbers.master_bytes, "gradients widened"),
-            (kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
+            (optimizer.kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
         ):
             if is_made:
                 self.ledger.begin(moment)
