@@ -15,6 +15,7 @@ from meshwright.program import build_program, gradient_buckets, num_bucket_copie
 from meshwright.program.schedules.layouts import num_active
 from meshwright.simulator.buffers import compute_orders
 from meshwright.spec import Opcode, check_plan, slice_graph
+from meshwright.spec.offload import ON_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +70,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     """
     check_plan(plan, graph, cluster)
     stages = plan.stages_of(rank)
-    if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
+    if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload != ON_DEVICE:
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
     computed = compute_orders(build_program(plan, graph))[rank]

@@ -5,6 +5,7 @@ Of a stage with E trained elements per rank (its share, where replicas share sta
     host     gradients that came down, and parameters that go up from the same place: w·E
              states; in float32 a copy of the parameters, too, of which mixed precision has a master in its states;
              where parameters are kept there, these (and frozen ones) instead of such a copy
+    activations  what layers keep of each microbatch under way (`cost.memory.away`)
     drives   the states, of which `PIECES_AT_HAND` pieces are on the host meanwhile
 
 All devices of a node together have to find room. Where ranks are teams, all of this is of one device of each, and the
@@ -18,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import as_kept, backend_of, find_away
 from meshwright.cost.optimizers import state_bytes
-from meshwright.program import PIECES_AT_HAND, gradient_buckets, host_pieces
+from meshwright.program import PIECES_AT_HAND, gradient_buckets, host_pieces, max_in_flight
 from meshwright.spec import Graph, Placement, Plan, format_bytes, format_count, slice_graph
+from meshwright.spec.offload import ON_DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +69,10 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
 
 def node_memory(plan: Plan | Placement, graph: Graph, cost: CostModel) -> tuple[NodeMemory, ...]:
     """What each node that a plan uses keeps away from its devices; none where everything is on them."""
-    if isinstance(plan, Placement) or plan.offload.optimizer == "device":
+    if isinstance(plan, Placement) or plan.offload == ON_DEVICE:
         return ()
-    of_stages = _stage_bytes(plan, graph, cost)
+    of_stages = [(0, 0)] * len(plan.stages) if plan.offload.optimizer == "device" else _stage_bytes(plan, graph, cost)
+    activations = _activation_bytes(plan, graph, cost) if plan.offload.activations == "host" else [0] * len(of_stages)
     cluster = cost.cluster
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank in range(plan.num_ranks):
@@ -81,7 +85,8 @@ def node_memory(plan: Plan | Placement, graph: Graph, cost: CostModel) -> tuple[
             NodeMemory(
                 name=node.name,
                 ranks=tuple(members),
-                host_bytes=sum(host for host, _ in kept),
+                host_bytes=sum(host for host, _ in kept)
+                + sum(activations[stage] for rank in members for stage in plan.stages_of(rank)),
                 host_limit_bytes=node.host_memory_bytes,
                 nvme_bytes=sum(nvme for _, nvme in kept),
                 nvme_limit_bytes=node.nvme.capacity_bytes if node.nvme else 0,
@@ -116,4 +121,15 @@ def _stage_bytes(plan: Plan, graph: Graph, cost: CostModel) -> list[tuple[int, i
         else:
             at_hand = PIECES_AT_HAND * -(-largest[stage.index] // (numbers.gradient_bytes * parts)) * states
             found.append((host + min(at_hand, kept), kept))
+    return found
+
+
+def _activation_bytes(plan: Plan, graph: Graph, cost: CostModel) -> list[int]:
+    """Bytes of activations on the host of one rank of each stage."""
+    found = []
+    for stage in slice_graph(graph, plan.bounds):
+        kind = cost.cluster.device_kind(plan.stages[stage.index].ranks[0])
+        kept = as_kept(graph, plan.workload.numbers, backend_of(kind))
+        away = find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes)
+        found.append(max_in_flight(plan, stage.index) * away.num_bytes)
     return found

@@ -23,12 +23,13 @@ from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, graph_of_program, host_pieces
 from meshwright.program.parts import cut_parts
-from meshwright.simulator.alike import find_distinct, mark_backwards
+from meshwright.simulator.alike import find_distinct, first_updates, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
 from meshwright.simulator.routes import Routes
+from meshwright.simulator.saved_waits import PricedCopies
 from meshwright.simulator.span_parts import IssuedParts, SpanParts, issue_parts, list_parts
 from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
 from meshwright.simulator.stage_costs import StageCosts, StepIssue, stage_costs, steps_on_host
@@ -154,6 +155,7 @@ class _Pricer:
             [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
             for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
+        self._copies = PricedCopies(graph, plan, stages, kinds, [shared.ranks for shared in shards], cost)
         self._plan, self._graph, self._stages = plan, graph, stages
         self._served_bytes = served_bytes(program)
         self._hosts = HostPrices(cost, whole.num_ranks)
@@ -184,7 +186,7 @@ class _Pricer:
         kind = np.repeat(self._kind_of_rank[rank_of_streams(self._program)], np.diff(section.stream_offsets))
         place = place_of_backward(section)
         if self.has_hosts and isinstance(self._plan, Plan) and self._plan.scales_loss:
-            place[_first_updates(section)] = FIRST
+            place[first_updates(section.stream_offsets, section.opcode)] = FIRST
         is_compute = _IS_COMPUTE[section.opcode]
         compute, transfers = np.flatnonzero(is_compute), np.flatnonzero(~is_compute)
         _check_groups(self._program, section, transfers)
@@ -193,7 +195,8 @@ class _Pricer:
         computing = (section.stage, kind, place, section.opcode)
         cost_class[compute] = _per_distinct([column[compute] for column in computing], self._computation)[0]
         adding = np.where(section.opcode == Opcode.SUM, kind, -1)
-        moving: list[NDArray[np.integer]] = [section.group, section.opcode, section.num_bytes, adding]
+        moved = self._copies.moved_bytes(section, kind)
+        moving: list[NDArray[np.integer]] = [section.group, section.opcode, moved, adding]
         moving += [self._axes_of(section)] if len(self._part_axes) else []
         cost_class[transfers], route[transfers] = _per_distinct(
             [column[transfers] for column in moving], self._transfer
@@ -317,8 +320,11 @@ class _Pricer:
         costs = self._costs[stage][kind]
         if self._factors[kind]:
             parts, issued = self._parts[stage, kind, place, opcode]
-            at = parts.filled[bucket]
+            at = parts.filled[bucket] if bucket >= 0 else self._copies.find_part(parts, stage, kind, opcode, bucket)
             return int(issued.done_ps[at]), int(issued.earliest_ps[at])
+        if bucket < 0:
+            parts = list_parts(costs.ops, Opcode(opcode), place)
+            return to_picoseconds(parts.done_s[self._copies.find_part(parts, stage, kind, opcode, bucket)]), 0
         part = costs.backward if opcode == Opcode.BACKWARD else costs.weights
         ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
@@ -327,15 +333,6 @@ class _Pricer:
         row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s)
         self.classes.append((*row, *in_use, (0, 0, False)))
         return len(self.classes) - 1
-
-
-def _first_updates(section: Section) -> NDArray[np.int64]:
-    """Updates that do not follow another one of their stream."""
-    updates = np.isin(section.opcode, UPDATES)
-    follows = np.append(False, updates[:-1])
-    begins = section.stream_offsets[:-1]
-    follows[begins[begins < len(follows)]] = False
-    return np.flatnonzero(updates & ~follows)
 
 
 def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:

@@ -72,7 +72,13 @@ def stage_bytes(
     """Weigh a stage for the plan's microbatches on one kind of device; arguments as of `stage_costs`."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
     memory = cost.stage_memory(
-        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
+        graph,
+        stage,
+        plan.microbatch_size,
+        plan.workload,
+        device=backend_of(kind),
+        bucketed=bucketed,
+        activations_away=isinstance(plan, Plan) and plan.offload.activations == "host",
     )
     size, width, numbers = plan.microbatch_size, plan.workload.float_bytes, plan.workload.numbers
     made, used = (

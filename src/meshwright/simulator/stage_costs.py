@@ -16,6 +16,7 @@
 - clipping and a scale of the loss: passes over all gradients before the step.
 - an optimizer on the host: the step on the device is what the runtime takes for it, and those passes. Pieces that go to
   the host without being summed are ready as buckets are, but need no copy.
+- activations on the host: `saved_waits` says what passes wait for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.host_issue import load_host_calls
 from meshwright.cost.optimizers import trainable_elements
 from meshwright.program import Bucket, HostPiece
+from meshwright.simulator.saved_waits import find_copies, saved_waits
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
 from meshwright.spec.compiled_units import unit_starts
@@ -140,6 +142,9 @@ def op_seconds(
     forward_s, backward_s = prices.forward_s[ops], prices.backward_s[ops]
     kept = {i for bucket in buckets for i in bucket.parameters}
     waits = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
+    copies = find_copies(graph, plan, stage, kind, cost, shards.ranks)
+    waited = saved_waits(copies, forward_s + waits.forward, backward_s + waits.backward)
+    waits = waits._replace(forward=waits.forward + waited[0], backward=waits.backward + waited[1])
     serial_s = cost.serial_overhead_s(kind)
     return OpSeconds(
         forward=forward_s + waits.forward,

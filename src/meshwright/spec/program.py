@@ -10,8 +10,8 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     group                                index into ``groups``: the ranks that take part; -1 for work of one rank
     num_bytes                            bytes that move, 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
-    mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready; of
-                                         layers whose activations are copied it is -1 - layer
+    mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
+                                         or, -1 - layer, activations of a layer may be copied
     join_instruction, join_need          ``join_instruction[j]`` goes on after ``join_need[j]`` of its waits
     late_instruction, late_section,      ``late_instruction[l]`` waits for ``late_awaited[l]`` of another section,
     late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
@@ -66,7 +66,6 @@ from meshwright.spec.offload_instructions import (
     CopyDown,
     CopyUp,
     HostStep,
-    Offloading,
     ReadStates,
     SavedDown,
     SavedUp,
@@ -99,6 +98,7 @@ _OFFLOADING: dict[Opcode, type[CopyDown | HostStep | CopyUp | ReadStates | Write
     Opcode.READ_STATES: ReadStates,
     Opcode.WRITE_STATES: WriteStates,
 }
+_SAVED: dict[Opcode, type[SavedDown | SavedUp]] = {Opcode.SAVED_DOWN: SavedDown, Opcode.SAVED_UP: SavedUp}
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
 
@@ -171,10 +171,8 @@ class Section:
                 return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
             case Opcode.COPY_DOWN | Opcode.HOST_STEP | Opcode.COPY_UP | Opcode.READ_STATES | Opcode.WRITE_STATES:
                 return _OFFLOADING[opcode](stage=stage, piece=peer, num_bytes=num_bytes)
-            case Opcode.SAVED_DOWN:
-                return SavedDown(stage=stage, microbatch=microbatch, layer=peer, num_bytes=num_bytes)
-            case Opcode.SAVED_UP:
-                return SavedUp(stage=stage, microbatch=microbatch, layer=peer, num_bytes=num_bytes)
+            case Opcode.SAVED_DOWN | Opcode.SAVED_UP:
+                return _SAVED[opcode](stage=stage, microbatch=microbatch, layer=peer, num_bytes=num_bytes)
             case Opcode.LOAD:
                 return Load(stage=stage, microbatch=microbatch)
             case Opcode.OPTIMIZER_STEP | Opcode.STASH | Opcode.DROP | Opcode.MERGE:

@@ -1,15 +1,16 @@
-"""What a walk through a stage frees and takes where activations go to the host between forward and backward (`away`)."""
+"""What a walk through a stage frees and takes where activations go to the host until the backward (`away`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.cost.memory.away import Away, find_away
 from meshwright.spec.memory import SAVED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Set
+    from collections.abc import Sequence, Set
 
     from meshwright.cost.memory.away import AwayValue
     from meshwright.cost.memory.ledger import Ledger
@@ -23,7 +24,7 @@ def follow_away(
     batch_size: int,
     workload: Workload,
     lives: Lifetimes,
-    sizes: Mapping[int, int],
+    sizes: Sequence[int],
     *,
     leaves: bool,
 ) -> AwayBlocks:
@@ -37,7 +38,7 @@ def follow_away(
 class AwayBlocks:
     """Blocks of one stage's values that go and come."""
 
-    def __init__(self, away: Away, lives: Lifetimes, sizes: Mapping[int, int], ops: tuple[int, ...]) -> None:
+    def __init__(self, away: Away, lives: Lifetimes, sizes: Sequence[int], ops: tuple[int, ...]) -> None:
         self._lives, self._sizes = lives, sizes
         self._kept: set[int] = set()
         # By unit, what has left the device when it begins; by op, where units begin forward and backward.
@@ -61,10 +62,7 @@ class AwayBlocks:
         coming = away.coming
         self._first_up = coming[0] if coming else -1
         own = sorted(ops)
-        self._comes = {
-            max(op for op in own if op < away.units[unit].stop): after
-            for unit, after in zip(coming, coming[1:], strict=False)
-        }
+        self._comes = {max(op for op in own if op < away.units[unit].stop): after for unit, after in pairwise(coming)}
         self._last_use = {storage: op for op, storages in lives.last_used.items() for storage in storages}
         self._there: dict[tuple[int, int], int] = {}
 
