@@ -146,7 +146,8 @@ def test_examples_fill_every_field(kind):
     lacking -= {("Deployment", "scaling")}
     ways = ("staleness", "zero", "shard_size", "algorithm", "node_size", "every_steps")
     lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}
-    lacking -= {("StagePlan", "shares"), ("Plan", "offload"), ("Offload", "optimizer"), ("Offload", "parameters")}
+    lacking -= {("StagePlan", "shares"), ("Plan", "offload")}
+    lacking -= {("Offload", name) for name in ("optimizer", "parameters", "activations")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 
@@ -156,7 +157,7 @@ def test_states_on_the_host_come_back():
         EXAMPLES["plan"],
         workload=workload,
         exchange=GradientExchange(zero=3),
-        offload=Offload(optimizer="nvme", parameters="host"),
+        offload=Offload(optimizer="nvme", parameters="host", activations="host"),
     )
     document = encode_document(plan)
     assert document["offload"] == {"optimizer": "nvme", "parameters": "host"}

@@ -36,7 +36,7 @@ from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.layouts import channel_layouts, takes_channels_last
 from meshwright.runtime.loss_scale import LossScale
-from meshwright.runtime.offload import Hosted, HostedValues, Hosting, HostSteps, find_partial, take_to_host
+from meshwright.runtime.offload import Hosted, HostedValues, Hosting, HostSteps, find_partial, keep_saved, take_to_host
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
@@ -105,17 +105,21 @@ def open_session(
     hosted = take_to_host(
         share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder
     )
+    keeping = keep_saved(share, hosted, device)
     scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
     updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale, hosted)
-    hosting = None
-    if hosted is not None and isinstance(updates, HostSteps):
-        hosting = Hosting(hosted.pieces, updates, hosted.readiness, hosted.memory)
+    hosting, kept, saved = None, hosted or keeping, keeping.layers if keeping is not None else {}
+    if kept is not None:
+        pieces = hosted.pieces if hosted is not None else ()
+        hosting = Hosting(
+            pieces, updates if isinstance(updates, HostSteps) else None, kept.readiness, kept.memory, saved
+        )
     graph, size = share.model.graph, share.model.plan.microbatch_size
     channels_last = bool(graph.compiled) and takes_channels_last(graph, share.model.stand_in, size, device, autocast)
     runners = tuple(
-        StageRunner(part, graph, stage, device, autocast, channels_last=channels_last)
+        StageRunner(part, graph, stage, device, autocast, channels_last=channels_last, saved=saved.get(stage.index))
         for stage, part in zip(share.stages, parts, strict=True)
     )
     layouts = channel_layouts(

@@ -4,11 +4,12 @@ pieces    what of parameters lies on the device, and its counterpart on the host
 updates   the optimizer over a piece
 states    its states, in memory or in a file on drives
 streams   the threads that do the program's instructions
+saved     activations, between forward and backward
 hosting   all of a rank
 """
 
 from meshwright.runtime.offload.hosting import Hosting
-from meshwright.runtime.offload.opening import Hosted, find_partial, take_to_host
+from meshwright.runtime.offload.opening import Hosted, find_partial, keep_saved, take_to_host
 from meshwright.runtime.offload.updates import HostedValues, HostSteps
 
-__all__ = ["HostSteps", "Hosted", "HostedValues", "Hosting", "find_partial", "take_to_host"]
+__all__ = ["HostSteps", "Hosted", "HostedValues", "Hosting", "find_partial", "keep_saved", "take_to_host"]

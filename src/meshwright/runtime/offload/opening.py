@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch._guards import detect_fake_mode
 
+from meshwright.cost.memory import Away, as_kept, find_away
 from meshwright.cost.optimizers import state_bytes
-from meshwright.program import gradient_buckets, host_pieces
+from meshwright.program import gradient_buckets, host_pieces, max_in_flight
 from meshwright.runtime.exchange import BucketExchange, Exchange
 from meshwright.runtime.holding import Holding
 from meshwright.runtime.offload.drives import DriveFile
@@ -18,6 +20,7 @@ from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
 from meshwright.runtime.offload.room import Needs, check_room, count_needs
+from meshwright.runtime.offload.saved import SavedLayers, mark_units
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
@@ -65,6 +68,7 @@ def take_to_host(
         return None
     facts = _find_facts(share, plan, exchange, updated)
     needs = count_needs(facts, plan)
+    needs = needs._replace(host_bytes=needs.host_bytes + _count_saved(_find_aways(share, device), plan))
     if detect_fake_mode() is None:
         check_room(needs, folder)
     memory, numbers = HostMemory(device), plan.workload.numbers
@@ -75,6 +79,52 @@ def take_to_host(
     pieces = [make_hosted(item, numbers, memory) for item in facts]
     readiness = Readiness(pieces, HostStreams(device), find_partial(share.model.graph), complete)
     return Hosted(plan=plan, pieces=pieces, memory=memory, needs=needs, readiness=readiness, folder=folder)
+
+
+class KeptSaved(NamedTuple):
+    """The layers of stages whose activations are on the host, by stage, with its memory and threads."""
+
+    layers: dict[int, SavedLayers]
+    memory: HostMemory
+    readiness: Readiness
+
+
+def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> KeptSaved | None:
+    """Let a rank's stages keep their activations on its host; None where its plan leaves them on the device.
+
+    All call it together. Raises RunError for hosts without room, which were asked if the optimizer is ``hosted``.
+    """
+    plan, aways = share.plan, _find_aways(share, device)
+    if not isinstance(plan, Plan) or not aways:
+        return None
+    if hosted is None and detect_fake_mode() is None:
+        check_room(Needs(_count_saved(aways, plan), 0), None)
+    memory = hosted.memory if hosted is not None else HostMemory(device)
+    readiness = hosted.readiness if hosted is not None else Readiness([], HostStreams(device), (), lambda: None)
+    doubled = any(item.dtype is torch.float64 for item in share.parameters.values())
+    widening = torch.float64.itemsize / plan.workload.float_bytes if doubled else 1.0
+    layers = {}
+    for stage, module in zip(share.stages, share.modules, strict=True):
+        if stage.has_backward:
+            away = aways[stage.index]
+            layers[stage.index] = SavedLayers(away, memory, readiness.streams, device, widening)
+            mark_units(module, away, layers[stage.index])
+    return KeptSaved(layers, memory, readiness)
+
+
+def _find_aways(share: Holding, device: torch.device) -> dict[int, Away]:
+    """What of each of a rank's stages is on the host; nothing where activations stay."""
+    plan = share.plan
+    if not isinstance(plan, Plan) or plan.offload.activations == "device":
+        return {}
+    workload = plan.workload
+    kept = as_kept(share.model.graph, workload.numbers, "cuda" if device.type == "cuda" else "cpu")
+    size = plan.microbatch_size
+    return {stage.index: find_away(kept, stage, size, workload.float_bytes) for stage in share.stages}
+
+
+def _count_saved(aways: Mapping[int, Away], plan: Plan) -> int:
+    return sum(max_in_flight(plan, stage) * away.num_bytes for stage, away in aways.items())
 
 
 def find_partial(graph: Graph) -> set[int]:

@@ -54,8 +54,8 @@ def check_room(needs: Needs, folder: Path | None) -> None:
         if memory is not None and in_memory[name] > memory:
             raise RunError(
                 f"The plan keeps {format_bytes(in_memory[name])} in the memory of host {name}, which has "
-                f"{format_bytes(memory)} available. Run it on more hosts, end other programs there, or plan with "
-                "--offload optimizer=nvme, or with more ZeRO."
+                f"{format_bytes(memory)} available. Run it on more hosts, end other programs there, or plan with less "
+                "there: --offload optimizer=nvme, without activations=host, or with more ZeRO."
             )
         if room is not None and on_drives[name, drive] > room:
             raise RunError(
