@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch._guards import detect_fake_mode
 
-from meshwright.cost.memory import Away, as_kept, find_away
+from meshwright.cost.memory import Away
 from meshwright.cost.optimizers import state_bytes
 from meshwright.program import gradient_buckets, host_pieces, max_in_flight
 from meshwright.runtime.exchange import BucketExchange, Exchange
@@ -20,7 +20,7 @@ from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
 from meshwright.runtime.offload.room import Needs, check_room, count_needs
-from meshwright.runtime.offload.saved import SavedLayers, mark_units
+from meshwright.runtime.offload.saved import SavedLayers, find_aways, tell_ends
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
@@ -68,7 +68,8 @@ def take_to_host(
         return None
     facts = _find_facts(share, plan, exchange, updated)
     needs = count_needs(facts, plan)
-    needs = needs._replace(host_bytes=needs.host_bytes + _count_saved(_find_aways(share, device), plan))
+    aways = find_aways(plan, share.model.graph, share.stages, device)
+    needs = needs._replace(host_bytes=needs.host_bytes + _count_saved(aways, plan))
     if detect_fake_mode() is None:
         check_room(needs, folder)
     memory, numbers = HostMemory(device), plan.workload.numbers
@@ -94,7 +95,8 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> K
 
     All call it together. Raises RunError for hosts without room, which were asked if the optimizer is ``hosted``.
     """
-    plan, aways = share.plan, _find_aways(share, device)
+    plan = share.plan
+    aways = find_aways(plan, share.model.graph, share.stages, device)
     if not isinstance(plan, Plan) or not aways:
         return None
     if hosted is None and detect_fake_mode() is None:
@@ -108,19 +110,8 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> K
         if stage.has_backward:
             away = aways[stage.index]
             layers[stage.index] = SavedLayers(away, memory, readiness.streams, device, widening)
-            mark_units(module, away, layers[stage.index])
+            tell_ends(module, layers[stage.index])
     return KeptSaved(layers, memory, readiness)
-
-
-def _find_aways(share: Holding, device: torch.device) -> dict[int, Away]:
-    """What of each of a rank's stages is on the host; nothing where activations stay."""
-    plan = share.plan
-    if not isinstance(plan, Plan) or plan.offload.activations == "device":
-        return {}
-    workload = plan.workload
-    kept = as_kept(share.model.graph, workload.numbers, "cuda" if device.type == "cuda" else "cpu")
-    size = plan.microbatch_size
-    return {stage.index: find_away(kept, stage, size, workload.float_bytes) for stage in share.stages}
 
 
 def _count_saved(aways: Mapping[int, Away], plan: Plan) -> int:

@@ -21,12 +21,16 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from meshwright.cost.memory import Away
+from meshwright.cost.memory import Away, as_kept, find_away
 from meshwright.cost.memory.away import LEAST_BYTES
 from meshwright.runtime.offload.memory import ALIGNMENT, HostBuffer, HostMemory, round_up
 from meshwright.runtime.offload.streams import HostStreams, HostWork
 from meshwright.runtime.ranges import find_ops
+from meshwright.spec.graph import Graph
 from meshwright.spec.offload_instructions import SavedDown, SavedUp
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+from meshwright.spec.slices import StageSlice
 
 
 @dataclass(slots=True)
@@ -206,14 +210,8 @@ class SavedLayers:
     def replaying(self, microbatch: int) -> Iterator[None]:
         """Around the backward of a microbatch."""
         tape = self._tapes[microbatch]
-        for values in tape.down.values():
-            for value in values:
-                value.up = min((unit for unit in tape.ups if unit >= value.up), default=max(tape.ups))
-                tape.up[value.up].append(value)
-        # From here on a value is there as long as autograd asks for it.
-        tape.down.clear()
-        first = max(tape.ups, default=-1)
-        self._begin_up(tape, first)
+        _turn_round(tape)
+        self._begin_up(tape, max(tape.ups, default=-1))
         yield
         for unit in sorted(tape.ups, reverse=True):
             self.reach(tape, unit)
@@ -244,6 +242,14 @@ class SavedLayers:
         self._streams.happened(tape.ups[unit].item.marks[0])
 
 
+def _turn_round(tape: _Tape) -> None:
+    """What went down with some unit is to come up; from here on a value is there as long as autograd may ask for it."""
+    while tape.down:
+        for value in tape.down.popitem()[1]:
+            value.up = min((unit for unit in tape.ups if unit >= value.up), default=max(tape.ups))
+            tape.up[value.up].append(value)
+
+
 def _unpack_for(layers: SavedLayers) -> Any:
     def unpack(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
@@ -260,20 +266,31 @@ def _unpack_for(layers: SavedLayers) -> Any:
     return unpack
 
 
-class _UnitEnd(torch.nn.Module):
-    """Stands in a stage's module behind a unit, and is called with what of it leaves the stage."""
+def find_aways(
+    plan: Plan | Placement, graph: Graph, stages: Sequence[StageSlice], device: torch.device
+) -> dict[int, Away]:
+    """What of each of a rank's stages is on the host, by stage; nothing where activations stay on the device."""
+    if not isinstance(plan, Plan) or plan.offload.activations == "device":
+        return {}
+    workload = plan.workload
+    kept = as_kept(graph, workload.numbers, "cuda" if device.type == "cuda" else "cpu")
+    size = plan.microbatch_size
+    return {stage.index: find_away(kept, stage, size, workload.float_bytes) for stage in stages}
 
-    def __init__(self, layers: SavedLayers) -> None:
-        super().__init__()
-        self._layers = layers
+
+class _UnitEnd(torch.nn.Module):
+    """Stands in a stage's module behind a unit, and is called with what of it leaves the stage; tells ``layers``."""
+
+    layers: SavedLayers | None = None
 
     def forward(self, *outputs: torch.Tensor) -> None:
         """Tell that the unit has ended."""
-        self._layers.end_unit(outputs)
+        if self.layers is not None:
+            self.layers.end_unit(outputs)
 
 
-def mark_units(module: torch.nn.Module, away: Away, layers: SavedLayers) -> None:
-    """Let a stage's module tell when each unit but the last has ended; its nodes name their ops (`ranges`)."""
+def mark_units(module: torch.nn.Module, away: Away) -> None:
+    """Put in the ends of units of a stage's module but the last one; its nodes name their ops (`ranges`)."""
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -284,11 +301,18 @@ def mark_units(module: torch.nn.Module, away: Away, layers: SavedLayers) -> None
         leaving = [node for node in leaving if node not in made]
         behind = next((node for node, ops in nodes if ops[0] >= unit.start), None)
         name = f"unit_end_{number}"
-        module.add_submodule(name, _UnitEnd(layers))
+        module.add_submodule(name, _UnitEnd())
         with graph.inserting_before(behind or output):
             graph.call_module(name, tuple(made))
     graph.lint()
     module.recompile()
+
+
+def tell_ends(module: torch.nn.Module, layers: SavedLayers) -> None:
+    """Let a module tell ``layers`` when its units have ended."""
+    for end in module.modules():
+        if isinstance(end, _UnitEnd):
+            end.layers = layers
 
 
 def _constants(part: torch.nn.Module) -> Iterator[torch.Tensor]:
