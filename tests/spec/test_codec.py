@@ -156,11 +156,12 @@ def test_states_on_the_host_come_back():
     plan = dataclasses.replace(
         EXAMPLES["plan"],
         workload=workload,
+        compiled=False,
         exchange=GradientExchange(zero=3),
         offload=Offload(optimizer="nvme", parameters="host", activations="host"),
     )
     document = encode_document(plan)
-    assert document["offload"] == {"optimizer": "nvme", "parameters": "host"}
+    assert document["offload"] == {"optimizer": "nvme", "parameters": "host", "activations": "host"}
     assert decode_document(Plan, document, "plan") == plan
     document["offload"]["optimizer"] = "tape"
     with pytest.raises(MeshwrightError, match="'tape'"):

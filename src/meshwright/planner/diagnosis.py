@@ -279,6 +279,10 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
             activations.append((words, replace(chosen, recompute=("op",))))
         if "full" not in chosen.recompute:
             activations.append(("Compute blocks again (--recompute full)", replace(chosen, recompute=("full",))))
+        if all(away.activations == "device" for away in chosen.offload) and not problem.compiled:
+            words = "Keep activations on the host (--offload activations=host)"
+            away = tuple(replace(item, activations="host") for item in chosen.offload)
+            activations.append((words, replace(chosen, offload=away)))
     teams = []
     if all(sharding.is_whole for sharding in chosen.shardings):
         for size in _TENSOR_SIZES:
