@@ -27,7 +27,7 @@ from meshwright.runtime.offload.streams import HostStreams
 from meshwright.runtime.offload.updates import use_fused
 from meshwright.runtime.rank_program import HostItem
 from meshwright.spec import GradientExchange, Offload, Plan, PlanError, RunError, StagePlan, Workload
-from meshwright.spec.offload_instructions import CopyDown, CopyUp
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, SavedDown, SavedUp
 
 LOSS = nn.functional.cross_entropy
 
@@ -39,10 +39,10 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def open_net(optimizer=torch.optim.AdamW, *, offload_folder=None, rates=None, **options):
+def open_net(optimizer=torch.optim.AdamW, *, offload_folder=None, rates=None, width=8, **options):
     """A session of a small net on one rank, and its batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 5))
     batch = torch.randn(4, 4), torch.randint(5, (4,))
     captured = capture_model(model, batch[:1], targets=batch[1:], loss=LOSS, verify=False)
     plan = Plan(
@@ -65,6 +65,31 @@ def test_a_host_without_memory_is_named_before_the_run(one_rank, monkeypatch):
     # Four numbers of four bytes for each of 85 parameters: gradient, parameter, two moments.
     with pytest.raises(RunError, match=r"keeps 1\.33 KiB in the memory of host .*, which has 1000 B available"):
         open_net(offload=Offload(optimizer="host"))
+
+
+def test_a_host_without_memory_for_activations_is_named_before_the_run(one_rank, monkeypatch):
+    little = Memory(total_bytes=4096, available_bytes=1000, limit_bytes=None)
+    monkeypatch.setattr(room, "find_memory", lambda _: little)
+    # What Tanh saves of two samples, 512 numbers of four bytes each.
+    with pytest.raises(RunError, match=r"keeps 4 KiB in the memory of host .*without activations=host"):
+        open_net(offload=Offload(activations="host"), width=512)
+
+
+def test_steps_with_activations_on_the_host_reuse_its_memory(one_rank):
+    session, _, batch = open_net(offload=Offload(activations="host"), width=512)
+    plain, _, _ = open_net(offload=Offload(), width=512)
+    for step in range(3):
+        made, wanted = session.run_step(step, batch), plain.run_step(step, batch)
+        assert [[item.value for item in items] for items in made.values()] == [
+            [item.value for item in items] for items in wanted.values()
+        ]
+        # One microbatch is under way at a time.
+        assert session.count_host_bytes() == 4096
+        assert [(type(item), item.microbatch, size) for item, size in session.hosting.moved] == [
+            (kind, microbatch, 4096) for microbatch in (0, 1) for kind in (SavedDown, SavedUp)
+        ]
+    session.close()
+    plain.close()
 
 
 def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):

@@ -15,7 +15,6 @@ from meshwright.program import build_program, gradient_buckets, num_bucket_copie
 from meshwright.program.schedules.layouts import num_active
 from meshwright.simulator.buffers import compute_orders
 from meshwright.spec import Opcode, check_plan, slice_graph
-from meshwright.spec.offload import ON_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +69,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     """
     check_plan(plan, graph, cluster)
     stages = plan.stages_of(rank)
-    if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload != ON_DEVICE:
+    if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
     computed = compute_orders(build_program(plan, graph))[rank]
@@ -119,8 +118,8 @@ def predict_reserved(
             return _unused_bytes(plan, graph, stage, buckets)
         count = max(plan.stages[index].counts(plan.num_microbatches))
         key = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
-        held = any(index in bucket.stages for bucket in buckets)
-        return cost.remember("unused", graph, (*key, held), lambda: _unused_bytes(plan, graph, stage, buckets))
+        held, away = any(index in bucket.stages for bucket in buckets), plan.offload.activations
+        return cost.remember("unused", graph, (*key, held, away), lambda: _unused_bytes(plan, graph, stage, buckets))
 
     known: dict[tuple[int, ...], int] = {}
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
@@ -170,6 +169,7 @@ def _trace(
         bucket_bytes=num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in held),
         bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
         num_inputs=max(plan.stages[stage.index].counts(plan.num_microbatches)),
+        activations_away=plan.offload.activations == "host",
     )
 
 
