@@ -77,13 +77,14 @@ def price_program(
     graph = graph_of_program(graph, program)
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
-    durations, host, exchanged, takes, frees, issue = zip(*pricer.classes, strict=True)
+    durations, host, exchanged, copied, takes, frees, issue = zip(*pricer.classes, strict=True)
     host_ps, earliest_ps, is_awaited = (np.array(column) for column in zip(*issue, strict=True))
     route_offsets, route_links, num_links = pricer.routes.table()
     return Prices(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.array(host, np.int64),
         exchanged_ps=np.array(exchanged, np.int64) if any(exchanged) else None,
+        copied_ps=np.array(copied, np.int64) if any(copied) else None,
         issue=IssuePrices(host_ps, earliest_ps, is_awaited) if pricer.has_hosts else None,
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
@@ -161,8 +162,8 @@ class _Pricer:
         self._hosts = HostPrices(cost, whole.num_ranks)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
-        # Per class: duration, host time and what is exchanged within in ps, bytes taken and freed, its `IssuePrices`.
-        self.classes: list[tuple[int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
+        # Per class: duration, host time, waits for exchanges and copies in ps, bytes taken and freed, `IssuePrices`.
+        self.classes: list[tuple[int, int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
         self._parts: dict[tuple[int, ...], tuple[SpanParts, IssuedParts]] = {}
 
     def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
@@ -216,7 +217,7 @@ class _Pricer:
         match Opcode(opcode):
             case Opcode.FORWARD:
                 in_forward = placed.keep_handed_on(stage, in_use.forward) if placed else in_use.forward
-                added = self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0])
+                added = self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0], costs.copied_s[0])
             case Opcode.BACKWARD_INPUT:
                 exchanged_s = costs.exchanged_s[1] - costs.exchanged_s[2]
                 added = self._add(costs.inputs_s, 0.0, in_use.inputs, exchanged_s)
@@ -229,7 +230,7 @@ class _Pricer:
                 if place & LAST:
                     seconds += costs.fill_s + costs.last_s
                     exchanged_s += costs.last_s
-                added = self._add(seconds, 0.0, bytes_in_use, exchanged_s)
+                added = self._add(seconds, 0.0, bytes_in_use, exchanged_s, costs.copied_s[1])
             case Opcode.STASH:
                 return self._add_pass(costs.stash_s, (in_use.stash, by_part({})), step.copy_s, kind), -1
             case Opcode.DROP:
@@ -329,8 +330,9 @@ class _Pricer:
         ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
 
-    def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], exchanged_s: float = 0.0) -> int:
-        row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s)
+    def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], *inside_s: float) -> int:
+        exchanged_s, copied_s = (*inside_s, 0.0, 0.0)[:2]
+        row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s), to_picoseconds(copied_s)
         self.classes.append((*row, *in_use, (0, 0, False)))
         return len(self.classes) - 1
 

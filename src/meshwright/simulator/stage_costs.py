@@ -61,7 +61,8 @@ class StageCosts:
 
     The last backward of a step takes ``fill_s`` and ``last_s`` on top. ``stash_s`` copies the trained weights,
     ``merge_s`` adds the updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward
-    and its part for weights in which the rank waits for what it exchanges in them.
+    and its part for weights in which the rank waits for what it exchanges in them, ``copied_s`` those of a forward
+    and a backward in which it waits for copies of activations.
     """
 
     forward_s: float
@@ -74,6 +75,7 @@ class StageCosts:
     fill_s: float
     last_s: float
     exchanged_s: tuple[float, float, float]
+    copied_s: tuple[float, float]
     ops: OpSeconds
     issue: StepIssue | None
 
@@ -107,8 +109,8 @@ class OpSeconds(NamedTuple):
     on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for
     weights; it comes before the ops. ``last_s`` comes behind those of the last backward of a step: sums across
     groups of replicas. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`. ``exchanged``, of shape (ops, 2),
-    is what of forward and backward is waiting for other ranks. ``issue``: what a host beside the device takes, else
-    None.
+    is what of forward and backward is waiting for other ranks, ``copied_s`` for activations. ``issue``: what a host
+    beside the device takes, else None.
     """
 
     forward: Floats
@@ -120,6 +122,7 @@ class OpSeconds(NamedTuple):
     last_s: float
     first_uses: dict[int, int]
     exchanged: Floats
+    copied_s: tuple[float, float]
     issue: OpIssue | None
 
 
@@ -144,11 +147,10 @@ def op_seconds(
     waits = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
     copies = find_copies(graph, plan, stage, kind, cost, shards.ranks)
     waited = saved_waits(copies, forward_s + waits.forward, backward_s + waits.backward)
-    waits = waits._replace(forward=waits.forward + waited[0], backward=waits.backward + waited[1])
     serial_s = cost.serial_overhead_s(kind)
     return OpSeconds(
-        forward=forward_s + waits.forward,
-        backward=backward_s + waits.backward,
+        forward=forward_s + waits.forward + waited[0],
+        backward=backward_s + waits.backward + waited[1],
         weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
         host_s=(serial_s * issued[0], serial_s * issued[1], serial_s * issued[2]),
@@ -158,6 +160,7 @@ def op_seconds(
         last_s=waits.last_s,
         first_uses=_first_uses(graph, stage, (*buckets, *pieces)),
         exchanged=prices.exchanged_s[ops] + np.stack([waits.forward, waits.backward], axis=1),
+        copied_s=(float(waited[0].sum()), float(waited[1].sum())),
         issue=_op_issue(graph, ops, buckets, pieces, prices.issue_s, issued, cost.overhead_s),
     )
 
@@ -254,6 +257,7 @@ def stage_costs(
         fill_s=sum(seconds.fill_s.values()),
         last_s=seconds.last_s,
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
+        copied_s=seconds.copied_s,
         ops=seconds,
         issue=step_issue(graph, plan, stage.parameters, cost, 1 + len(buckets)) if seconds.issue else None,
     )

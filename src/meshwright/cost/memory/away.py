@@ -82,7 +82,7 @@ class Away:
 
 
 @lru_cache(maxsize=256)
-def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int) -> Away:
+def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int | None) -> Away:
     """What of a stage is away, for microbatches of ``batch_size`` samples; the graph is one `as_kept`."""
     spans = _find_units(graph, stage)
     if not stage.has_backward or graph.mode != "training":
@@ -109,7 +109,7 @@ def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int
 
 
 class _Sizes:
-    def __init__(self, graph: Graph, batch_size: int, float_bytes: int) -> None:
+    def __init__(self, graph: Graph, batch_size: int, float_bytes: int | None) -> None:
         self._graph, self._batch_size, self._float_bytes = graph, batch_size, float_bytes
 
     def __getitem__(self, storage: int) -> int:
@@ -121,7 +121,7 @@ def _weigh(
     spans: Sequence[tuple[int, int, int]],
     values: Iterable[AwayValue],
     batch_size: int,
-    float_bytes: int,
+    float_bytes: int | None,
 ) -> tuple[AwayUnit, ...]:
     sizes = _Sizes(graph, batch_size, float_bytes)
     down, up = [0] * len(spans), [0] * len(spans)

@@ -104,7 +104,7 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> K
     memory = hosted.memory if hosted is not None else HostMemory(device)
     readiness = hosted.readiness if hosted is not None else Readiness([], HostStreams(device), (), lambda: None)
     doubled = any(item.dtype is torch.float64 for item in share.parameters.values())
-    widening = torch.float64.itemsize / plan.workload.float_bytes if doubled else 1.0
+    widening = torch.float64.itemsize / plan.workload.numbers.value_bytes if doubled else 1.0
     layers = {}
     for stage, module in zip(share.stages, share.modules, strict=True):
         if stage.has_backward:

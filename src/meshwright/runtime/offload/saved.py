@@ -192,7 +192,7 @@ class SavedLayers:
             value = tape.known[storage] = _Value(flat, size, tensor.dtype, tape.unit, tape.unit)
             tape.down[tape.unit].append(value)
         value.up = tape.unit
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         return _Packed(value, tape, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _leaves(self, tensor: torch.Tensor, tape: _Tape) -> bool:
@@ -251,9 +251,9 @@ def _turn_round(tape: _Tape) -> None:
 
 
 def _unpack_for(layers: SavedLayers) -> Any:
-    def unpack(packed: Any) -> torch.Tensor:
+    def unpack(packed: Any) -> Any:
         if not isinstance(packed, _Packed):
-            return packed  # type: ignore[no-any-return]
+            return packed
         value = packed.value
         # What leaves the stage was on the device all the time.
         if value.away is not None:
@@ -299,10 +299,10 @@ def mark_units(module: torch.nn.Module, away: Away) -> None:
     for number, unit in enumerate(away.units[1:]):
         made = [node for node, ops in nodes if ops[1] < unit.start and node in leaving]
         leaving = [node for node in leaving if node not in made]
-        behind = next((node for node, ops in nodes if ops[0] >= unit.start), None)
+        behind = next((node for node, ops in nodes if ops[0] >= unit.start), output)
         name = f"unit_end_{number}"
         module.add_submodule(name, _UnitEnd())
-        with graph.inserting_before(behind or output):
+        with graph.inserting_before(behind):
             graph.call_module(name, tuple(made))
     graph.lint()
     module.recompile()
@@ -322,9 +322,8 @@ def _constants(part: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_conj() or tensor.is_neg())
+    is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and not is_traceable_wrapper_subclass(tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:
