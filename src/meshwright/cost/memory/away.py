@@ -5,7 +5,8 @@ each but the last, which the backward begins with, all that is kept goes down wh
 
     goes     what autograd saved (`Op.saved`), or a range that is computed again reads, each storage whole
     stays    parameters and buffers; inputs of the stage, received values and those that leave it, which are there until
-             the backward anyway; results that a range keeps (`Graph.keeps`); storages of less than `LEAST_BYTES`
+             the backward anyway; results that a range keeps for itself (`Graph.keeps`), of which others may save a
+                copy that goes; storages of less than `LEAST_BYTES`
 
     forward     a unit begins, and the stage's forward ends, when the copies of the unit two before have ended. A
                 storage that the next unit saves, too, is copied once; one that a later unit saves is copied again
@@ -153,8 +154,7 @@ def _staying(graph: Graph, stage: StageSlice) -> set[int]:
     """Storages that are on the device until the backward anyway."""
     brought = {i for channel in stage.incoming for i in channel.tensors} | {*stage.inputs}
     leaving = {i for channel in stage.outgoing for i in channel.tensors} | {*stage.outputs}
-    kept = {i for op in graph.keeps for i in graph.ops[op].outputs}
-    return {graph.tensors[i].storage for i in brought | leaving | kept}
+    return {graph.tensors[i].storage for i in brought | leaving}
 
 
 def _saves(

@@ -47,10 +47,13 @@ class AwayBlocks:
         self._last: defaultdict[int, list[AwayValue]] = defaultdict(list)
         self._needed: defaultdict[int, list[int]] = defaultdict(list)
         final = {value.storage: value for value in away.values}
+        # Results that a range keeps are on the device for it, whatever others copy of them.
+        staying = {storage for storages in lives.results.values() for storage in storages}
+        staying.update(away.needed)
         for value in away.values:
             self._up[value.up].append(value)
             self._last[value.last].append(value)
-            if value is final[value.storage] and value.storage not in away.needed:
+            if value is final[value.storage] and value.storage not in staying:
                 self._gone[value.down + 2].append(value.storage)
         for storage in final:
             if storage in away.needed:
