@@ -3,10 +3,10 @@
 A stage's layers are units, in order; layers with a boundary inside of a range that is computed again are one unit. Of
 each but the last, which the backward begins with, all that is kept goes down when the unit's forward ends:
 
-    goes     what autograd saved (`Op.saved`), or a range that is computed again reads, each storage whole
+    goes     what autograd saved (`Op.saved`); of a range that is computed again what it reads, and what it keeps
+             (`Graph.keeps`); each storage whole
     stays    parameters and buffers; inputs of the stage, received values and those that leave it, which are there until
-             the backward anyway; results that a range keeps for itself (`Graph.keeps`), of which others may save a
-                copy that goes; storages of less than `LEAST_BYTES`
+             the backward anyway; storages of less than `LEAST_BYTES`
 
     forward     a unit begins, and the stage's forward ends, when the copies of the unit two before have ended. A
                 storage that the next unit saves, too, is copied once; one that a later unit saves is copied again
@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from meshwright.cost.memory.lifetimes import kept_results
 from meshwright.spec import read_from_outside
+from meshwright.spec.recompute import kept_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -171,5 +173,7 @@ def _saves(
         if op in again and own.issuperset(range(op, again[op])):
             skipped = again[op]
             yield unit, op, read_from_outside(graph, op, again[op])
+            for keeping in kept_within(graph, op, again[op]):
+                yield unit, op, set(kept_results(graph, keeping))
         else:
             yield unit, op, {graph.tensors[i].storage for i in graph.ops[op].saved}

@@ -47,13 +47,10 @@ class AwayBlocks:
         self._last: defaultdict[int, list[AwayValue]] = defaultdict(list)
         self._needed: defaultdict[int, list[int]] = defaultdict(list)
         final = {value.storage: value for value in away.values}
-        # Results that a range keeps are on the device for it, whatever others copy of them.
-        staying = {storage for storages in lives.results.values() for storage in storages}
-        staying.update(away.needed)
         for value in away.values:
             self._up[value.up].append(value)
             self._last[value.last].append(value)
-            if value is final[value.storage] and value.storage not in staying:
+            if value is final[value.storage] and value.storage not in away.needed:
                 self._gone[value.down + 2].append(value.storage)
         for storage in final:
             if storage in away.needed:
@@ -92,10 +89,17 @@ class AwayBlocks:
         if op in self._comes:
             self._take(self._comes[op], ledger)
 
+    def hand_back(self, start: int, stop: int, values: dict[int, int]) -> None:
+        """A range runs again, and takes the results that it kept."""
+        for op in (op for op in self._lives.results if start <= op < stop):
+            for key in [key for key in self._there if key[0] in self._lives.results[op] and key[0] not in values]:
+                values[key[0]] = self._there.pop(key)
+
     def release(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
         """The backward of an op was the last to read some values."""
         for value in self._last.get(op, ()):
-            ledger.free(self._there.pop((value.storage, value.down)))
+            if (value.storage, value.down) in self._there:
+                ledger.free(self._there.pop((value.storage, value.down)))
         for storage in self._needed.get(op, ()):
             if storage in values:
                 ledger.free(values.pop(storage))

@@ -227,8 +227,8 @@ class StageWalk:
 
     def _recompute(self, start: int, stop: int, values: dict[int, int]) -> None:
         """Compute a range again, up to the last value that its backward reads; results that were kept are taken."""
-        tensors = self._graph.tensors
-        needed = {tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
+        needed = {self._graph.tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
+        self._away.hand_back(start, stop, values)
         for index in passed_again(self._graph, start, stop):
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name} again")

@@ -20,7 +20,7 @@ from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
 from meshwright.runtime.offload.room import Needs, check_room, count_needs
-from meshwright.runtime.offload.saved import SavedLayers, find_aways, tell_ends
+from meshwright.runtime.offload.saved import SavedLayers, find_aways, tell_layers
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
@@ -110,7 +110,7 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> K
         if stage.has_backward:
             away = aways[stage.index]
             layers[stage.index] = SavedLayers(away, memory, readiness.streams, device, widening)
-            tell_ends(module, layers[stage.index])
+            tell_layers(module, layers[stage.index])
     return KeptSaved(layers, memory, readiness)
 
 

@@ -3,8 +3,8 @@
 Torch hands what it saves to a pack hook, and asks an unpack hook for it (`torch.autograd.graph.saved_tensors_hooks`, as
 `save_on_cpu` and torchtune's `OffloadActivations` do). Here storages are copied, each once, by the instructions of the
 program: `SavedDown` of a unit of layers when its forward has ended, `SavedUp` when the backward comes to the unit
-behind it. What stays, and what waits for which copy, stands in `cost.memory.away`; results that selective checkpointing
-keeps do not pass the hooks.
+behind it. What stays, and what waits for which copy, stands in `cost.memory.away`. Results that selective checkpointing
+keeps do not pass the hooks; ranges that run again hand them over (`recompute.Again`).
 
 Device memory is taken and given up by the thread that computes, so that the allocator's order is that of the device.
 """
@@ -26,6 +26,7 @@ from meshwright.cost.memory.away import LEAST_BYTES
 from meshwright.runtime.offload.memory import ALIGNMENT, HostBuffer, HostMemory, round_up
 from meshwright.runtime.offload.streams import HostStreams, HostWork
 from meshwright.runtime.ranges import find_ops
+from meshwright.runtime.recompute import Again
 from meshwright.spec.graph import Graph
 from meshwright.spec.offload_instructions import SavedDown, SavedUp
 from meshwright.spec.placement import Placement
@@ -152,7 +153,7 @@ class SavedLayers:
         tape = _Tape(staying={_storage(value) for value in state if _has_storage(value)})
         tape.downs, tape.ups = self._works[microbatch]
         self._tapes[microbatch] = self._running = tape
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack_for(self)):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
         while tape.unit <= self._final:
             self.end_unit(())
@@ -178,7 +179,8 @@ class SavedLayers:
             value.flat = None
         tape.known = {storage: value for storage, value in tape.known.items() if value.flat is not None}
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: Any) -> Any:
+        """What stands for a tensor until the backward; itself if it stays."""
         tape = self._running
         if tape is None or tape.unit >= self._final or not self._leaves(tensor, tape):
             return tensor
@@ -195,8 +197,13 @@ class SavedLayers:
         offset = int(tensor.storage_offset())
         return _Packed(value, tape, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
-    def _leaves(self, tensor: torch.Tensor, tape: _Tape) -> bool:
-        if not _has_storage(tensor) or tensor.device != self._device or _storage(tensor) in tape.staying:
+    def _leaves(self, tensor: Any, tape: _Tape) -> bool:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or not _has_storage(tensor)
+            or tensor.device != self._device
+            or _storage(tensor) in tape.staying
+        ):
             return False
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return False
@@ -214,10 +221,23 @@ class SavedLayers:
         self._begin_up(tape, max(tape.ups, default=-1))
         yield
         for unit in sorted(tape.ups, reverse=True):
-            self.reach(tape, unit)
+            self._reach(tape, unit)
         del self._tapes[microbatch]
 
-    def reach(self, tape: _Tape, unit: int) -> None:
+    def unpack(self, packed: Any) -> Any:
+        """The tensor that something stands for, on the device."""
+        if not isinstance(packed, _Packed):
+            return packed
+        value = packed.value
+        # What leaves the stage was on the device all the time.
+        if value.away is not None:
+            self._reach(packed.tape, value.up)
+        assert value.flat is not None, "what a unit reads came up"
+        with torch.no_grad():
+            flat = value.flat if packed.dtype is value.dtype else value.flat.view(packed.dtype)
+            return flat.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _reach(self, tape: _Tape, unit: int) -> None:
         """The backward comes to a unit: what it reads is there when this returns, and the next one's is on its way."""
         if unit in tape.there or unit not in tape.ups:
             return
@@ -248,22 +268,6 @@ def _turn_round(tape: _Tape) -> None:
         for value in tape.down.popitem()[1]:
             value.up = min((unit for unit in tape.ups if unit >= value.up), default=max(tape.ups))
             tape.up[value.up].append(value)
-
-
-def _unpack_for(layers: SavedLayers) -> Any:
-    def unpack(packed: Any) -> Any:
-        if not isinstance(packed, _Packed):
-            return packed
-        value = packed.value
-        # What leaves the stage was on the device all the time.
-        if value.away is not None:
-            layers.reach(packed.tape, value.up)
-        assert value.flat is not None, "what a unit reads came up"
-        with torch.no_grad():
-            flat = value.flat if packed.dtype is value.dtype else value.flat.view(packed.dtype)
-            return flat.as_strided(packed.shape, packed.stride, packed.offset)
-
-    return unpack
 
 
 def find_aways(
@@ -308,11 +312,13 @@ def mark_units(module: torch.nn.Module, away: Away) -> None:
     module.recompile()
 
 
-def tell_ends(module: torch.nn.Module, layers: SavedLayers) -> None:
-    """Let a module tell ``layers`` when its units have ended."""
-    for end in module.modules():
-        if isinstance(end, _UnitEnd):
-            end.layers = layers
+def tell_layers(module: torch.nn.Module, layers: SavedLayers) -> None:
+    """Let a module tell ``layers`` when its units have ended, and hand over what is kept of what runs again."""
+    for item in module.modules():
+        if isinstance(item, _UnitEnd):
+            item.layers = layers
+        elif isinstance(item, Again):
+            item.copy_kept(layers.pack, layers.unpack)
 
 
 def _constants(part: torch.nn.Module) -> Iterator[torch.Tensor]:
