@@ -48,15 +48,15 @@ def append_saved(
             f"The plan keeps {plan.offload.describe()} under {plan.schedule}, whose backwards come in two parts, of "
             "which both read what layers kept; expected whole backwards. Choose 1f1b, or leave activations=host out."
         )
-    aways = [stage_away(graph, plan, stage) for stage in stages]
-    _append(builder, computations, aways, forward=True)
-    _append(builder, computations, aways, forward=False)
+    away_of = [stage_away(graph, plan, stage) for stage in stages]
+    _append(builder, computations, away_of, forward=True)
+    _append(builder, computations, away_of, forward=False)
 
 
-def _append(builder: ProgramBuilder, computations: Computations, aways: list[Away], *, forward: bool) -> None:
+def _append(builder: ProgramBuilder, computations: Computations, away_of: list[Away], *, forward: bool) -> None:
     """The copies one way."""
     stages, opcode = computations.stage, Opcode.FORWARD if forward else Opcode.BACKWARD
-    tables = [_copies(away, forward=forward) for away in aways]
+    tables = [_copies(away, forward=forward) for away in away_of]
     counts = np.array([len(table) for table in tables], np.int64)
     begins = np.concatenate([[0], np.cumsum(counts)])
     layer, num_bytes = np.concatenate([np.zeros((0, 2), np.int64), *tables]).T

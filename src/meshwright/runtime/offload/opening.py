@@ -20,7 +20,7 @@ from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
 from meshwright.runtime.offload.room import Needs, check_room, count_needs
-from meshwright.runtime.offload.saved import SavedLayers, find_aways, tell_layers
+from meshwright.runtime.offload.saved import SavedLayers, find_stages_away, tell_layers
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
@@ -68,8 +68,8 @@ def take_to_host(
         return None
     facts = _find_facts(share, plan, exchange, updated)
     needs = count_needs(facts, plan)
-    aways = find_aways(plan, share.model.graph, share.stages, device)
-    needs = needs._replace(host_bytes=needs.host_bytes + _count_saved(aways, plan))
+    away_of = find_stages_away(plan, share.model.graph, share.stages, device)
+    needs = needs._replace(host_bytes=needs.host_bytes + _count_saved(away_of, plan))
     if detect_fake_mode() is None:
         check_room(needs, folder)
     memory, numbers = HostMemory(device), plan.workload.numbers
@@ -96,11 +96,11 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> K
     All call it together. Raises RunError for hosts without room, which were asked if the optimizer is ``hosted``.
     """
     plan = share.plan
-    aways = find_aways(plan, share.model.graph, share.stages, device)
-    if not isinstance(plan, Plan) or not aways:
+    away_of = find_stages_away(plan, share.model.graph, share.stages, device)
+    if not isinstance(plan, Plan) or not away_of:
         return None
     if hosted is None and detect_fake_mode() is None:
-        check_room(Needs(_count_saved(aways, plan), 0), None)
+        check_room(Needs(_count_saved(away_of, plan), 0), None)
     memory = hosted.memory if hosted is not None else HostMemory(device)
     readiness = hosted.readiness if hosted is not None else Readiness([], HostStreams(device), (), lambda: None)
     doubled = any(item.dtype is torch.float64 for item in share.parameters.values())
@@ -108,14 +108,14 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device) -> K
     layers = {}
     for stage, module in zip(share.stages, share.modules, strict=True):
         if stage.has_backward:
-            away = aways[stage.index]
+            away = away_of[stage.index]
             layers[stage.index] = SavedLayers(away, memory, readiness.streams, device, widening)
             tell_layers(module, layers[stage.index])
     return KeptSaved(layers, memory, readiness)
 
 
-def _count_saved(aways: Mapping[int, Away], plan: Plan) -> int:
-    return sum(max_in_flight(plan, stage) * away.num_bytes for stage, away in aways.items())
+def _count_saved(away_of: Mapping[int, Away], plan: Plan) -> int:
+    return sum(max_in_flight(plan, stage) * away.num_bytes for stage, away in away_of.items())
 
 
 def find_partial(graph: Graph) -> set[int]:

@@ -270,7 +270,7 @@ def _turn_round(tape: _Tape) -> None:
             tape.up[value.up].append(value)
 
 
-def find_aways(
+def find_stages_away(
     plan: Plan | Placement, graph: Graph, stages: Sequence[StageSlice], device: torch.device
 ) -> dict[int, Away]:
     """What of each of a rank's stages is on the host, by stage; nothing where activations stay on the device."""
