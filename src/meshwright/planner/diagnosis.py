@@ -172,10 +172,11 @@ def _fullest_share(item: RankedPlan) -> float:
 
 def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
     fullest = max(item.nodes, key=lambda node: node.share)
+    activations = "; or leave activations on the devices" if item.plan.offload.activations == "host" else ""
     return NothingFitsError(
         f"Plans fit into the memory of the devices, but none into that of the nodes. With the smallest one found, "
         f"{item.plan.describe()}, {fullest.describe()}. Share states out (zero 1 to 3), use more nodes, or keep them "
-        "on NVMe.",
+        f"on NVMe{activations}.",
         nearest=item,
     )
 

@@ -201,7 +201,7 @@ class SavedLayers:
         if (
             not isinstance(tensor, torch.Tensor)
             or not _has_storage(tensor)
-            or tensor.device != self._device
+            or tensor.device.type != self._device.type
             or _storage(tensor) in tape.staying
         ):
             return False
