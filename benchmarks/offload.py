@@ -164,6 +164,8 @@ CASES = {
     "states on the host, ZeRO 1": ("llama-tiny", "zero1", Offload(optimizer="host")),
     "states on drives, pipeline": ("llama-tiny", "1f1b", Offload(optimizer="nvme")),
     "all on the host, ZeRO 3": ("llama-tiny", "fsdp", Offload(optimizer="host", parameters="host")),
+    "activations on the host, pipeline": ("gpt-tiny", "1f1b", Offload(activations="host")),
+    "activations on the host, replicas": ("llama-tiny", "data", Offload(activations="host")),
 }
 
 

@@ -70,6 +70,21 @@ def test_a_model_that_only_fits_without_its_states_is_told_so(run, described):
     assert run(*PLAN, "--cluster", cluster, "-m", 1, "--offload", "optimizer=host")[0] == 0
 
 
+def test_a_model_that_only_fits_without_its_activations_is_told_so(run, described):
+    options, away = ("--ranks", 1, "--microbatch-size", 8, "--recompute", "full"), ("--offload", "activations=host")
+    peaks = []
+    for more in ((), away):
+        code, out, _ = run(*PLAN, "--cluster", described(memory_bytes=2**30), *options, *more, "--json")
+        assert code == 0
+        peaks += [row["peak_bytes"] for row in json.loads(out)["ranks"]]
+    assert peaks[1] < peaks[0]
+    cluster = described(memory_bytes=sum(peaks) // 2)
+    code, _, error = run(*PLAN, "--cluster", cluster, *options)
+    assert code == 3
+    assert "Keep activations on the host (--offload activations=host)" in error
+    assert run(*PLAN, "--cluster", cluster, *options, *away)[0] == 0
+
+
 @pytest.mark.long
 def test_a_model_of_which_two_units_fit_is_planned_with_its_parameters_on_the_host(run, described, tmp_path):
     options = (

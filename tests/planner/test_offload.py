@@ -1,4 +1,4 @@
-"""Searches for plans whose optimizer, or parameters, are not on the devices: nothing that fits is left out."""
+"""Searches for plans that keep something away from the devices: nothing that fits is left out."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def search(offload, zero, num_ranks, cluster=None, **options):
         (1, Offload(optimizer="host")),
         (3, Offload(optimizer="host")),
         (3, Offload(optimizer="host", parameters="host")),
+        (0, Offload(activations="host")),
+        (3, Offload(optimizer="host", parameters="host", activations="host")),
     ],
 )
 @pytest.mark.matrix

@@ -17,6 +17,7 @@ from meshwright.spec import (
     Extent,
     Graph,
     Layer,
+    Offload,
     Op,
     Optimizer,
     Tensor,
@@ -182,6 +183,30 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recom
     assert max(shares) <= 1
     is_loose = recompute != "none" or (name == "gnmt-tiny" and cluster == "2xcpu")
     assert np.median(shares) > (0.85 if is_loose else 0.94)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
+@pytest.mark.parametrize(
+    ("cluster", "recompute"), [("2xcpu", "op"), *left_to_ci(("2xcpu", "none"), ("2xA100", "none"), ("2xA100", "full"))]
+)
+@pytest.mark.matrix
+def test_no_stage_whose_activations_are_away_stands_above_what_a_walk_finds(name, cluster, recompute):
+    graph = load_shipped_graph(name)
+    graph = with_recompute(graph, *read_recompute(graph, recompute))
+    batch, num_layers = graph.batch_size or 2, len(graph.layers)
+    workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
+    cost = CostModel(cluster=load_cluster(cluster))
+    structure, away = structure_of(graph, cost.cluster, workload), Offload(activations="host")
+    found = make_tables(graph, structure, batch, cost.cluster, workload, cost, away).bytes
+    for i, j in itertools.combinations(range(num_layers + 1), 2):
+        bounds = bounds_with(i, j, num_layers)
+        piece = slice_graph(graph, bounds)[bounds.index((i, j))]
+        for exchanges in (False, True):
+            memory = weigh_alone(graph, piece, batch, workload, cost, exchanges=exchanges, activations_away=True)
+            assert found.flight[i, j] + found.leaving[i, j] <= memory.microbatch_bytes, (i, j)
+            assert (found.most[int(exchanges), i, j] <= memory.most_bytes()).all(), (i, j)
+        found.settle(i, j, memory, exchanges=True)
+        assert found.flight[i, j] + found.leaving[i, j] == memory.microbatch_bytes
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -144,6 +144,8 @@ def _opcode_name(timeline, i):
         "copy_up",
         "read_states",
         "write_states",
+        "saved_down",
+        "saved_up",
     )
     return names[timeline.opcode[i]]
 

@@ -188,6 +188,20 @@ SAID = {
         "deepspeed": "offloads with ZeRO 1 to 3 in one stage",
         "accelerate": "by FSDP with ZeRO 3 in one stage",
     },
+    "activations on the host": {
+        "plan": replace(split_of(WIDE, zero=1), offload=Offload(activations="host")),
+        "megatron": {"--cpu-offloading-num-layers": 31, "--use-distributed-optimizer": True},
+        "torchtitan": "shares gradients, too. Plan with --zero 2",
+        "deepspeed": "keeps inputs of blocks that are computed again there",
+        "accelerate": "has no setting for activations on the host",
+    },
+    "inputs of blocks on the host": {
+        "plan": replace(split_of(WIDE, zero=3, again="full"), offload=Offload(activations="host")),
+        "megatron": "of which nothing is computed again",
+        "torchtitan": "has no setting for activations on the host",
+        "deepspeed": {"activation_checkpointing.cpu_checkpointing": True, "zero_optimization.stage": 3},
+        "accelerate": "has no setting for activations on the host",
+    },
     "ZeRO 3 with both axes": {
         "plan": split_of(WIDE, zero=3, tensor=2, context=2),
         "megatron": {**MEGATRON_FSDP, "--tensor-model-parallel-size": 2, "--context-parallel-size": 2},

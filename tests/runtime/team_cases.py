@@ -31,8 +31,9 @@ CLIP = "+clip"
 ZERO = "+zero"
 PAIRS = "+pairs"
 PARTS = "+parts"
-# What is kept on the host, or on drives: states, and, behind them, parameters.
+# What is kept on the host, or on drives: states, and, behind them, parameters; what layers keep for backwards.
 HOST, NVME, AWAY = "+host", "+nvme", "+parameters"
+SAVED = "+activations"
 MAX_NORM = 0.2
 SPLITS = {
     "whole": Sharding(),
@@ -76,6 +77,14 @@ _LAYOUTS = {
         ((1,), "1f1b", f"sequence{HOST}"),
         ((1, 1), "1f1b", f"whole{ZERO}3{HOST}{AWAY}"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1{NVME}"),
+        ((1, 1), "1f1b", f"whole{SAVED}"),
+        ((1, 1), "gpipe", f"whole{AGAIN}=op{SAVED}"),
+        ((2,), "1f1b", f"whole{SAVED}{CLIP}"),
+        *(((2,), "1f1b", f"whole{ZERO}{stage}{SAVED}") for stage in (1, 2, 3)),
+        ((2,), "1f1b", f"whole{ZERO}3{AGAIN}{HOST}{AWAY}{SAVED}"),
+        ((on((0, 1)), on((0, 1))), "interleaved", f"whole{HOST}{SAVED}"),
+        ((1,), "1f1b", f"sequence{SAVED}"),
+        ((1,), "1f1b", f"expert{SAVED}"),
     ],
     4: [
         ((1,), "1f1b", "tensor4"),
@@ -129,6 +138,10 @@ _LAYOUTS = {
         ((2, 2), "1f1b", f"whole{ZERO}3{HOST}{AWAY}{AGAIN}"),
         ((4,), "1f1b", f"whole{ZERO}3{NVME}{AWAY}{CLIP}"),
         ((2,), "1f1b", f"sequence{ZERO}3{HOST}{AWAY}"),
+        ((2, 2), "1f1b", f"whole{SAVED}"),
+        ((2, 2), "1f1b", f"whole{ZERO}1{NVME}{SAVED}{CLIP}"),
+        ((2, 2), "gpipe", f"whole{ZERO}3{AGAIN}{SAVED}"),
+        ((1, 1), "1f1b", f"tensor{AGAIN}=op{SAVED}"),
     ],
     # Pipeline, replicas and a split at once.
     8: [

@@ -38,6 +38,7 @@ from tests.runtime.team_cases import (
     NVME,
     PAIRS,
     PARTS,
+    SAVED,
     SPLITS,
     ZERO,
     all_cases,
@@ -81,6 +82,7 @@ def make_plan(graph, layout):
         offload=Offload(
             optimizer=next((place for word, place in PLACES.items() if word in layout.split), "device"),
             parameters="host" if AWAY in layout.split else "device",
+            activations="host" if SAVED in layout.split else "device",
         ),
     )
     return in_parts(plan, graph) if PARTS in layout.split else plan
@@ -147,10 +149,11 @@ def train(captured, loops, layout):
 
 
 def of_streams(moved):
-    """By kind of instruction, which has a stream of its own: pieces and bytes in order."""
+    """By kind of instruction, all of one stream: pieces, or layers and microbatches, and bytes in order."""
     found = {}
     for item, num_bytes in moved:
-        found.setdefault(type(item).__name__, []).append([item.piece, num_bytes])
+        which = [item.piece] if hasattr(item, "piece") else [item.stage, item.layer, item.microbatch]
+        found.setdefault(type(item).__name__, []).append([*which, num_bytes])
     return found
 
 

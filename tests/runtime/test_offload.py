@@ -29,7 +29,7 @@ from meshwright.runtime.offload.streams import HostStreams
 from meshwright.runtime.offload.updates import use_fused
 from meshwright.runtime.rank_program import HostItem
 from meshwright.spec import GradientExchange, Offload, Plan, PlanError, RunError, StagePlan, Workload
-from meshwright.spec.offload_instructions import CopyDown, CopyUp
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, SavedDown, SavedUp
 
 LOSS = nn.functional.cross_entropy
 
@@ -91,6 +91,31 @@ def test_a_run_takes_what_was_counted(one_rank, tmp_path, place, precision, buck
     assert (needs.drive_bytes > 0) == (place == "nvme")
     assert needs.resident_bytes == 0
     session.close()
+
+
+def test_a_host_without_memory_for_activations_is_named_before_the_run(one_rank, monkeypatch):
+    little = Memory(total_bytes=4096, available_bytes=1000, limit_bytes=None)
+    monkeypatch.setattr(room, "find_memory", lambda _: little)
+    # What Tanh saves of two samples, 512 numbers of four bytes each.
+    with pytest.raises(RunError, match=r"takes 4 KiB more of the memory of host .*without activations=host"):
+        open_net(offload=Offload(activations="host"), width=512)
+
+
+def test_steps_with_activations_on_the_host_reuse_its_memory(one_rank):
+    session, _, batch = open_net(offload=Offload(activations="host"), width=512)
+    plain, _, _ = open_net(offload=Offload(), width=512)
+    for step in range(3):
+        made, wanted = session.run_step(step, batch), plain.run_step(step, batch)
+        assert [[item.value for item in items] for items in made.values()] == [
+            [item.value for item in items] for items in wanted.values()
+        ]
+        # One microbatch is under way at a time.
+        assert session.count_host_bytes() == 4096
+        assert [(type(item), item.microbatch, size) for item, size in session.hosting.moved] == [
+            (kind, microbatch, 4096) for microbatch in (0, 1) for kind in (SavedDown, SavedUp)
+        ]
+    session.close()
+    plain.close()
 
 
 def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):

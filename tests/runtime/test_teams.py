@@ -19,7 +19,7 @@ from meshwright.runtime.teams.shares import Cut
 from meshwright.spec import Op, Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import GPT
-from tests.runtime.team_cases import AWAY, CASES, FEW, HOST, NVME, all_cases, main_cases
+from tests.runtime.team_cases import CASES, FEW, HOST, NVME, SAVED, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 
@@ -73,11 +73,15 @@ def test_the_collectives_of_a_step_are_those_that_are_predicted(results, world_s
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [case for case in main_cases("gpt", 2) if case.split.endswith((HOST, NVME, AWAY))])
+@pytest.mark.parametrize(
+    "case", [case for case in main_cases("gpt", 2) if any(word in case.split for word in (HOST, NVME, SAVED))]
+)
 def test_the_host_does_what_the_program_says_in_order_and_bytes(results, case):
     result = results("main", 2)[f"gpt/{case.key}"]
     assert result["done_by_host"] == result["asked_of_host"]
-    assert {"HostStep"} <= result["done_by_host"].keys()
+    wanted = {"SavedDown", "SavedUp"} if SAVED in case.split else set()
+    wanted |= {"HostStep"} if HOST in case.split or NVME in case.split else set()
+    assert wanted <= result["done_by_host"].keys()
 
 
 @pytest.mark.parametrize("parts", [1, 3])

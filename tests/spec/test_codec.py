@@ -146,7 +146,8 @@ def test_examples_fill_every_field(kind):
     lacking -= {("Deployment", "scaling")}
     ways = ("staleness", "zero", "shard_size", "algorithm", "node_size", "every_steps")
     lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}
-    lacking -= {("StagePlan", "shares"), ("Plan", "offload"), ("Offload", "optimizer"), ("Offload", "parameters")}
+    lacking -= {("StagePlan", "shares"), ("Plan", "offload")}
+    lacking -= {("Offload", name) for name in ("optimizer", "parameters", "activations")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 
@@ -155,11 +156,12 @@ def test_states_on_the_host_come_back():
     plan = dataclasses.replace(
         EXAMPLES["plan"],
         workload=workload,
+        compiled=False,
         exchange=GradientExchange(zero=3),
-        offload=Offload(optimizer="nvme", parameters="host"),
+        offload=Offload(optimizer="nvme", parameters="host", activations="host"),
     )
     document = encode_document(plan)
-    assert document["offload"] == {"optimizer": "nvme", "parameters": "host"}
+    assert document["offload"] == {"optimizer": "nvme", "parameters": "host", "activations": "host"}
     assert decode_document(Plan, document, "plan") == plan
     document["offload"]["optimizer"] = "tape"
     with pytest.raises(MeshwrightError, match="'tape'"):

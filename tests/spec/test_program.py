@@ -35,7 +35,15 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    ReadStates,
+    SavedDown,
+    SavedUp,
+    WriteStates,
+)
 from tests.spec.examples import PROGRAM, TIMELINE
 from tests.strategies import programs, timelines
 
@@ -70,6 +78,8 @@ ROWS = {
     Opcode.COPY_UP: (CopyUp(stage=1, piece=4, num_bytes=5), "copy up 1 #4"),
     Opcode.READ_STATES: (ReadStates(stage=1, piece=4, num_bytes=5), "read 1 #4"),
     Opcode.WRITE_STATES: (WriteStates(stage=1, piece=4, num_bytes=5), "write 1 #4"),
+    Opcode.SAVED_DOWN: (SavedDown(stage=1, microbatch=2, layer=4, num_bytes=5), "saved down 1.2 #4"),
+    Opcode.SAVED_UP: (SavedUp(stage=1, microbatch=2, layer=4, num_bytes=5), "saved up 1.2 #4"),
 }
 
 

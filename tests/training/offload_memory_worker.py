@@ -25,15 +25,22 @@ from meshwright.training.peak_memory import measure_rank_peak
 from tests.rank_results import write_results
 
 HOST, NVME = Offload(optimizer="host"), Offload(optimizer="nvme")
+SAVED, BOTH = Offload(activations="host"), Offload(optimizer="host", activations="host")
 PIPELINE = ((0,), (1,))
-# Model, replicas of stages, ZeRO stage, what is kept away, optimizer, whether blocks are computed again.
+# Model, replicas of stages, ZeRO stage, what is kept away, optimizer, what is computed again.
 CASES = {
-    "host": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", False),
-    "host momentum": ("llama-tiny", PIPELINE, 0, HOST, "sgd", False),
-    "host again": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", True),
-    "drives": ("llama-tiny", PIPELINE, 0, NVME, "adamw", False),
-    "drives convolutions": ("vgg-tiny", PIPELINE, 0, NVME, "adamw", False),
-    "drives momentum again": ("llama-tiny", PIPELINE, 0, NVME, "sgd", True),
+    "host": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", "none"),
+    "host momentum": ("llama-tiny", PIPELINE, 0, HOST, "sgd", "none"),
+    "host again": ("gpt-tiny", PIPELINE, 0, HOST, "adamw", "full"),
+    "drives": ("llama-tiny", PIPELINE, 0, NVME, "adamw", "none"),
+    "drives convolutions": ("vgg-tiny", PIPELINE, 0, NVME, "adamw", "none"),
+    "drives momentum again": ("llama-tiny", PIPELINE, 0, NVME, "sgd", "full"),
+    "activations": ("gpt-tiny", PIPELINE, 0, SAVED, "adamw", "none"),
+    "activations momentum": ("llama-tiny", PIPELINE, 0, SAVED, "sgd", "none"),
+    "activations again": ("gpt-tiny", PIPELINE, 0, SAVED, "adamw", "full"),
+    "activations again but for products": ("llama-tiny", PIPELINE, 0, SAVED, "adamw", "op"),
+    "activations of convolutions": ("vgg-tiny", PIPELINE, 0, SAVED, "sgd", "none"),
+    "activations and states": ("llama-tiny", PIPELINE, 0, BOTH, "adamw", "none"),
 }
 
 
@@ -48,7 +55,7 @@ def cluster_with_host():
 def plan_of(case, cluster):
     model, ranks, zero, offload, optimizer, again = CASES[case]
     graph = load_shipped_graph(model)
-    count = len(graph.layers)
+    count, chosen = len(graph.layers), recompute_choices(graph)[again]
     bounds = [count * place // len(ranks) for place in range(len(ranks) + 1)]
     return Plan(
         model=model,
@@ -60,7 +67,8 @@ def plan_of(case, cluster):
             for start, stop, own in zip(bounds[:-1], bounds[1:], ranks, strict=True)
         ),
         num_microbatches=4,
-        recompute=recompute_choices(graph)["full"].ranges if again else (),
+        recompute=chosen.ranges,
+        keeps=chosen.keeps,
         exchange=GradientExchange(zero=zero, bucket_bytes=2**18),
         offload=offload,
     )

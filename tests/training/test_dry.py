@@ -49,6 +49,7 @@ def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, pr
 TWO = ((0, 1), (2, 3))
 FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 TENSOR = Sharding(tensor=2, sequence_parallel=True)
+SAVED = Offload(activations="host")
 ON_DRIVES, AWAY = Offload(optimizer="nvme"), Offload(optimizer="host", parameters="host")
 
 
@@ -92,6 +93,7 @@ ON_DRIVES, AWAY = Offload(optimizer="nvme"), Offload(optimizer="host", parameter
             ("mixtral-tiny", ((0, 1),), {"sharding": Sharding(expert=2)}, 3, {"all_to_all", "all_reduce"}),
             ("gpt-tiny", TWO, {"exchange": GradientExchange(zero=1), "offload": ON_DRIVES}, 1, {"reduce_scatter"}),
             ("llama-tiny", TWO, {"exchange": GradientExchange(zero=3), "offload": AWAY}, 1, {"reduce_scatter"}),
+            ("gpt-tiny", TWO, {"exchange": GradientExchange(zero=3), "offload": SAVED}, 1, {"reduce_scatter"}),
         ),
     ],
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -314,6 +315,7 @@ class CostModel:
         device: Backend = "cpu",
         bucketed: Set[int] = frozenset(),
         shared: SharedUnits | None = None,
+        activations_away: bool = False,
     ) -> StageMemory:
         """Bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
         graph = as_computed(graph, workload.numbers)
@@ -323,12 +325,8 @@ class CostModel:
         # Stages that are alike have the same units.
         sharing = shared and (shared.stay_gathered, shared.root[3:], tuple(unit[3:] for unit in shared.units))
         key = ("memory", self._known(graph), likeness(graph, stage_slice), which, sharing, batch_size, workload, device)
-        return self._keep(
-            key,
-            lambda: weigh_stage(
-                graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed, shared=shared
-            ),
-        )
+        weigh = partial(weigh_stage, graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed)
+        return self._keep((*key, activations_away), partial(weigh, shared=shared, activations_away=activations_away))
 
     def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
         """Price all ops for several batch sizes at once, which takes less time than one after the other."""

@@ -172,10 +172,11 @@ def _fullest_share(item: RankedPlan) -> float:
 
 def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
     fullest = max(item.nodes, key=lambda node: node.share)
+    activations = "; or leave activations on the devices" if item.plan.offload.activations == "host" else ""
     return NothingFitsError(
         f"Plans fit into the memory of the devices, but none into that of the nodes. With the smallest one found, "
         f"{item.plan.describe()}, {fullest.describe()}. Share states out (zero 1 to 3), use more nodes, or keep them "
-        "on NVMe.",
+        f"on NVMe{activations}.",
         nearest=item,
     )
 
@@ -279,6 +280,10 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
             activations.append((words, replace(chosen, recompute=("op",))))
         if "full" not in chosen.recompute:
             activations.append(("Compute blocks again (--recompute full)", replace(chosen, recompute=("full",))))
+        if all(away.activations == "device" for away in chosen.offload) and not problem.compiled:
+            words = "Keep activations on the host (--offload activations=host)"
+            away = tuple(replace(item, activations="host") for item in chosen.offload)
+            activations.append((words, replace(chosen, offload=away)))
     teams = []
     if all(sharding.is_whole for sharding in chosen.shardings):
         for size in _TENSOR_SIZES:

@@ -267,11 +267,11 @@ def _break_down(simulation: Simulation, rank: int) -> Breakdown:
         seconds.exposed_communication_s - seconds.exposed_exchange_s - seconds.exposed_offload_s, _DECIMALS
     )
     return Breakdown(
-        compute_s=seconds.forward_s + seconds.backward_s - seconds.exchanged_inside_s,
+        compute_s=seconds.forward_s + seconds.backward_s - seconds.exchanged_inside_s - seconds.copied_inside_s,
         inside_s=seconds.exchanged_inside_s,
         bubble_s=seconds.idle_s - seconds.exposed_communication_s,
         communication_s=communication_s,
         exchange_s=seconds.exposed_exchange_s,
-        offload_s=seconds.exposed_offload_s,
+        offload_s=seconds.exposed_offload_s + seconds.copied_inside_s,
         optimizer_s=seconds.optimizer_s,
     )

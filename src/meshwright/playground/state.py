@@ -35,6 +35,11 @@ OFFLOAD_NAMES = (
     "optimizer=nvme",
     "optimizer=host,parameters=host",
     "optimizer=nvme,parameters=host",
+    "activations=host",
+    "optimizer=host,activations=host",
+    "optimizer=nvme,activations=host",
+    "optimizer=host,parameters=host,activations=host",
+    "optimizer=nvme,parameters=host,activations=host",
 )
 # A link is read whole before anything else; what the controls can say takes some hundred characters.
 MAX_QUERY_LENGTH = 8000

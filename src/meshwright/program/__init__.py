@@ -6,7 +6,7 @@ orders      what each rank computes, in order: `schedules` by name, `own_schedul
 `order_files` by a file as torch has them, `found` by a search
 program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
 (`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`; on
-the host: `offload`, which takes room there: `host_needs`);
+ the host: `offload`, which takes room there: `host_needs`, and copies of activations: `saved`);
 `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
 alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
@@ -39,6 +39,7 @@ from meshwright.program.placed import PLACED, build_placed_program, trained_stag
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
+from meshwright.program.saved import stage_away
 from meshwright.program.schedules import (
     SCHEDULE_LAYOUTS,
     SCHEDULES,
@@ -120,6 +121,7 @@ __all__ = [
     "picture_schedule",
     "repeat_body",
     "shard_graph",
+    "stage_away",
     "stays_on_rank",
     "trained_stages",
     "unlower_plan",

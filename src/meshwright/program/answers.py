@@ -11,7 +11,15 @@ from typing import Any, get_args
 from meshwright.spec.control import Decision, Issue, Timer
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import Collective, Instruction, Load, Pull, Push, Receive, Send, Sum
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    ReadStates,
+    SavedDown,
+    SavedUp,
+    WriteStates,
+)
 from meshwright.spec.program import STREAM_NAMES, StreamName
 
 # The stream of each kind of instruction, and its fields that are numbers: what moves nothing is computed.
@@ -19,6 +27,7 @@ _STREAMS: dict[type, StreamName] = dict.fromkeys(get_args(Instruction), "compute
 _STREAMS.update({Send: "send", Receive: "receive", Push: "exchange", Sum: "serve", Pull: "reply", Load: "load"})
 _STREAMS.update(dict.fromkeys(get_args(Collective), "exchange"))
 _STREAMS.update({CopyDown: "down", HostStep: "host", CopyUp: "up", ReadStates: "drives", WriteStates: "drives"})
+_STREAMS.update({SavedDown: "down", SavedUp: "up"})
 _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "payload") for kind in _STREAMS}
 # Columns are 32 bits wide, those of bytes and moments 64.
 _MOST, _MOST_WIDE = 2**31 - 1, 2**63 - 2

@@ -29,6 +29,7 @@ from meshwright.program.order_files import OrderFile
 from meshwright.program.orders import compute_orders, named_orders
 from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
+from meshwright.program.saved import append_saved
 from meshwright.program.schedules import RankOrders
 from meshwright.program.schedules.columns import join_ranks
 from meshwright.program.transfers import Computations
@@ -76,6 +77,8 @@ def _build_program(
         computations = append_orders(builder, plan, orders.later(step * _microbatches_apart(plan)))
         append_transfers(builder, computations, crossings)
         written.append(computations)
+        if plan.offload.activations == "host":
+            append_saved(builder, computations, stages, plan, graph)
         if graph.mode == "training":
             buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
             exchanged = buckets if step == num_steps - 1 else ()

@@ -7,18 +7,21 @@ Of each trained element of the rank's share, where replicas share states out:
     drives   states
 
 With parameters on the host these lie there before a run begins, frozen ones, too; but for what stages share, which is
-summed in buckets and stays on the devices.
+summed in buckets and stays on the devices. With activations on the host, what layers keep of each microbatch under way
+lies there (`cost.memory.away`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.cost.memory import Backend, as_kept, find_away
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.offload import PIECES_AT_HAND, host_pieces
+from meshwright.program.orders import max_in_flight
 from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan
 from meshwright.spec.slices import slice_graph
@@ -33,11 +36,24 @@ class HostNeeds:
     resident_bytes: int = 0
 
 
-def count_host_needs(plan: Plan, graph: Graph, rank: int) -> HostNeeds:
-    """What a rank keeps away from its device: of its stages, what they share once."""
-    if plan.offload.optimizer == "device":
-        return HostNeeds(0, 0)
-    return _count(plan, graph, plan.stages_of(rank))
+def count_host_needs(plan: Plan, graph: Graph, rank: int, device: Backend = "cpu") -> HostNeeds:
+    """What a rank keeps away from its device: of its stages, what they share once.
+
+    ``device``: whose libraries compute, which decides what is kept for backwards.
+    """
+    stages, offload = plan.stages_of(rank), plan.offload
+    needs = HostNeeds(0, 0) if offload.optimizer == "device" else _count(plan, graph, stages)
+    if offload.activations == "device":
+        return needs
+    return replace(needs, host_bytes=needs.host_bytes + _count_saved(plan, graph, stages, device))
+
+
+@lru_cache(maxsize=256)
+def _count_saved(plan: Plan, graph: Graph, stages: tuple[int, ...], device: Backend) -> int:
+    workload, slices = plan.workload, slice_graph(graph, plan.bounds)
+    kept = as_kept(graph, workload.numbers, device)
+    away = (find_away(kept, slices[i], plan.microbatch_size, workload.float_bytes) for i in stages)
+    return sum(max_in_flight(plan, i) * item.num_bytes for i, item in zip(stages, away, strict=True))
 
 
 @lru_cache(maxsize=256)

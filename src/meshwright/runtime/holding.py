@@ -15,6 +15,7 @@ from meshwright.runtime.alike import BufferSync, written_buffers
 from meshwright.runtime.fully_sharded import replica_groups, replica_meshes, share_out
 from meshwright.runtime.held import replace_held
 from meshwright.runtime.models import Model, make_model
+from meshwright.runtime.offload.saved import find_stages_away, mark_units
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
 from meshwright.runtime.stage import stage_feeds, stage_fetches
 from meshwright.runtime.teams import Grid
@@ -64,6 +65,10 @@ def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device:
     every = slice_stages(model.graph, model.plan)
     stages = tuple(every[index] for index in plan.stages_of(grid.rank))
     modules = tuple(model.module(stage_feeds(item), stage_fetches(item), item.ops) for item in stages)
+    away_of = find_stages_away(model.plan, model.graph, stages, device)
+    for stage, module in zip(stages, modules, strict=True):
+        if stage.index in away_of:
+            mark_units(module, away_of[stage.index])
     replace_held(modules, lambda value: _moved(value, device))
     cut = _parameters(model.graph, stages, modules)
     shared, sync = _join_replicas(captured, model, tuple(zip(stages, modules, strict=True)), grid, device)

@@ -42,6 +42,7 @@ from meshwright.runtime.offload import (
     HostSteps,
     choose_folder,
     find_partial,
+    keep_saved,
     take_to_host,
 )
 from meshwright.runtime.placed import check_placed_writes
@@ -112,17 +113,21 @@ def open_session(
     hosted = take_to_host(
         share, exchange, updated, partial(_complete_gradients, share, updated, device), device, folder, grid.rank
     )
+    keeping = keep_saved(share, hosted, device, grid.rank)
     scale, clip = _make_agreements(share, updated, clip_norm, grid, transport, device, hosted)
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
     updates = _make_updates(share, updated, optimizer, repair, stale, clip, scale, hosted)
-    hosting = None
-    if hosted is not None and isinstance(updates, HostSteps):
-        hosting = Hosting(hosted.pieces, updates, hosted.readiness, hosted.memory)
+    hosting, kept, saved = None, hosted or keeping, keeping.layers if keeping is not None else {}
+    if kept is not None:
+        pieces = hosted.pieces if hosted is not None else ()
+        hosting = Hosting(
+            pieces, updates if isinstance(updates, HostSteps) else None, kept.readiness, kept.memory, saved
+        )
     graph, size = share.model.graph, share.model.plan.microbatch_size
     channels_last = bool(graph.compiled) and takes_channels_last(graph, share.model.stand_in, size, device, autocast)
     runners = tuple(
-        StageRunner(part, graph, stage, device, autocast, channels_last=channels_last)
+        StageRunner(part, graph, stage, device, autocast, channels_last=channels_last, saved=saved.get(stage.index))
         for stage, part in zip(share.stages, parts, strict=True)
     )
     layouts = channel_layouts(

@@ -7,7 +7,8 @@ own, and running again leaves them as they are.
 
 Results of ops that are kept are saved by torch's selective checkpointing: `Kept` calls say which of the kernels inside
 are meant, all but views and copies of inputs, which are made again. Conversions between the processes of a team keep
-theirs themselves, so that nothing is exchanged twice.
+theirs themselves, so that nothing is exchanged twice. Where activations go to the host, kept results do, too; this is
+the one place that knows where selective checkpointing has them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import traceback
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.runtime.ranges import enclose, find_ops, note_ops
@@ -85,6 +87,11 @@ class Again(torch.nn.Module):
         # Past hooks of modules, whose kernels selective checkpointing would count.
         return checkpoint(self.body.forward, *inputs, use_reentrant=False, context_fn=self._contexts)
 
+    def copy_kept(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        """Hand kept results to ``pack`` behind a forward, and take them from ``unpack`` when the range runs again."""
+        if self._keeping is not None:
+            self._keeping.pack, self._keeping.unpack = pack, unpack
+
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         untouched = _untouched(list(self.body.buffers()))
         return (nullcontext(), untouched) if self._keeping is None else self._keeping.contexts(untouched)
@@ -110,13 +117,16 @@ class _Keeping:
     """What the kept ops of a range know of each other.
 
     ``is_on``: such an op computes, whose kernels are meant. ``results`` are those of conversions between processes, of
-    the call that runs, in their order; ``runs_again``: they are taken from there.
+    the call that runs, in their order; ``runs_again``: they are taken from there. ``pack`` and ``unpack`` as of
+    `Again.copy_kept`.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.runs_again = False
         self.results: list[torch.Tensor] = []
+        self.pack: Callable[[torch.Tensor], Any] | None = None
+        self.unpack: Callable[[Any], torch.Tensor] | None = None
 
     def contexts(
         self, untouched: AbstractContextManager[None]
@@ -127,6 +137,17 @@ class _Keeping:
         forward, again = create_selective_checkpoint_contexts(self._policy, allow_cache_entry_mutation=True)
         return self._within(forward, nullcontext(), results, False), self._within(again, untouched, results, True)
 
+    def _replace(self, mode: Any, results: list[Any], change: Callable[[Any], Any] | None) -> None:
+        """Put something else in the place of what was kept in one call."""
+        if change is None:
+            return
+        results[:] = map(change, results)
+        for entries in mode.storage.values():
+            for entry in entries.values() if isinstance(entries, dict) else entries:
+                for item in tree_leaves(entry):
+                    if hasattr(item, "val"):
+                        item.val = change(item.val)
+
     @contextmanager
     def _within(
         self,
@@ -136,11 +157,15 @@ class _Keeping:
         runs_again: bool,
     ) -> Iterator[None]:
         self.results, self.runs_again = results, runs_again
+        if runs_again:
+            self._replace(mode, results, self.unpack)
         try:
             with around, mode:
                 yield
         finally:
             self.results, self.runs_again = [], False
+        if not runs_again:
+            self._replace(mode, results, self.pack)
 
     def _policy(self, _: Any, kernel: Any, /, *__: Any, **___: Any) -> CheckpointPolicy:
         return _policy_of(kernel, is_kept=self.is_on)

@@ -32,6 +32,8 @@ from meshwright.spec.offload_instructions import (
     HostStep,
     Offloading,
     ReadStates,
+    SavedDown,
+    SavedUp,
     WriteStates,
 )
 
@@ -75,6 +77,8 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
             | CopyUp()
             | ReadStates()
             | WriteStates()
+            | SavedDown()
+            | SavedUp()
         ):
             return ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
         case _:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.runtime.offload.saved import SavedLayers
 from meshwright.runtime.random_state import read_generator, seed_generator, write_generator
 from meshwright.runtime.split_backward import Notes, SplitPart
 from meshwright.runtime.versions import VersionedPart
@@ -34,7 +35,8 @@ class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
     A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``autocast``: forwards run
-    under torch's autocast to that type. ``channels_last``: images that the graph is given are laid out so.
+    under torch's autocast to that type. ``channels_last``: images that the graph is given are laid out so. ``saved``:
+    what layers keep is on the host until the backward.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StageRunner:
         autocast: torch.dtype | None = None,
         *,
         channels_last: bool = False,
+        saved: SavedLayers | None = None,
     ) -> None:
         self._part = part
         self._device = device
@@ -55,6 +58,7 @@ class StageRunner:
         self._loss = graph.outputs[0] if graph.has_loss and graph.outputs[0] in stage.outputs else None
         self._autocast = autocast
         self._channels_last = channels_last
+        self._saved = saved
         self._tapes: dict[int, _Tape] = {}
         self._notes: dict[int, Notes] = {}
         self._sums_across = True
@@ -83,7 +87,8 @@ class StageRunner:
         with torch.set_grad_enabled(self._training), autocasting(self._device, self._autocast):
             if self._stage.draws_random:
                 self._restore_generator(received, seed)
-            made = self._part(version, *values) if isinstance(self._part, VersionedPart) else self._part(*values)
+            with self._recording(microbatch, values):
+                made = self._part(version, *values) if isinstance(self._part, VersionedPart) else self._part(*values)
             outputs = dict(zip(self._fetches, made, strict=True))
         if self._training:
             notes = self._part.notes if isinstance(self._part, SplitPart) else []
@@ -129,7 +134,8 @@ class StageRunner:
         if self._loss is not None:
             loss = tape.outputs[self._loss]
             gradients[self._loss] = torch.full_like(loss, loss_scale)
-        torch.autograd.backward([tape.outputs[tensor] for tensor in gradients], list(gradients.values()))
+        with self._saved.replaying(microbatch) if self._saved is not None else nullcontext():
+            torch.autograd.backward([tape.outputs[tensor] for tensor in gradients], list(gradients.values()))
         self._notes[microbatch] = tape.notes
         if isinstance(self._part, VersionedPart):
             self._part.went_back(tape.version)
@@ -163,6 +169,12 @@ class StageRunner:
         """What a channel carries right after a forward: its tensors, and the generator's state if it carries that."""
         values = [outputs[tensor] for tensor in channel.tensors]
         return [*values, read_generator(self._device)] if channel.carries_rng else values
+
+    def _recording(self, microbatch: int, values: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        if self._saved is None or not self._training:
+            return nullcontext()
+        assert isinstance(self._part, torch.nn.Module), "backwards are whole, and weights of one version"
+        return self._saved.recording(microbatch, self._part, values)
 
     def _restore_generator(self, received: Mapping[int, Sequence[torch.Tensor]], seed: int) -> None:
         for channel in self._stage.incoming:

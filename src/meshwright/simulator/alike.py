@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.spec import Opcode
+from meshwright.spec.instructions import UPDATES
 
 Ids = NDArray[np.int64]
 
@@ -71,3 +72,12 @@ def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray
                     place[i] |= FIRST
                 latest[stage[i]] = i
     return place
+
+
+def first_updates(stream_offsets: Ids, opcode: NDArray[np.int8]) -> Ids:
+    """Updates that do not follow another one of their stream."""
+    updates = np.isin(opcode, UPDATES)
+    follows = np.append(False, updates[:-1])
+    begins = stream_offsets[:-1]
+    follows[begins[begins < len(follows)]] = False
+    return np.flatnonzero(updates & ~follows)

@@ -118,8 +118,8 @@ def predict_reserved(
             return _unused_bytes(plan, graph, stage, buckets)
         count = max(plan.stages[index].counts(plan.num_microbatches))
         key = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
-        held = any(index in bucket.stages for bucket in buckets)
-        return cost.remember("unused", graph, (*key, held), lambda: _unused_bytes(plan, graph, stage, buckets))
+        held, away = any(index in bucket.stages for bucket in buckets), plan.offload.activations
+        return cost.remember("unused", graph, (*key, held, away), lambda: _unused_bytes(plan, graph, stage, buckets))
 
     known: dict[tuple[int, ...], int] = {}
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
@@ -169,6 +169,7 @@ def _trace(
         bucket_bytes=num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in held),
         bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
         num_inputs=max(plan.stages[stage.index].counts(plan.num_microbatches)),
+        activations_away=plan.offload.activations == "host",
     )
 
 

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.cost.memory import backend_of
 from meshwright.program import count_host_needs
 from meshwright.spec import Cluster, Graph, Placement, Plan, format_bytes, format_count
+from meshwright.spec.offload import ON_DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
 
 def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
     """What each node that a plan uses keeps away from its devices; none where everything is on them."""
-    if isinstance(plan, Placement) or plan.offload.optimizer == "device":
+    if isinstance(plan, Placement) or plan.offload == ON_DEVICE:
         return ()
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank in range(plan.num_ranks):
@@ -65,7 +67,7 @@ def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple
     found = []
     for index, members in ranks.items():
         node = cluster.nodes[index]
-        kept = [count_host_needs(plan, graph, rank) for rank in members]
+        kept = [count_host_needs(plan, graph, rank, backend_of(cluster.device_kind(rank))) for rank in members]
         found.append(
             NodeMemory(
                 name=node.name,

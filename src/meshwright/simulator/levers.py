@@ -182,6 +182,8 @@ _ELSEWHERE = {
     Opcode.COPY_UP: "copies from the host",
     Opcode.READ_STATES: "reads of drives",
     Opcode.WRITE_STATES: "writes to drives",
+    Opcode.SAVED_DOWN: "copies of activations to the host",
+    Opcode.SAVED_UP: "copies of activations from the host",
 }
 
 
@@ -216,6 +218,8 @@ def _work(opcode: Opcode) -> str:
             | Opcode.COPY_UP
             | Opcode.READ_STATES
             | Opcode.WRITE_STATES
+            | Opcode.SAVED_DOWN
+            | Opcode.SAVED_UP
         ):
             return _ELSEWHERE[opcode]
         case _:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
@@ -169,7 +170,7 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         steady, averaged = spans(min(needed, most), prices), count
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
     parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
-    inside_s = _exchanged_inside(program, prices)
+    inside_s, copied_s = (_inside_s(program, prices, column) for column in (prices.exchanged_ps, prices.copied_ps))
     host_s = (issued_ps(program, prices) / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
     return _Outcome(
         run=shown,
@@ -177,10 +178,11 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         memory=tuple(PeakMemory(parts=item) for item in parts),
         step_time_s=to_seconds(window[1] - window[0]) / averaged / program.body_steps,
         seconds=tuple(
-            replace(item.per_step(program.body_steps), exchanged_inside_s=each, host_s=host)
-            for item, each, host in zip(
+            replace(item.per_step(program.body_steps), exchanged_inside_s=each, copied_inside_s=copied, host_s=host)
+            for item, each, copied, host in zip(
                 rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains)),
                 inside_s,
+                copied_s,
                 host_s,
                 strict=True,
             )
@@ -188,12 +190,12 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
     )
 
 
-def _exchanged_inside(program: Program, prices: Prices) -> list[float]:
-    """Seconds of a step in which the computations of each rank wait for what they exchange."""
-    if prices.exchanged_ps is None:
+def _inside_s(program: Program, prices: Prices, waited_ps: NDArray[np.int64] | None) -> list[float]:
+    """Seconds of a step in which the computations of each rank wait for something, by their cost classes."""
+    if waited_ps is None:
         return [0.0] * program.num_ranks
     ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))
-    total_ps = np.bincount(ranks, prices.exchanged_ps[prices.body.cost_class], program.num_ranks)
+    total_ps = np.bincount(ranks, waited_ps[prices.body.cost_class], program.num_ranks)
     found: list[float] = (total_ps / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
     return found
 

@@ -52,8 +52,8 @@ class Prices:
     ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), taken at the start and given
     back at the end; ``route_offsets`` (N + 1,) and ``route_links`` in CSR form; ``resident_bytes`` (R, P), in use all
     the time; ``link_names`` (num_links,), or none; ``exchanged_ps`` (C,), the part of the duration of a computation in
-    which its rank waits for what it exchanges in it, or None for nothing; ``issue``: None where all devices are their
-    own hosts.
+    which its rank waits for what it exchanges in it, or None for nothing; ``copied_ps`` likewise for copies of
+    activations; ``issue``: None where all devices are their own hosts.
     """
 
     duration_ps: NDArray[np.int64]
@@ -67,6 +67,7 @@ class Prices:
     num_links: int
     link_names: tuple[str, ...] = ()
     exchanged_ps: NDArray[np.int64] | None = None
+    copied_ps: NDArray[np.int64] | None = None
     issue: IssuePrices | None = None
     prologue: SectionPrices
     body: SectionPrices

@@ -23,12 +23,13 @@ from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, graph_of_program, host_pieces
 from meshwright.program.parts import cut_parts
-from meshwright.simulator.alike import FIRST, LAST, find_distinct, mark_backwards
+from meshwright.simulator.alike import FIRST, LAST, find_distinct, first_updates, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
 from meshwright.simulator.routes import Routes
+from meshwright.simulator.saved_waits import PricedCopies
 from meshwright.simulator.span_parts import IssuedParts, SpanParts, issue_parts, list_parts
 from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
 from meshwright.simulator.stage_costs import StageCosts, StepIssue, stage_costs, steps_on_host
@@ -76,13 +77,14 @@ def price_program(
     graph = graph_of_program(graph, program)
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
-    durations, host, exchanged, takes, frees, issue = zip(*pricer.classes, strict=True)
+    durations, host, exchanged, copied, takes, frees, issue = zip(*pricer.classes, strict=True)
     host_ps, earliest_ps, is_awaited = (np.array(column) for column in zip(*issue, strict=True))
     route_offsets, route_links, num_links = pricer.routes.table()
     return Prices(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.array(host, np.int64),
         exchanged_ps=np.array(exchanged, np.int64) if any(exchanged) else None,
+        copied_ps=np.array(copied, np.int64) if any(copied) else None,
         issue=IssuePrices(host_ps, earliest_ps, is_awaited) if pricer.has_hosts else None,
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
@@ -154,13 +156,14 @@ class _Pricer:
             [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
             for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
+        self._copies = PricedCopies(graph, plan, stages, kinds, [shared.ranks for shared in shards], cost)
         self._plan, self._graph, self._stages = plan, graph, stages
         self._served_bytes = served_bytes(program)
         self._hosts = HostPrices(cost, whole.num_ranks)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
-        # Per class: duration, host time and what is exchanged within in ps, bytes taken and freed, its `IssuePrices`.
-        self.classes: list[tuple[int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
+        # Per class: duration, host time, waits for exchanges and copies in ps, bytes taken and freed, `IssuePrices`.
+        self.classes: list[tuple[int, int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
         self._parts: dict[tuple[int, ...], tuple[SpanParts, IssuedParts]] = {}
 
     def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
@@ -184,7 +187,7 @@ class _Pricer:
         kind = np.repeat(self._kind_of_rank[rank_of_streams(self._program)], np.diff(section.stream_offsets))
         place = place_of_backward(section)
         if self.has_hosts and isinstance(self._plan, Plan) and self._plan.scales_loss:
-            place[_first_updates(section)] = FIRST
+            place[first_updates(section.stream_offsets, section.opcode)] = FIRST
         is_compute = _IS_COMPUTE[section.opcode]
         compute, transfers = np.flatnonzero(is_compute), np.flatnonzero(~is_compute)
         _check_groups(self._program, section, transfers)
@@ -193,7 +196,8 @@ class _Pricer:
         computing = (section.stage, kind, place, section.opcode)
         cost_class[compute] = _per_distinct([column[compute] for column in computing], self._computation)[0]
         adding = np.where(section.opcode == Opcode.SUM, kind, -1)
-        moving: list[NDArray[np.integer]] = [section.group, section.opcode, section.num_bytes, adding]
+        moved = self._copies.moved_bytes(section, kind)
+        moving: list[NDArray[np.integer]] = [section.group, section.opcode, moved, adding]
         moving += [self._axes_of(section)] if len(self._part_axes) else []
         cost_class[transfers], route[transfers] = _per_distinct(
             [column[transfers] for column in moving], self._transfer
@@ -213,7 +217,7 @@ class _Pricer:
         match Opcode(opcode):
             case Opcode.FORWARD:
                 in_forward = placed.keep_handed_on(stage, in_use.forward) if placed else in_use.forward
-                added = self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0])
+                added = self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0], costs.copied_s[0])
             case Opcode.BACKWARD_INPUT:
                 exchanged_s = costs.exchanged_s[1] - costs.exchanged_s[2]
                 added = self._add(costs.inputs_s, 0.0, in_use.inputs, exchanged_s)
@@ -226,7 +230,7 @@ class _Pricer:
                 if place & LAST:
                     seconds += costs.last_s
                     exchanged_s += costs.last_s
-                added = self._add(seconds, 0.0, bytes_in_use, exchanged_s)
+                added = self._add(seconds, 0.0, bytes_in_use, exchanged_s, costs.copied_s[1])
             case Opcode.STASH:
                 return self._add_pass(costs.stash_s, (in_use.stash, by_part({})), step.copy_s, kind), -1
             case Opcode.DROP:
@@ -317,25 +321,20 @@ class _Pricer:
         costs = self._costs[stage][kind]
         if self._factors[kind]:
             parts, issued = self._parts[stage, kind, place, opcode]
-            at = parts.filled[bucket]
+            at = parts.filled[bucket] if bucket >= 0 else self._copies.find_part(parts, stage, kind, opcode, bucket)
             return int(issued.done_ps[at]), int(issued.earliest_ps[at])
+        if bucket < 0:
+            parts = list_parts(costs.ops, Opcode(opcode), place)
+            return to_picoseconds(parts.done_s[self._copies.find_part(parts, stage, kind, opcode, bucket)]), 0
         part = costs.backward if opcode == Opcode.BACKWARD else costs.weights
         ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole)), 0
 
-    def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], exchanged_s: float = 0.0) -> int:
-        row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s)
+    def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], *inside_s: float) -> int:
+        exchanged_s, copied_s = (*inside_s, 0.0, 0.0)[:2]
+        row = to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s), to_picoseconds(copied_s)
         self.classes.append((*row, *in_use, (0, 0, False)))
         return len(self.classes) - 1
-
-
-def _first_updates(section: Section) -> NDArray[np.int64]:
-    """Updates that do not follow another one of their stream."""
-    updates = np.isin(section.opcode, UPDATES)
-    follows = np.append(False, updates[:-1])
-    begins = section.stream_offsets[:-1]
-    follows[begins[begins < len(follows)]] = False
-    return np.flatnonzero(updates & ~follows)
 
 
 def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:

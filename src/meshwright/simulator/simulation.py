@@ -40,8 +40,8 @@ Ids = NDArray[np.int64]
 class RankSeconds:
     """Seconds of one rank within a steady step.
 
-    ``exchanged_inside_s``: of forwards and backwards, what is waiting for exchanges of split ops and shared states.
-    ``host_s``: in which its host issues what the device computes, beside it.
+    ``exchanged_inside_s``: of forwards and backwards, what is waiting for exchanges of split ops and shared states;
+    ``copied_inside_s``, for copies of activations. ``host_s``: in which its host issues what the device computes.
     """
 
     forward_s: float
@@ -55,6 +55,7 @@ class RankSeconds:
     exposed_offload_s: float
     idle_s: float
     exchanged_inside_s: float = 0.0
+    copied_inside_s: float = 0.0
     host_s: float = 0.0
 
     def per_step(self, num_steps: int) -> RankSeconds:
@@ -148,7 +149,8 @@ class Simulation:
         return html_table(caption, ("rank", "busy", "communication", "idle", "peak memory"), rows, len(self.ranks))
 
 
-_COLUMNS = tuple(item.name for item in fields(RankSeconds) if item.name not in ("exchanged_inside_s", "host_s"))
+_OTHERS = ("exchanged_inside_s", "copied_inside_s", "host_s")
+_COLUMNS = tuple(item.name for item in fields(RankSeconds) if item.name not in _OTHERS)
 # The column of what computes, by opcode; then what moves, and of that the collectives.
 _MOVES, _EXCHANGES, _OFFLOADS = 3, 4, 5
 _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)

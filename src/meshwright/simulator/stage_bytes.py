@@ -76,7 +76,14 @@ def stage_bytes(
     wide_bytes = 0 if steps_on_host(plan) else plan.workload.numbers.master_bytes
     shared = _shared_units(graph, plan, stage, bucketed, shards, wide_bytes) if shards.is_cut else None
     memory = cost.stage_memory(
-        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed, shared=shared
+        graph,
+        stage,
+        plan.microbatch_size,
+        plan.workload,
+        device=backend_of(kind),
+        bucketed=bucketed,
+        shared=shared,
+        activations_away=isinstance(plan, Plan) and plan.offload.activations == "host",
     )
     size, width, numbers = plan.microbatch_size, plan.workload.float_bytes, plan.workload.numbers
     made, used = (

@@ -16,6 +16,7 @@
 - clipping and a scale of the loss: passes over all gradients before the step.
 - an optimizer on the host: the step on the device is what the runtime takes for it, and those passes. Pieces that go to
   the host without being summed are ready as buckets are, but need no copy.
+- activations on the host: `saved_waits` says what passes wait for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.host_issue import load_host_calls
 from meshwright.cost.optimizers import trainable_elements
 from meshwright.program import Bucket, HostPiece
+from meshwright.simulator.saved_waits import find_copies, saved_waits
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
 from meshwright.spec.compiled_units import unit_starts
@@ -59,7 +61,8 @@ class StageCosts:
 
     The last backward of a step takes ``last_s`` on top. ``stash_s`` copies the trained weights, ``merge_s`` adds the
     updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward and its part for weights
-    in which the rank waits for what it exchanges in them.
+    in which the rank waits for what it exchanges in them, ``copied_s`` those of a forward and a backward in which it
+    waits for copies of activations.
     """
 
     forward_s: float
@@ -71,6 +74,7 @@ class StageCosts:
     merge_s: float
     last_s: float
     exchanged_s: tuple[float, float, float]
+    copied_s: tuple[float, float]
     ops: OpSeconds
     issue: StepIssue | None
 
@@ -104,8 +108,8 @@ class OpSeconds(NamedTuple):
     on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for
     weights; it comes before the ops. ``last_s`` comes behind those of the last backward of a step: sums across
     groups of replicas. ``fill_s`` by bucket, in the first backward; ``first_uses`` as in `_first_uses`.
-    ``exchanged``, of shape (ops, 2), is what of forward and backward is waiting for other ranks. ``issue``: what a
-    host beside the device takes, else None.
+    ``exchanged``, of shape (ops, 2), is what of forward and backward is waiting for other ranks, ``copied_s`` for
+    activations. ``issue``: what a host beside the device takes, else None.
     """
 
     forward: Floats
@@ -117,6 +121,7 @@ class OpSeconds(NamedTuple):
     last_s: float
     first_uses: dict[int, int]
     exchanged: Floats
+    copied_s: tuple[float, float]
     issue: OpIssue | None
 
 
@@ -139,10 +144,12 @@ def op_seconds(
     forward_s, backward_s = prices.forward_s[ops], prices.backward_s[ops]
     kept = {i for bucket in buckets for i in bucket.parameters}
     waits = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
+    copies = find_copies(graph, plan, stage, kind, cost, shards.ranks)
+    waited = saved_waits(copies, forward_s + waits.forward, backward_s + waits.backward)
     serial_s = cost.serial_overhead_s(kind)
     return OpSeconds(
-        forward=forward_s + waits.forward,
-        backward=backward_s + waits.backward,
+        forward=forward_s + waits.forward + waited[0],
+        backward=backward_s + waits.backward + waited[1],
         weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
         host_s=(serial_s * issued[0], serial_s * issued[1], serial_s * issued[2]),
@@ -152,6 +159,7 @@ def op_seconds(
         last_s=waits.last_s,
         first_uses=_first_uses(graph, stage, (*buckets, *pieces)),
         exchanged=prices.exchanged_s[ops] + np.stack([waits.forward, waits.backward], axis=1),
+        copied_s=(float(waited[0].sum()), float(waited[1].sum())),
         issue=_op_issue(graph, ops, buckets, pieces, prices.issue_s, issued, cost.overhead_s),
     )
 
@@ -247,6 +255,7 @@ def stage_costs(
         merge_s=2 * copy_s + serial_s,
         last_s=seconds.last_s,
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
+        copied_s=seconds.copied_s,
         ops=seconds,
         issue=step_issue(graph, plan, stage.parameters, cost, 1 + len(buckets)) if seconds.issue else None,
     )

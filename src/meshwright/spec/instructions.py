@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, assert_never
 
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    Offloading,
+    ReadStates,
+    SavedDown,
+    SavedUp,
+    WriteStates,
+)
 
 Payload = Literal["activation", "gradient"]
 
@@ -41,6 +50,8 @@ class Opcode(IntEnum):
     COPY_UP = 21
     READ_STATES = 22
     WRITE_STATES = 23
+    SAVED_DOWN = 24
+    SAVED_UP = 25
 
 
 # What occupies a device and belongs to a microbatch.
@@ -53,8 +64,17 @@ COLLECTIVES = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER, Opcode.ALL_GATHER)
 SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
 # Between ranks and parameter servers.
 SERVING = (Opcode.PUSH, Opcode.SUM, Opcode.PULL)
-# What a rank does beside its device where the optimizer's states are not on it.
-OFFLOADING = (Opcode.COPY_DOWN, Opcode.HOST_STEP, Opcode.COPY_UP, Opcode.READ_STATES, Opcode.WRITE_STATES)
+# Copies of what is kept for backwards, layer by layer.
+SAVED_COPIES = (Opcode.SAVED_DOWN, Opcode.SAVED_UP)
+# What a rank does beside its device where something is kept away from it.
+OFFLOADING = (
+    Opcode.COPY_DOWN,
+    Opcode.HOST_STEP,
+    Opcode.COPY_UP,
+    Opcode.READ_STATES,
+    Opcode.WRITE_STATES,
+    *SAVED_COPIES,
+)
 # What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
 STASHING = (Opcode.STASH, Opcode.DROP)
 
@@ -270,6 +290,8 @@ _OPCODES: dict[type[Instruction], Opcode] = {
     CopyUp: Opcode.COPY_UP,
     ReadStates: Opcode.READ_STATES,
     WriteStates: Opcode.WRITE_STATES,
+    SavedDown: Opcode.SAVED_DOWN,
+    SavedUp: Opcode.SAVED_UP,
 }
 
 
@@ -295,6 +317,16 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
             return (opcode, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
         case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
             return (_OPCODES[type(instruction)], instruction.stage, -1, -1, instruction.piece, instruction.num_bytes)
+        case SavedDown() | SavedUp():
+            opcode = _OPCODES[type(instruction)]
+            return (
+                opcode,
+                instruction.stage,
+                instruction.microbatch,
+                -1,
+                instruction.layer,
+                instruction.num_bytes,
+            )
         case Load():
             return (Opcode.LOAD, instruction.stage, instruction.microbatch, -1, -1, 0)
         case OptimizerStep() | Stash() | Drop() | Merge():
@@ -328,6 +360,8 @@ _NAMES: dict[Opcode, str] = {
     Opcode.COPY_UP: "copy up {stage} #{peer}",
     Opcode.READ_STATES: "read {stage} #{peer}",
     Opcode.WRITE_STATES: "write {stage} #{peer}",
+    Opcode.SAVED_DOWN: "saved down {stage}.{microbatch} #{peer}",
+    Opcode.SAVED_UP: "saved up {stage}.{microbatch} #{peer}",
 }
 
 

@@ -5,8 +5,11 @@
                 that, piece by piece (Rajbhandari et al., ZeRO-Infinity, SC 2021)
     parameters  those that replicas share out (zero 3), with their gradients: a unit's come up for every pass through
                 it, its gradients go down behind its backward (torch's FSDP2 with a CPUOffloadPolicy; ZeRO-Infinity)
+    activations what layers keep for their backward: it goes down behind the layer's forward, and comes up while the
+                next layer goes back (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
 
-What it means for a step stands in `program.offload`, what the host and its drives hold in `cost.offload`.
+What it means for a step stands in `program.offload` and `program.saved`, what the host and its drives hold in
+`simulator.host_memory`.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ _WORDS = {"host": "on the host", "nvme": "on NVMe"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Where the optimizer's states are between steps, and parameters between passes."""
+    """Where the optimizer's states are between steps, parameters between passes, and activations until the backward."""
 
     optimizer: Place = "device"
     parameters: Literal["device", "host"] = "device"
+    activations: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         if self.optimizer not in PLACES:
@@ -39,11 +43,12 @@ class Offload:
                 f"The optimizer's states were to be kept on {self.optimizer!r}{suggest(self.optimizer, PLACES)}; "
                 f"expected {', '.join(PLACES)}."
             )
-        if self.parameters not in PLACES[:2]:
-            raise PlanError(
-                f"Parameters were to be kept on {self.parameters!r}{suggest(self.parameters, PLACES[:2])}; expected "
-                f"{' or '.join(PLACES[:2])}."
-            )
+        for what, where in (("Parameters", self.parameters), ("Activations", self.activations)):
+            if where not in PLACES[:2]:
+                raise PlanError(
+                    f"{what} were to be kept on {where!r}{suggest(where, PLACES[:2])}; expected "
+                    f"{' or '.join(PLACES[:2])}."
+                )
         if self.parameters == "host" and self.optimizer == "device":
             raise PlanError(
                 "Parameters were to be kept on the host, but the optimizer that changes them on the device; expected "
@@ -52,16 +57,23 @@ class Offload:
 
     def describe(self) -> str:
         """For people: ``optimizer states on the host``; nothing where all is on the devices."""
-        if self.optimizer == "device":
-            return ""
-        if self.parameters == "device":
-            return f"optimizer states {_WORDS[self.optimizer]}"
-        if self.optimizer == "host":
-            return "parameters and optimizer states on the host"
-        return "parameters on the host, optimizer states on NVMe"
+        places: dict[str, list[str]] = {}
+        for what, where in (
+            ("parameters", self.parameters),
+            ("optimizer states", self.optimizer),
+            ("activations", self.activations),
+        ):
+            if where != "device":
+                places.setdefault(where, []).append(what)
+        return ", ".join(f"{_listed(what)} {_WORDS[where]}" for where, what in sorted(places.items()))
 
 
 ON_DEVICE = Offload()
+
+
+def _listed(words: list[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def read_offload(choices: Iterable[str]) -> Offload:
@@ -73,7 +85,7 @@ def read_offload(choices: Iterable[str]) -> Offload:
         if not equals or what not in known:
             raise PlanError(
                 f"{choice.strip()!r} was to be kept away from the devices{suggest(what, known)}; expected "
-                f"WHAT=WHERE with {' or '.join(known)}, and host or nvme: optimizer=host."
+                f"WHAT=WHERE with {', '.join(known[:-1])} or {known[-1]}, and host or nvme: optimizer=host."
             )
         if what in given:
             raise PlanError(f"{what} was to be kept on {given[what]} and on {where}. Choose one of them.")
@@ -102,22 +114,23 @@ def check_offload(offload: Offload, cluster: Cluster, num_ranks: int) -> None:
 
 
 def check_offloaded_plan(plan: Plan) -> None:
-    """Raise PlanError for a plan whose updates are no single steps of an optimizer at the end of a step."""
-    if plan.offload.optimizer == "device":
+    """Raise PlanError for a plan whose offload does not go with the rest of it."""
+    if plan.offload == ON_DEVICE:
         return
-    exchange = plan.exchange
+    exchange, kept = plan.exchange, plan.offload.describe()
+    steps = plan.offload.optimizer != "device"
     ways = {
         "a schedule that never flushes": plan.is_asynchronous,
-        "parameter servers": bool(exchange.servers),
-        "hierarchical all-reduces": exchange.algorithm == "hierarchical",
         "replicas that step by themselves (every_steps)": exchange.every_steps > 1,
         "an exchange that goes on in the next step (across_steps)": exchange.across_steps,
+        "parameter servers": steps and bool(exchange.servers),
+        "hierarchical all-reduces": steps and exchange.algorithm == "hierarchical",
     }
     chosen = next((name for name, is_chosen in ways.items() if is_chosen), None)
     if chosen:
         raise PlanError(
-            f"The plan keeps {plan.offload.describe()}, and has {chosen}; expected one step of the optimizer behind "
-            "the sums of a step. Leave one of them out."
+            f"The plan keeps {kept}, and has {chosen}; expected one step of the optimizer behind the sums of a step. "
+            "Leave one of them out."
         )
     if plan.offload.parameters == "host" and exchange.zero < 3:
         raise PlanError(
@@ -125,4 +138,9 @@ def check_offloaded_plan(plan: Plan) -> None:
             "brought together for every pass. Choose zero 3, or leave parameters on the devices."
         )
     if plan.workload.kind != "training":
-        raise PlanError(f"The plan is for inference, but keeps {plan.offload.describe()}. Leave `offload` out.")
+        raise PlanError(f"The plan is for inference, but keeps {kept}. Leave `offload` out.")
+    if plan.offload.activations == "host" and plan.compiled:
+        raise PlanError(
+            f"The plan keeps {kept}, and compiles layers, of which torch's compiler chooses what they keep; expected "
+            "layers that run eagerly. Leave one of them out."
+        )

@@ -1,7 +1,8 @@
-"""What a rank does beside its device where the optimizer's states are not on it: instructions on pieces of a stage.
+"""What a rank does beside its device where something is kept away from it.
 
-A piece is some parameters of a stage, in the order in which a backward makes their gradients. Its ``num_bytes`` are
-those of its gradients, as wide as the device has them, but of what drives read and write.
+Optimizer's states: instructions on pieces of a stage. A piece is some parameters of a stage, in the order in which a
+backward makes their gradients. Its ``num_bytes`` are those of its gradients, as wide as the device has them, but of
+what drives read and write. Activations: copies of what one layer keeps of a microbatch for its backward.
 """
 
 from __future__ import annotations
@@ -54,4 +55,27 @@ class WriteStates:
     num_bytes: int
 
 
-Offloading = CopyDown | HostStep | CopyUp | ReadStates | WriteStates
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedDown:
+    """Copy what ``layer`` of the graph keeps of one microbatch for its backward from the device to its host."""
+
+    stage: int
+    microbatch: int
+    layer: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedUp:
+    """Copy what the backward of ``layer`` reads of one microbatch back to the device, while the next layer goes back.
+
+    The backward of the stage waits for it inside, before that layer.
+    """
+
+    stage: int
+    microbatch: int
+    layer: int
+    num_bytes: int
+
+
+Offloading = CopyDown | HostStep | CopyUp | ReadStates | WriteStates | SavedDown | SavedUp

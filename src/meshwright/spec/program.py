@@ -5,12 +5,13 @@ instructions, or for marks that they raise inside their span ("the gradients of 
 run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 1]``. Columns, per instruction:
 
     opcode, stage, microbatch, version   what it does
-    peer                                 the other stage (send, receive), the bucket (exchange) or the piece (offload);
-                                         -1 elsewhere
+    peer                                 the other stage (send, receive), the bucket (exchange), the piece (offload) or
+                                         the layer (saved); -1 elsewhere
     group                                index into ``groups``: the ranks that take part; -1 for work of one rank
     num_bytes                            bytes that move, 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
+                                         or, -1 - layer, activations of a layer may be copied
     join_instruction, join_need          ``join_instruction[j]`` goes on after ``join_need[j]`` of its waits
     late_instruction, late_section,      ``late_instruction[l]`` waits for ``late_awaited[l]`` of another section,
     late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
@@ -61,7 +62,15 @@ from meshwright.spec.instructions import (
     Stash,
     Sum,
 )
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    ReadStates,
+    SavedDown,
+    SavedUp,
+    WriteStates,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,13 +91,14 @@ _OF_WEIGHTS: dict[Opcode, type[OptimizerStep | Stash | Drop | Merge]] = {
     Opcode.DROP: Drop,
     Opcode.MERGE: Merge,
 }
-_OFFLOADING: dict[Opcode, type[Offloading]] = {
+_OFFLOADING: dict[Opcode, type[CopyDown | HostStep | CopyUp | ReadStates | WriteStates]] = {
     Opcode.COPY_DOWN: CopyDown,
     Opcode.HOST_STEP: HostStep,
     Opcode.COPY_UP: CopyUp,
     Opcode.READ_STATES: ReadStates,
     Opcode.WRITE_STATES: WriteStates,
 }
+_SAVED: dict[Opcode, type[SavedDown | SavedUp]] = {Opcode.SAVED_DOWN: SavedDown, Opcode.SAVED_UP: SavedUp}
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
 
@@ -161,6 +171,8 @@ class Section:
                 return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
             case Opcode.COPY_DOWN | Opcode.HOST_STEP | Opcode.COPY_UP | Opcode.READ_STATES | Opcode.WRITE_STATES:
                 return _OFFLOADING[opcode](stage=stage, piece=peer, num_bytes=num_bytes)
+            case Opcode.SAVED_DOWN | Opcode.SAVED_UP:
+                return _SAVED[opcode](stage=stage, microbatch=microbatch, layer=peer, num_bytes=num_bytes)
             case Opcode.LOAD:
                 return Load(stage=stage, microbatch=microbatch)
             case Opcode.OPTIMIZER_STEP | Opcode.STASH | Opcode.DROP | Opcode.MERGE:

@@ -40,6 +40,7 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import make_folder, refuse_replacing
 from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import format_count
@@ -68,8 +69,9 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
     folder = Path(folder).resolve()
     plan = read_runnable_plan(job)
     with claimed(folder, job), tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch:
-        if isinstance(plan, Plan) and plan.offload.optimizer != "device":
-            check_host(plan, capture_fake(plan)[1].graph, choose_folder(job.offload_folder))
+        if isinstance(plan, Plan) and plan.offload != ON_DEVICE:
+            graph, folder_away = capture_fake(plan)[1].graph, choose_folder(job.offload_folder)
+            check_host(plan, graph, folder_away, choose_device(plan, job.device))
         write_document(job, Path(scratch) / "job.json")
         config = LaunchConfig(
             min_nodes=1,

@@ -236,7 +236,8 @@ class PlanRequest(Request):
         typer.Option(
             metavar="WHAT=WHERE",
             help="What is kept away from the devices: optimizer=host or optimizer=nvme, whose states are there then "
-            "while the host makes the step; parameters=host, with --zero 3. Repeat for both, or put a comma between.",
+            "while the host makes the step; parameters=host, with --zero 3; activations=host, until the backward. "
+            "Repeat for several, or put a comma between.",
         ),
         Of("search", unless=_unless_trained),
     ] = None

@@ -2,6 +2,7 @@
 
 from meshwright.cost.memory.alike import likeness
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
+from meshwright.cost.memory.away import Away, AwayUnit, find_away
 from meshwright.cost.memory.backward import Backend, library_workspaces
 from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
@@ -16,6 +17,8 @@ from meshwright.cost.memory.usable import MEMORY_MARGIN, MemoryLimit
 __all__ = [
     "LAYERS_AT_HAND",
     "MEMORY_MARGIN",
+    "Away",
+    "AwayUnit",
     "Backend",
     "DevicePeaks",
     "MemoryEvents",
@@ -31,6 +34,7 @@ __all__ = [
     "as_kept",
     "backend_of",
     "count_phases",
+    "find_away",
     "find_peak",
     "follow_allocator",
     "kept_results",

@@ -71,9 +71,10 @@ def trace_phases(
     loop: OptimizerLoop,
     bucketed: Set[int],
     shared: SharedUnits | None = None,
+    activations_away: bool = False,
 ) -> StagePhases:
     """Follow a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
-    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared)
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away)
     ends = [0]
 
     def end() -> None:

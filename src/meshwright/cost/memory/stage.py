@@ -106,11 +106,13 @@ def weigh_stage(
     device: Backend = "cpu",
     bucketed: Set[int] = frozenset(),
     shared: SharedUnits | None = None,
+    activations_away: bool = False,
 ) -> StageMemory:
     """Memory of one stage for microbatches of ``batch_size`` samples.
 
     ``device``: whose libraries compute. ``bucketed``: parameters whose gradients are exchanged in buckets.
     ``shared``: units of those that replicas share; what is there all the time is counted as if they were whole.
+    ``activations_away``: what layers keep is on the host in between (`away`); ``phases`` know of that alone.
     Of what the graph computes again ``phases`` know, ``saved_bytes`` does not.
     Raises GraphError for a batch size that the graph does not describe.
     """
@@ -155,6 +157,7 @@ def weigh_stage(
             loop=default_loop(device),
             bucketed=bucketed,
             shared=shared,
+            activations_away=activations_away,
         )
     return StageMemory(
         parameter_bytes=size(stage_slice.parameters),

@@ -78,6 +78,7 @@ def trace_stage(
     bucket_bytes: int = 0,
     bucketed: Set[int] = frozenset(),
     num_inputs: int | None = None,
+    activations_away: bool = False,
 ) -> MemoryEvents:
     """Events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
 
@@ -92,6 +93,7 @@ def trace_stage(
         bucket_bytes: Buffers in which gradients are exchanged.
         bucketed: Parameters whose gradients are.
         num_inputs: Microbatches of a step, whose inputs are there all the time (default: those of the order).
+        activations_away: Whether what layers keep is on the host until the backward (`away`).
 
     Raises GraphError as `trace_step` does.
     """
@@ -100,7 +102,8 @@ def trace_stage(
             f"Graph {graph.name!r} has no loss, is for inference, or holds its own backward; expected a forward that "
             "ends in a loss. Capture the model with its loss, for training."
         )
-    walk = StageWalk(graph, stage, workload, batch_size, device, loop or default_loop(device), bucketed)
+    loop = loop or default_loop(device)
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, activations_away=activations_away)
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
     for index in range(_NUM_STEPS):
         for is_backward, microbatch in order:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
+from meshwright.cost.memory.away_blocks import follow_away
 from meshwright.cost.memory.backward import (
     Backend,
     backward_workspace_bytes,
@@ -62,7 +63,8 @@ class StageWalk:
     """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
 
     ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and lets go;
-    later ones add to the buckets (runtime/exchange.py). ``shared`` are units of parameters that replicas share.
+    later ones add to the buckets (runtime/exchange.py). ``shared`` are units of parameters that replicas share;
+    ``activations_away``: see `away`.
     Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
     """
 
@@ -76,6 +78,7 @@ class StageWalk:
         loop: OptimizerLoop,
         bucketed: Set[int] = frozenset(),
         shared: SharedUnits | None = None,
+        activations_away: bool = False,
     ) -> None:
         self.ledger = Ledger()
         self._units = None if shared is None else UnitMemory(shared, self.ledger, device)
@@ -87,6 +90,7 @@ class StageWalk:
         # Whether gradients are added up in a wider type than backwards make them in.
         self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
         self._lives = find_lifetimes(graph, stage, trains=self.trains)
+        self._away = follow_away(graph, stage, batch_size, workload, self._lives, self._sizes, leaves=activations_away)
         self._bucketed = frozenset(bucketed)
         self._first_use: dict[int, int] = {}
         for index in stage.ops if bucketed else ():
@@ -121,15 +125,17 @@ class StageWalk:
         self.ledger.begin("values received")
         for i in _tensors(self._stage.incoming):
             values[self._graph.tensors[i].storage] = self.ledger.take(self._sizes[i], RECEIVED)
+        kept = self._away.begin_forward()
         for index in self._stage.ops:
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name}")
             if self._units:
                 self._units.before_forward(index)
-            keeps = index not in self._lives.recomputed
-            self._compute(index, op, values, self._lives.kept, keeps_internals=keeps)
+            self._away.forward(index, values, self.ledger)
+            self._compute(index, op, values, kept, keeps_internals=index not in self._lives.recomputed)
             if self._units:
                 self._units.after_forward(index)
+        self._away.end_forward(values, self.ledger)
         if not self.trains:
             self._end(microbatch)
 
@@ -137,6 +143,7 @@ class StageWalk:
         """All ops in reverse, after the gradient of the loss or those that later stages send."""
         values = self._values[microbatch]
         self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
+        self._away.begin_backward(self.ledger)
         for i in self._graph.outputs[:1] if self._stage.outputs else ():
             self._gradients[i] = _Gradient(self.ledger.take(self._sizes[i], WORKSPACE))
         arrived = [(i, self.ledger.take(self._sizes[i], RECEIVED)) for i in _gradients(self._stage.outgoing)]
@@ -148,6 +155,7 @@ class StageWalk:
         for index in reversed(self._stage.ops):
             if self._units:
                 self._units.before_backward(index)
+            self._away.backward(index, self.ledger)
             if index + 1 in self._lives.starts:
                 self._recompute(self._lives.starts[index + 1], index + 1, values)
             op = self._graph.ops[index]
@@ -156,6 +164,7 @@ class StageWalk:
             # A node of autograd lets go of what it saved before the next one, which may cast, begins.
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
+            self._away.release(index, values, self.ledger)
             self._hand_on(op, made)
             if self._bucketed:
                 self._fill_buckets(index)
@@ -178,8 +187,7 @@ class StageWalk:
 
     def optimize(self, *, first: bool) -> None:
         """One step of the optimizer over all trained parameters, then the gradients go."""
-        kind, num_states = self._workload.optimizer.kind, self._workload.optimizer.num_states
-        numbers = self._workload.numbers
+        optimizer, numbers = self._workload.optimizer, self._workload.numbers
         trained = [i for i in self._stage.parameters if self._graph.tensors[i].requires_grad]
         sizes = {i: self._elements[i] * numbers.state_bytes for i in trained}
         for parameter, size in sizes.items():
@@ -187,17 +195,17 @@ class StageWalk:
             if first:
                 if numbers.master_bytes:
                     self.ledger.take(self._elements[parameter] * numbers.master_bytes, OPTIMIZER)
-                for _ in range(num_states):
+                for _ in range(optimizer.num_states):
                     self.ledger.take(size, OPTIMIZER)
-                if kind == "adamw":
+                if optimizer.kind == "adamw":
                     self.ledger.take(STEP_COUNTER_BYTES, OPTIMIZER)
-            if kind == "adamw" and self._loop == "tensors":
+            if optimizer.kind == "adamw" and self._loop == "tensors":
                 for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
                     self.ledger.free(copy)
         # Copies of all of them at a time: of gradients in the type of the master weights, and of what foreach computes.
         for is_made, moment in (
             (numbers.gradient_bytes < numbers.master_bytes, "gradients widened"),
-            (kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
+            (optimizer.kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
         ):
             if is_made:
                 self.ledger.begin(moment)
@@ -243,8 +251,8 @@ class StageWalk:
 
     def _recompute(self, start: int, stop: int, values: dict[int, int]) -> None:
         """Compute a range again, up to the last value that its backward reads; results that were kept are taken."""
-        tensors = self._graph.tensors
-        needed = {tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
+        needed = {self._graph.tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
+        self._away.hand_back(start, stop, values)
         for index in passed_again(self._graph, start, stop):
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name} again")

@@ -8,9 +8,10 @@ is looked at, it stands at a lower bound from walks through single layers l,
     backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of what they change at most
 
 where a layer behind gives back what it keeps or received and, in a first backward without an exchange, leaves its
-gradients; with one they are in buckets. Bytes that the layer has only on its own are left out. So no
-stage that fits is ever left out, and `settle` puts exact figures in the place of bounds for the stages of plans that
-turn out not to fit.
+gradients; with one they are in buckets. Bytes that the layer has only on its own are left out. Where activations are on
+the host, a microbatch keeps what the last layer saved, saved(i, l) is 0, and of backwards that of the last layer
+bounds. So no stage that fits is ever left out, and `settle` puts exact figures in the place of bounds for the stages of
+plans that turn out not to fit.
 """
 
 from __future__ import annotations
@@ -66,8 +67,19 @@ class StageBytes:
         self.most[int(exchanges), i, j] = memory.most_bytes()
 
 
-def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: Workload, cost: CostModel) -> StageBytes:
-    """Bytes of all stages, none above what a walk finds; ``structure`` is that of the graph `as_kept_least`."""
+def stage_bytes(
+    graph: Graph,
+    structure: Structure,
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    activations_away: bool = False,
+) -> StageBytes:
+    """Bytes of all stages, none above what a walk finds; ``structure`` is that of the graph `as_kept_least`.
+
+    ``activations_away``: what layers keep is on the host between forward and backward (`cost.memory.away`).
+    """
     graph.check_batch_size(batch_size)
     graph = as_kept_least(graph, workload, cost.cluster)
     training = workload.kind == "training"
@@ -85,7 +97,11 @@ def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: W
     starts = np.cumsum([0, *(layer.has_backward for layer in layers)])
     kept = (starts[None, :] > starts[:-1, None]).astype(np.int64)
     received, saved = structure.received.table(sizes), structure.saved.table(sizes) * kept
-    most = _lower_bounds(graph, layers, batch_size, workload, cost, sizes, gradients, saved, received)
+    known = None if activations_away else saved
+    most = _lower_bounds(graph, layers, batch_size, workload, cost, sizes, gradients, known, received)
+    if activations_away:
+        # What the last layer saved stays; that of others is gone when a later one computes.
+        saved = np.append(0, saved.diagonal(1)) * kept
     crossing_forward = [_sum(sizes, tensors) for tensors in structure.crossing]
     for boundary in range(structure.num_layers):
         if structure.random and structure.random[0] < boundary <= structure.random[-1]:
@@ -118,13 +134,28 @@ def _least(cluster: Cluster) -> Backend:
 
 
 def weigh_alone(
-    graph: Graph, stage: StageSlice, batch_size: int, workload: Workload, cost: CostModel, *, exchanges: bool
+    graph: Graph,
+    stage: StageSlice,
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    exchanges: bool,
+    activations_away: bool = False,
 ) -> StageMemory:
     """What a walk finds of a stage, on the devices of the cluster that take least."""
     device = _least(cost.cluster)
     trained = frozenset(i for i in stage.parameters if graph.tensors[i].requires_grad)
     bucketed = trained if exchanges else frozenset()
-    return cost.stage_memory(graph, stage, batch_size, workload, device=device, bucketed=bucketed)
+    return cost.stage_memory(
+        graph,
+        stage,
+        batch_size,
+        workload,
+        device=device,
+        bucketed=bucketed,
+        activations_away=activations_away,
+    )
 
 
 def _lower_bounds(
@@ -135,10 +166,10 @@ def _lower_bounds(
     cost: CostModel,
     sizes: Integers,
     gradients: Integers,
-    saved: Integers,
+    saved: Integers | None,
     received: Integers,
 ) -> Floats:
-    """``most`` of all stages from walks through single layers, shape (2, L, L + 1, 4)."""
+    """``most`` of all stages from walks through single layers, shape (2, L, L + 1, 4); ``saved`` None: it is away."""
     alone = [weigh_alone(graph, layer, batch_size, workload, cost, exchanges=True) for layer in layers]
     count = len(layers)
     fullest = np.stack([memory.most_bytes() for memory in alone])
@@ -151,7 +182,8 @@ def _lower_bounds(
     summed = np.array([_sum(sizes, _sent_to_several(layer)) for layer in layers], np.float64)
     most = np.zeros((2, count, count + 1, NUM_MOMENTS))
     inside = fullest[:, FORWARD] - brought
-    most[:, :, 1:, FORWARD] = received[:, 1:] + _running_most(saved[:, :-1] + inside[None, :])
+    before = saved[:, :-1] if saved is not None else np.zeros((count, count), np.int64)
+    most[:, :, 1:, FORWARD] = received[:, 1:] + _running_most(before + inside[None, :])
     most[:, :, 1:, STEP] = _running_most(np.broadcast_to(fullest[:, STEP], (count, count)))
     for exchanges, moment, change, shared in (
         (0, BACKWARD_FIRST, own - keeps, held - own),
@@ -162,6 +194,9 @@ def _lower_bounds(
         behind = np.append(0.0, np.cumsum(change))
         value = fullest[:, moment] - brought - summed - shared - behind[1:]
         bound = behind[None, 1:] + _running_most(np.broadcast_to(value, (count, count)))
+        if saved is None:
+            # The last layer goes back first; what others take depends on what came up for them.
+            bound = np.broadcast_to(value + behind[1:], (count, count))
         most[exchanges, :, 1:, moment] = np.maximum(bound, 0.0)
     return most
 

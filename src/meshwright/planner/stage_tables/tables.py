@@ -14,13 +14,17 @@ from meshwright.spec.offload import ON_DEVICE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tables:
-    """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind."""
+    """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind.
+
+    ``activations_away``: what layers keep is on the host between forward and backward.
+    """
 
     graph: Graph
     microbatch_size: int
     num_microbatches: int
     bytes: StageBytes
     seconds: dict[str, StageSeconds]
+    activations_away: bool = False
 
 
 def make_tables(
@@ -33,15 +37,17 @@ def make_tables(
     offload: Offload = ON_DEVICE,
 ) -> Tables:
     """Price all stages of a graph for microbatches of this size. Raises GraphError if the graph excludes the size."""
+    away = offload.activations == "host"
     return Tables(
         graph=graph,
         microbatch_size=microbatch_size,
         num_microbatches=workload.global_batch // microbatch_size,
-        bytes=stage_bytes(graph, structure, microbatch_size, workload, cost),
+        bytes=stage_bytes(graph, structure, microbatch_size, workload, cost, activations_away=away),
         seconds={
             kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind, offload)
             for kind in cluster.device_kinds
         },
+        activations_away=away,
     )
 
 
@@ -50,5 +56,13 @@ def settle_stage(
 ) -> None:
     """Put the exact bytes of a stage with so many replicas in the place of bounds."""
     exchanges = num_replicas > 1
-    memory = weigh_alone(tables.graph, stage, tables.microbatch_size, workload, cost, exchanges=exchanges)
+    memory = weigh_alone(
+        tables.graph,
+        stage,
+        tables.microbatch_size,
+        workload,
+        cost,
+        exchanges=exchanges,
+        activations_away=tables.activations_away,
+    )
     tables.bytes.settle(*layers, memory, exchanges=exchanges)

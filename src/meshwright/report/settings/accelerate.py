@@ -82,6 +82,8 @@ def export_accelerate(facts: Facts) -> Settings:
 
 
 def _way(facts: Facts) -> Literal["plain", "fsdp", "megatron"]:
+    if facts.plan.offload.activations == "host":
+        refuse_offload(facts.plan, SYSTEM, "has no setting for activations on the host")
     is_away = facts.plan.offload.optimizer != "device"
     if is_away and not (facts.num_stages == 1 and facts.zero == 3 and moves_all(facts.plan.offload)):
         knows = "keeps parameters and optimizer states on the host together, by FSDP with ZeRO 3 in one stage"

@@ -58,6 +58,9 @@ def export_deepspeed(facts: Facts) -> Settings:
         values["tensor_parallel"] = {"autotp_size": plan.sharding.tensor}
     if facts.num_stages > 1 and facts.again.is_full:
         values["pipeline"] = {"activation_checkpoint_interval": 1}
+    if plan.offload.activations == "host":
+        # Of what is called under deepspeed.checkpointing (runtime/activation_checkpointing/checkpointing.py).
+        values["activation_checkpointing"] = {"cpu_checkpointing": True}
     if numbers.values == "float16":
         values["fp16"] = {"enabled": True}
     if numbers.values == "bfloat16":
@@ -99,6 +102,9 @@ def _refuse(facts: Facts) -> None:
         refuse_offload(facts.plan, SYSTEM, "offloads with ZeRO 1 to 3 in one stage")
     if offload.optimizer == "nvme" and facts.zero < 3:
         refuse_offload(facts.plan, SYSTEM, "keeps states on NVMe with ZeRO 3 only")
+    if offload.activations == "host" and not facts.again.is_full:
+        knows = "keeps inputs of blocks that are computed again there (cpu_checkpointing; --recompute full)"
+        refuse_offload(facts.plan, SYSTEM, knows)
     refuse_split_experts(facts, SYSTEM)
     if sharding.expert > 1 and (facts.num_stages > 1 or facts.zero == 3):
         what = "in a pipeline" if facts.num_stages > 1 else "under ZeRO 3"
@@ -226,6 +232,13 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             Unsaid(
                 what=f"gradient buckets of {plan.exchange.bucket_bytes:,} bytes{overlap}",
                 reason="without ZeRO gradients are reduced after backward in buckets of a fixed 500,000,000 elements",
+            )
+        )
+    if plan.offload.activations == "host":
+        items.append(
+            Unsaid(
+                what="activations that are copied beside what the device computes, and those outside of blocks",
+                reason="DeepSpeed computes on when a block's inputs are copied, and copies nothing else",
             )
         )
     is_copied = facts.num_stages > 1 and facts.num_with_samples > 1 and facts.zero == 0

@@ -58,6 +58,7 @@ def export_megatron(facts: Facts) -> Settings:
     values |= _exchange(facts)
     if (again := recompute_words(facts, SYSTEM)) is not None:
         values |= {f"--recompute-{name}": value for name, value in again.items()}
+    values |= _activations(facts)
     values |= _sizes(facts)
     fill_in = _fill_in(facts)
     unsaid = _unsaid(facts)
@@ -148,6 +149,18 @@ def _exchange(facts: Facts) -> dict[str, Any]:
             "--overlap-cpu-optimizer-d2h-h2d": True,
         }
     return values
+
+
+def _activations(facts: Facts) -> dict[str, Any]:
+    """Activations on the host, as Transformer Engine copies them (megatron/core/transformer/transformer_config.py)."""
+    if facts.plan.offload.activations == "device":
+        return {}
+    (blocks, *others) = require_blocks(facts, SYSTEM)
+    if others or facts.again.kind != "nothing" or blocks.num_blocks < 2:
+        knows = "copies activations in one stage of several blocks, of which nothing is computed again"
+        refuse_offload(facts.plan, SYSTEM, knows)
+    # It wants one block at least to stay.
+    return {"--cpu-offloading-num-layers": blocks.num_blocks - 1}
 
 
 def require_adam(facts: Facts, system: str) -> None:
@@ -260,6 +273,9 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     if facts.rank_order == "other":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage, or of a pipeline, are neighbours"))
     items += unsaid_split(facts)
+    if plan.offload.activations == "host":
+        reason = "Transformer Engine copies those of all blocks but one at least, and of nothing else"
+        items.append(Unsaid(what="activations of the last block and outside of blocks on the host", reason=reason))
     if facts.zero == 2:
         items.append(
             Unsaid(

@@ -62,6 +62,8 @@ def export_torchtitan(facts: Facts) -> Settings:
             f"The plan computes {facts.again.describe()} again; torchtitan {VERSION} can compute every block again, "
             "whole or but for results of attention and products. Plan with --recompute full, op or none."
         )
+    if plan.offload.activations == "host":
+        refuse_offload(plan, SYSTEM, "has no setting for activations on the host")
     if plan.offload.optimizer != "device" and not (facts.zero == 3 and moves_all(plan.offload)):
         refuse_offload(plan, SYSTEM, "keeps parameters and optimizer states on the host together, with ZeRO 3")
     require_even_tokens(facts, SYSTEM)

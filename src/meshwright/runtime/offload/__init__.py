@@ -5,11 +5,12 @@ updates   the optimizer over a piece
 states    its states, in memory or in a file on drives
 room      whether hosts and drives have room for it
 streams   the threads that do the program's instructions
+saved     activations, between forward and backward
 hosting   all of a rank
 """
 
 from meshwright.runtime.offload.hosting import Hosting
-from meshwright.runtime.offload.opening import Hosted, find_partial, take_to_host
+from meshwright.runtime.offload.opening import Hosted, find_partial, keep_saved, take_to_host
 from meshwright.runtime.offload.room import check_folder, check_host, choose_folder
 from meshwright.runtime.offload.updates import HostedValues, HostSteps
 
@@ -22,5 +23,6 @@ __all__ = [
     "check_host",
     "choose_folder",
     "find_partial",
+    "keep_saved",
     "take_to_host",
 ]

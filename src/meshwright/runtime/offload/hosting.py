@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece
+from meshwright.runtime.offload.saved import SavedLayers
 from meshwright.runtime.offload.streams import Act, HostStreams, HostWork
 from meshwright.runtime.offload.updates import HostSteps
 from meshwright.runtime.rank_program import HostItem, MarkKey
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import Instruction
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    ReadStates,
+    SavedDown,
+    SavedUp,
+    WriteStates,
+)
 
 # What copies wait for besides, where processes of a team have parts of gradients: that these are summed.
 COMPLETED = -1
@@ -71,12 +80,21 @@ class Readiness:
 
 
 class Hosting:
-    """The host of one rank: its pieces, and the threads that work on them."""
+    """The host of one rank: its pieces, activations of its stages, and the threads that work on them.
+
+    ``updates`` is None where the optimizer is on the device; ``saved`` has the layers of stages whose activations are
+    on the host.
+    """
 
     def __init__(
-        self, pieces: Sequence[HostedPiece], updates: HostSteps, readiness: Readiness, memory: HostMemory
+        self,
+        pieces: Sequence[HostedPiece],
+        updates: HostSteps | None,
+        readiness: Readiness,
+        memory: HostMemory,
+        saved: Mapping[int, SavedLayers],
     ) -> None:
-        self.readiness, self.memory, self._updates = readiness, memory, updates
+        self.readiness, self.memory, self._updates, self._saved = readiness, memory, updates, saved
         self._pieces = {piece.facts.number: piece for piece in pieces}
 
     @property
@@ -87,7 +105,7 @@ class Hosting:
     @property
     def remark(self) -> str:
         """What a user is to know of where states lie."""
-        return self._updates.states.remark
+        return self._updates.states.remark if self._updates is not None else ""
 
     @property
     def moved(self) -> list[tuple[Instruction, int]]:
@@ -102,25 +120,37 @@ class Hosting:
             for item in items
             if isinstance(item.instruction, CopyDown | HostStep) and item.instruction.piece in self.readiness.partial
         }
-        return self.readiness.streams.begin([(item, self._act(item.instruction)) for item in items], more)
+        acts = [(item, self._act(item.instruction)) for item in items]
+        copies = [item.index for item in items if isinstance(item.instruction, SavedDown | SavedUp)]
+        works = self.readiness.streams.begin(acts, more)
+        for stage, layers in self._saved.items():
+            layers.begin([works[index] for index in copies if works[index].item.instruction.stage == stage])
+        return works
 
     def close(self) -> None:
         """End the threads, and give up what lies on drives."""
         self.readiness.close()
-        self._updates.states.close()
+        if self._updates is not None:
+            self._updates.states.close()
 
     def _act(self, instruction: Instruction) -> Act:
+        if isinstance(instruction, SavedDown):
+            return lambda: self._saved[instruction.stage].copy_down(instruction)
+        if isinstance(instruction, SavedUp):
+            return lambda: self._saved[instruction.stage].copy_up(instruction)
+        updates = self._updates
+        assert updates is not None, "pieces are of optimizers on the host"
         match instruction:
             case CopyDown(piece=number):
                 return self._pieces[number].copy_down
             case HostStep(piece=number):
-                return lambda: self._updates.update(self._pieces[number])
+                return lambda: updates.update(self._pieces[number])
             case CopyUp(piece=number):
                 return self._pieces[number].copy_up
             case ReadStates(piece=number):
-                return lambda: self._updates.states.read(self._pieces[number])
+                return lambda: updates.states.read(self._pieces[number])
             case WriteStates(piece=number):
-                return lambda: self._updates.states.write(self._pieces[number])
+                return lambda: updates.states.write(self._pieces[number])
             case _:
                 raise ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
 
@@ -149,7 +179,9 @@ class _Marks:
 
     def computing(self, index: int) -> None:
         self._raising = index
-        self._missing = {mark.number: self._counts[mark.number] for mark in self._of.get(index, ())}
+        # Those of layers are raised by `SavedLayers`.
+        marks = (mark.number for mark in self._of.get(index, ()) if mark.number in self._counts)
+        self._missing = {number: self._counts[number] for number in marks}
 
     def computed(self, index: int) -> None:
         self._missing = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch._guards import detect_fake_mode
@@ -17,7 +18,8 @@ from meshwright.runtime.offload.drives import DriveFile
 from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
-from meshwright.runtime.offload.room import check_room
+from meshwright.runtime.offload.room import check_room, choose_folder
+from meshwright.runtime.offload.saved import SavedLayers, backend_on, find_stages_away, tell_layers
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
@@ -65,7 +67,7 @@ def take_to_host(
     if not isinstance(plan, Plan) or plan.offload.optimizer == "device":
         return None
     facts = _find_facts(share, plan, exchange, updated)
-    needs = count_host_needs(plan, share.model.graph, rank)
+    needs = count_host_needs(plan, share.model.graph, rank, backend_on(device))
     if detect_fake_mode() is None:
         check_room(needs, folder)
     memory, numbers = HostMemory(device), plan.workload.numbers
@@ -77,6 +79,38 @@ def take_to_host(
     pieces = [make_hosted(item, numbers, memory, on_drives=on_drives) for item in facts]
     readiness = Readiness(pieces, HostStreams(device), find_partial(share.model.graph), complete)
     return Hosted(plan=plan, pieces=pieces, memory=memory, needs=needs, readiness=readiness, folder=folder)
+
+
+class KeptSaved(NamedTuple):
+    """The layers of stages whose activations are on the host, by stage, with its memory and threads."""
+
+    layers: dict[int, SavedLayers]
+    memory: HostMemory
+    readiness: Readiness
+
+
+def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank: int) -> KeptSaved | None:
+    """Let a rank's stages keep their activations on its host; None where its plan leaves them on the device.
+
+    All call it together. Raises RunError for hosts without room, which were asked if the optimizer is ``hosted``.
+    """
+    plan = share.plan
+    away_of = find_stages_away(plan, share.model.graph, share.stages, device)
+    if not isinstance(plan, Plan) or not away_of:
+        return None
+    if hosted is None and detect_fake_mode() is None:
+        check_room(count_host_needs(plan, share.model.graph, rank, backend_on(device)), choose_folder(None))
+    memory = hosted.memory if hosted is not None else HostMemory(device)
+    readiness = hosted.readiness if hosted is not None else Readiness([], HostStreams(device), (), lambda: None)
+    doubled = any(item.dtype is torch.float64 for item in share.parameters.values())
+    widening = torch.float64.itemsize / plan.workload.numbers.value_bytes if doubled else 1.0
+    layers = {}
+    for stage, module in zip(share.stages, share.modules, strict=True):
+        if stage.has_backward:
+            away = away_of[stage.index]
+            layers[stage.index] = SavedLayers(away, memory, readiness.streams, device, widening)
+            tell_layers(module, layers[stage.index])
+    return KeptSaved(layers, memory, readiness)
 
 
 def find_partial(graph: Graph) -> set[int]:

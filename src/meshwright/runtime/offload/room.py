@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from meshwright.cost.memory import Backend
 from meshwright.host.drives import Drive, find_drive
 from meshwright.host.host import Host
 from meshwright.host.memory import find_memory
@@ -36,10 +37,10 @@ def check_folder(folder: Path) -> None:
         ) from None
 
 
-def check_host(plan: Plan, graph: Graph, folder: Path) -> None:
+def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
     """Raise RunError if this host lacks room for all ranks of a plan, none of which has begun."""
     local, lowered = lower_plan(plan, graph)
-    every = [count_host_needs(local, lowered, rank) for rank in range(local.num_ranks)]
+    every = [count_host_needs(local, lowered, rank, device) for rank in range(local.num_ranks)]
     host_bytes = plan.sharding.width * sum(needs.host_bytes for needs in every)
     drive_bytes = plan.sharding.width * sum(needs.drive_bytes for needs in every)
     host = Host()
@@ -89,7 +90,7 @@ def _check(name: str, host_bytes: int, drive_bytes: int, memory: int | None, dri
                 FOLDER_ADVICE
                 if away
                 else "Run it on more hosts, end other programs there, or plan with --offload "
-                "optimizer=nvme, or with more ZeRO."
+                "optimizer=nvme, without activations=host, or with more ZeRO."
             )
         )
     if drive is not None and drive_bytes > drive.free_bytes:

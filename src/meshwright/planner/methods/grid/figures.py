@@ -71,6 +71,7 @@ class Figures:
         chosen = problem.choices.offload
         self._steps_on_device = all(away.optimizer == "device" for away in chosen)
         self._on_device = all(away.parameters == "device" for away in chosen)
+        self._keeps_on_device = all(away.activations == "device" for away in chosen)
         self._local = as_computed(lower_graph(short.graph, sharding, ()), self.workload.numbers)
         self._structure = find_structure(self._local)
         self._bytes: dict[str, LayerBytes] = {}
@@ -200,7 +201,8 @@ class Figures:
         elements = np.array([tensor.num_elements(0) for tensor in graph.tensors], np.int64) * trained
         each = state_bytes(self.workload.optimizer, self.workload.precision)
         gradient = self.workload.numbers.gradient_bytes
-        kept = [_added(structure, structure.saved.table(size)) * training for size in sizes]
+        is_kept = training and self._keeps_on_device
+        kept = [_added(structure, structure.saved.table(size)) * is_kept for size in sizes]
         spread, parameters = self._short.spread, _added(structure, structure.parameters.table(sizes[0]))
         return LayerBytes(
             parameters=spread(parameters) * self._on_device,

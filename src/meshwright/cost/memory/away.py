@@ -1,0 +1,179 @@
+"""What the layers of a stage keep for their backward goes to the host in between: which values, and how many bytes.
+
+A stage's layers are units, in order; layers with a boundary inside of a range that is computed again are one unit. Of
+each but the last, which the backward begins with, all that is kept goes down when the unit's forward ends:
+
+    goes     what autograd saved (`Op.saved`); of a range that is computed again what it reads, and what it keeps
+             (`Graph.keeps`); each storage whole
+    stays    parameters and buffers; inputs of the stage, received values and those that leave it, which are there until
+             the backward anyway; storages of less than `LEAST_BYTES`
+
+    forward     a unit begins, and the stage's forward ends, when the copies of the unit two before have ended. A
+                storage that the next unit saves, too, is copied once; one that a later unit saves is copied again
+    backward    what a unit brings comes up while the unit behind it (that brings something) goes back; the first of
+                them when the stage's backward begins
+
+so that beside the last unit two of them are on the device at most. What was saved by two units in a row is needed by
+the later one first, and comes up for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from meshwright.cost.memory.lifetimes import kept_results
+from meshwright.spec import read_from_outside
+from meshwright.spec.recompute import kept_within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from meshwright.spec import Graph, StageSlice
+
+# As torchtune has it (torchtune/training/_activation_offloading.py: min_offload_size): what is smaller gains nothing.
+LEAST_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwayUnit:
+    """Layers of the graph from ``layer`` on with the ops ``start:stop``, and bytes of their copies down and up."""
+
+    layer: int
+    start: int
+    stop: int
+    down_bytes: int
+    up_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwayValue:
+    """A storage that goes down with unit ``down`` and comes up for unit ``up``; ``last`` is the op that reads it last.
+
+    The last in a backward: the first of those that saved it.
+    """
+
+    storage: int
+    down: int
+    up: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """The units of a stage and what goes away of them. ``needed`` are storages the last unit saved, too, by its op."""
+
+    units: tuple[AwayUnit, ...]
+    values: tuple[AwayValue, ...]
+    needed: dict[int, int] = field(hash=False)
+
+    @property
+    def leaving(self) -> list[int]:
+        """The units that copy something down, ascending."""
+        return [number for number, unit in enumerate(self.units) if unit.down_bytes]
+
+    @property
+    def coming(self) -> list[int]:
+        """The units that something comes up for, as a backward meets them: descending."""
+        return [number for number in reversed(range(len(self.units))) if self.units[number].up_bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """What of a microbatch is on the host."""
+        return sum(unit.down_bytes for unit in self.units)
+
+
+@lru_cache(maxsize=256)
+def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int | None) -> Away:
+    """What of a stage is away, for microbatches of ``batch_size`` samples; the graph is one `as_kept`."""
+    spans = _find_units(graph, stage)
+    if not stage.has_backward or graph.mode != "training":
+        return Away(units=_weigh(graph, spans, (), batch_size, float_bytes), values=(), needed={})
+    sizes = _Sizes(graph, batch_size, float_bytes)
+    staying = _staying(graph, stage)
+    saves: dict[int, list[tuple[int, int]]] = {}
+    for unit, op, storages in _saves(graph, stage, spans):
+        for storage in storages - staying:
+            if graph.tensors[storage].role in ("activation", "saved") and sizes[storage] >= LEAST_BYTES:
+                saves.setdefault(storage, []).append((unit, op))
+    values, needed, final = list[AwayValue](), dict[int, int](), len(spans) - 1
+    for storage, ops in saves.items():
+        runs: list[list[tuple[int, int]]] = []
+        for unit, op in ops:
+            if unit == final:
+                needed.setdefault(storage, op)
+            elif runs and unit <= runs[-1][0][0] + 1:
+                runs[-1].append((unit, op))
+            else:
+                runs.append([(unit, op)])
+        values += [AwayValue(storage=storage, down=run[0][0], up=run[-1][0], last=run[0][1]) for run in runs]
+    return Away(units=_weigh(graph, spans, values, batch_size, float_bytes), values=tuple(values), needed=needed)
+
+
+class _Sizes:
+    def __init__(self, graph: Graph, batch_size: int, float_bytes: int | None) -> None:
+        self._graph, self._batch_size, self._float_bytes = graph, batch_size, float_bytes
+
+    def __getitem__(self, storage: int) -> int:
+        return self._graph.tensors[storage].num_bytes(self._batch_size, self._float_bytes)
+
+
+def _weigh(
+    graph: Graph,
+    spans: Sequence[tuple[int, int, int]],
+    values: Iterable[AwayValue],
+    batch_size: int,
+    float_bytes: int | None,
+) -> tuple[AwayUnit, ...]:
+    sizes = _Sizes(graph, batch_size, float_bytes)
+    down, up = [0] * len(spans), [0] * len(spans)
+    for value in values:
+        down[value.down] += sizes[value.storage]
+        up[value.up] += sizes[value.storage]
+    return tuple(
+        AwayUnit(layer=layer, start=start, stop=stop, down_bytes=down[number], up_bytes=up[number])
+        for number, (layer, start, stop) in enumerate(spans)
+    )
+
+
+def _find_units(graph: Graph, stage: StageSlice) -> list[tuple[int, int, int]]:
+    """First layer, first op and end of each unit of a stage. Ops that it shares with earlier ones are in the first."""
+    own = {op for op in stage.ops if not graph.ops[op].replicable}
+    inside = {op for start, stop in graph.recompute for op in range(start + 1, stop)}
+    spans: list[tuple[int, int, int]] = []
+    for number, layer in enumerate(graph.layers):
+        if own.isdisjoint(range(layer.start, layer.stop)):
+            continue
+        if spans and layer.start in inside:
+            spans[-1] = (*spans[-1][:2], layer.stop)
+        else:
+            spans.append((number, layer.start, layer.stop))
+    return spans
+
+
+def _staying(graph: Graph, stage: StageSlice) -> set[int]:
+    """Storages that are on the device until the backward anyway."""
+    brought = {i for channel in stage.incoming for i in channel.tensors} | {*stage.inputs}
+    leaving = {i for channel in stage.outgoing for i in channel.tensors} | {*stage.outputs}
+    return {graph.tensors[i].storage for i in brought | leaving}
+
+
+def _saves(
+    graph: Graph, stage: StageSlice, spans: Sequence[tuple[int, int, int]]
+) -> Iterable[tuple[int, int, set[int]]]:
+    """Unit, op and storages of what is saved in the course of a forward."""
+    again = dict(graph.recompute)
+    own, skipped, unit = set(stage.ops), -1, 0
+    for op in stage.ops:
+        while unit + 1 < len(spans) and op >= spans[unit + 1][1]:
+            unit += 1
+        if op < skipped:
+            continue
+        if op in again and own.issuperset(range(op, again[op])):
+            skipped = again[op]
+            yield unit, op, read_from_outside(graph, op, again[op])
+            for keeping in kept_within(graph, op, again[op]):
+                yield unit, op, set(kept_results(graph, keeping))
+        else:
+            yield unit, op, {graph.tensors[i].storage for i in graph.ops[op].saved}
