@@ -35,7 +35,7 @@ from meshwright.runtime import (
     with_clipping,
 )
 from meshwright.spec.codec import read_document, write_document
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import make_folder, refuse_replacing
 from meshwright.spec.graph import Graph
@@ -68,8 +68,7 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
     folder = Path(folder).resolve()
     plan = read_runnable_plan(job)
     with claimed(folder, job), tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch:
-        if isinstance(plan, Plan) and plan.offload.optimizer != "device":
-            check_host(plan, capture_fake(plan)[1].graph, choose_folder(job.offload_folder))
+        _check_room(plan, job)
         write_document(job, Path(scratch) / "job.json")
         config = LaunchConfig(
             min_nodes=1,
@@ -97,6 +96,18 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
                 f"The run was stopped by {name}; all ranks were ended and no results were written. {_start_again(job)}"
             ) from None
         return _keep_results(Path(scratch), folder)
+
+
+def _check_room(plan: Plan | Placement, job: Job) -> None:
+    """Raise RunError if this host lacks room for what the plan keeps there."""
+    if not isinstance(plan, Plan) or plan.offload.optimizer == "device":
+        return
+    try:
+        _, captured = capture_fake(plan)
+    except (MeshwrightError, OSError):
+        # A model that cannot be made without memory: its ranks ask their hosts themselves.
+        return
+    check_host(plan, captured.graph, choose_folder(job.offload_folder))
 
 
 def num_processes(plan: Plan | Placement) -> int:
