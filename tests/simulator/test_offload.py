@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright.simulator.plan as simulated
-from meshwright.program import build_program, check_program
+from meshwright.program import build_program, check_program, parameter_groups
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.state_shards import StateShards, gather_waits
 from meshwright.spec import (
@@ -360,7 +360,10 @@ def test_parameters_on_the_host_leave_two_units_on_the_device(place):
     check_program(build_program(replace(plan, offload=Offload(optimizer=place, parameters="host")), GPT))
     all_bytes = sum(GPT.tensors[i].num_bytes(0, 2) for i in GPT.parameters)
     ours, theirs = (result.memory[0].parts for result in (found, before))
-    assert ours["gradients"] == ours["optimizer states"] == 0
+    assert ours["optimizer states"] == 0
+    # Those of a unit and of the root are there whole until they are scattered and go down.
+    root, *units = (sum(GPT.tensors[i].num_bytes(0, 2) for i in group.trained) for group in parameter_groups(GPT))
+    assert 0 < ours["gradients"] <= root + max(units)
     assert theirs["parameters"] - ours["parameters"] == -(-all_bytes // replicas)
     assert found.nodes[0].host_bytes - before.nodes[0].host_bytes == replicas * -(-all_bytes // replicas)
     assert found.nodes[0].nvme_bytes == before.nodes[0].nvme_bytes

@@ -35,7 +35,7 @@ from meshwright.runtime import (
     with_clipping,
 )
 from meshwright.spec.codec import read_document, write_document
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import make_folder, refuse_replacing
 from meshwright.spec.graph import Graph
@@ -69,9 +69,7 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
     folder = Path(folder).resolve()
     plan = read_runnable_plan(job)
     with claimed(folder, job), tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch:
-        if isinstance(plan, Plan) and plan.offload != ON_DEVICE:
-            graph, folder_away = capture_fake(plan)[1].graph, choose_folder(job.offload_folder)
-            check_host(plan, graph, folder_away, choose_device(plan, job.device))
+        _check_room(plan, job)
         write_document(job, Path(scratch) / "job.json")
         config = LaunchConfig(
             min_nodes=1,
@@ -99,6 +97,18 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
                 f"The run was stopped by {name}; all ranks were ended and no results were written. {_start_again(job)}"
             ) from None
         return _keep_results(Path(scratch), folder)
+
+
+def _check_room(plan: Plan | Placement, job: Job) -> None:
+    """Raise RunError if this host lacks room for what the plan keeps there."""
+    if not isinstance(plan, Plan) or plan.offload == ON_DEVICE:
+        return
+    try:
+        _, captured = capture_fake(plan)
+    except (MeshwrightError, OSError):
+        # A model that cannot be made without memory: its ranks ask their hosts themselves.
+        return
+    check_host(plan, captured.graph, choose_folder(job.offload_folder), choose_device(plan, job.device))
 
 
 def num_processes(plan: Plan | Placement) -> int:

@@ -47,13 +47,18 @@ def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
     _check(host.name, host_bytes, drive_bytes, find_memory(host).available_bytes, _drive(host, folder), folder)
 
 
-def check_room(needs: HostNeeds, folder: Path) -> None:
+def check_room(needs: HostNeeds, folder: Path | None) -> None:
     """Raise RunError on all processes if one's host lacks room, for all of its processes. All call it together.
 
     What is resident has been taken by now, and is not asked for again.
     """
     host = Host()
-    own = (host.name, needs, find_memory(host).available_bytes, _drive(host, folder) if needs.drive_bytes else None)
+    own = (
+        host.name,
+        needs,
+        find_memory(host).available_bytes,
+        _drive(host, folder) if needs.drive_bytes and folder is not None else None,
+    )
     found: list[tuple[str, HostNeeds, int | None, Drive | None]] = [own] * dist.get_world_size()
     if dist.get_backend() != "fake":
         dist.all_gather_object(found, own)
@@ -76,7 +81,9 @@ def explain_memory(folder: Path) -> str:
     )
 
 
-def _check(name: str, host_bytes: int, drive_bytes: int, memory: int | None, drive: Drive | None, folder: Path) -> None:
+def _check(
+    name: str, host_bytes: int, drive_bytes: int, memory: int | None, drive: Drive | None, folder: Path | None
+) -> None:
     """Raise RunError for a host that has not so many bytes of memory, and of its drive."""
     away = ""
     if drive is not None and drive.is_memory:
