@@ -1,14 +1,12 @@
 """The cost model: seconds and bytes of ops, transfers, optimizer steps and stages, for planner and simulator.
 
-One question per method, each answered from the measurement table where it applies (the device kind has the table's
-name, ranks share a node) and from datasheet figures elsewhere:
+One question per method, each answered once, from the measurement table where it applies (the device kind has the
+table's name, ranks share a node) and from datasheet figures elsewhere:
 
     price_ops           table, ops, prices, roofline    collective_seconds                 collectives.prices
     predict_collective  collectives.prices              collective_host_seconds            collectives.prices
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
     stage_memory        memory                          host_transfer_seconds              host_copies
-
-Answers are kept, so that asking again costs a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives.algorithms import Algorithm
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
-    from meshwright.cost.memory import SharedUnits
-    from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory import Backend, SharedUnits
     from meshwright.cost.prediction import Basis, Floats, Predictions
     from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
@@ -322,11 +319,10 @@ class CostModel:
         exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
         # Where some gradients are exchanged and some are not, it matters which.
         which = any(exchanged) if len(set(exchanged)) < 2 else stage_slice
-        # Stages that are alike have the same units.
-        sharing = shared and (shared.stay_gathered, shared.root[3:], tuple(unit[3:] for unit in shared.units))
-        key = ("memory", self._known(graph), likeness(graph, stage_slice), which, sharing, batch_size, workload, device)
+        alike = self._known(graph), likeness(graph, stage_slice), which, shared and shared.likeness
         weigh = partial(weigh_stage, graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed)
-        return self._keep((*key, activations_away), partial(weigh, shared=shared, activations_away=activations_away))
+        key = ("memory", *alike, batch_size, workload, device, activations_away)
+        return self._keep(key, partial(weigh, shared=shared, activations_away=activations_away))
 
     def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
         """Price all ops for several batch sizes at once, which takes less time than one after the other."""

@@ -39,6 +39,15 @@ class SharedUnits(NamedTuple):
     units: tuple[SharedUnit, ...]
     stay_gathered: bool
 
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for stages that are alike but for the names of their ops and parameters (`alike`)."""
+        sizes = ((unit.gathered_bytes, unit.scattered_bytes, unit.own_bytes) for unit in (self.root, *self.units))
+        return (self.stay_gathered, *sizes)
+
+
+NOTHING_SHARED = SharedUnits(root=SharedUnit(0, 0, (), 0, 0, 0), units=(), stay_gathered=True)
+
 
 class UnitMemory:
     """What a walk takes and frees for units; `StageWalk` says when ops begin and end."""

@@ -28,7 +28,8 @@ from meshwright.cost.memory.fullest import (
 )
 from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.phases import Phase, StagePhases, count_phases, trace_phases
-from meshwright.cost.memory.walk import default_loop, has_own_backward
+from meshwright.cost.memory.sizes import has_own_backward
+from meshwright.cost.memory.walk import default_loop
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.cost.memory.walk import StageWalk, default_loop, has_own_backward
+from meshwright.cost.memory.sizes import has_own_backward
+from meshwright.cost.memory.walk import StageWalk, default_loop
 from meshwright.spec import GraphError, slice_graph
 
 if TYPE_CHECKING:

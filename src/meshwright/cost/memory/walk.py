@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
@@ -14,14 +13,14 @@ from meshwright.cost.memory.backward import (
     forward_workspace_bytes,
     library_workspaces,
     passes_on,
-    unrecorded_bytes,
 )
 from meshwright.cost.memory.kept import as_kept, casts_within
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
-from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits, UnitMemory
+from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
+from meshwright.cost.memory.sizes import OtherSizes, measure_tensors
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
-from meshwright.spec import GraphError, passed_again
+from meshwright.spec import passed_again
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -38,7 +37,7 @@ from meshwright.spec.recompute import kept_within
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence, Set
+    from collections.abc import Iterable, Sequence, Set
 
     from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
 
@@ -81,11 +80,11 @@ class StageWalk:
         activations_away: bool = False,
     ) -> None:
         self.ledger = Ledger()
-        self._units = None if shared is None else UnitMemory(shared, self.ledger, device)
+        self._units = UnitMemory(shared or NOTHING_SHARED, self.ledger, device)
         graph = as_kept(graph, workload.numbers, device)
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
-        self._sizes, self._elements = _measures(graph, batch_size, workload.float_bytes, device)
+        self._sizes, self._elements = measure_tensors(graph, batch_size, workload.float_bytes, device)
         self.trains = stage.has_backward and workload.kind == "training"
         # Whether gradients are added up in a wider type than backwards make them in.
         self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
@@ -129,12 +128,10 @@ class StageWalk:
         for index in self._stage.ops:
             op = self._graph.ops[index]
             self.ledger.begin(f"forward of {op.name}")
-            if self._units:
-                self._units.before_forward(index)
+            self._units.before_forward(index)
             self._away.forward(index, values, self.ledger)
             self._compute(index, op, values, kept, keeps_internals=index not in self._lives.recomputed)
-            if self._units:
-                self._units.after_forward(index)
+            self._units.after_forward(index)
         self._away.end_forward(values, self.ledger)
         if not self.trains:
             self._end(microbatch)
@@ -150,11 +147,9 @@ class StageWalk:
         for i, block in arrived:
             # Who received it holds it until the backward is done.
             self._deliver(i, _Gradient(block, holders=2))
-        if self._units:
-            self._units.begin_backward()
+        self._units.begin_backward()
         for index in reversed(self._stage.ops):
-            if self._units:
-                self._units.before_backward(index)
+            self._units.before_backward(index)
             self._away.backward(index, self.ledger)
             if index + 1 in self._lives.starts:
                 self._recompute(self._lives.starts[index + 1], index + 1, values)
@@ -168,11 +163,10 @@ class StageWalk:
             self._hand_on(op, made)
             if self._bucketed:
                 self._fill_buckets(index)
-            if self._units and (unit := self._units.unit_done(index)):
-                self._scatter(self._units, unit)
-        if self._units:
-            self._scatter(self._units, self._units.root)
-            self._units.end_backward()
+            if unit := self._units.unit_done(index):
+                self._scatter(unit)
+        self._scatter(self._units.root)
+        self._units.end_backward()
         for gradient in self._gradients.values():
             self._drop(gradient)
         self._gradients.clear()
@@ -219,8 +213,7 @@ class StageWalk:
             self.ledger.free(block)
         self._parameter_gradients.clear()
         self._in_buckets.clear()
-        if self._units:
-            self._units.end_step()
+        self._units.end_step()
 
     def _compute(self, index: int, op: Op, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
         """Take the outputs of an op; free what had its last use, unless it is kept."""
@@ -239,7 +232,7 @@ class StageWalk:
         cast = self._cast_sizes(op)
         # Copies that the backward keeps are among the internals.
         passing = sum(cast.values()) - sum(self._sizes[i] for i in kept_copies(self._graph, op) if i in internal)
-        workspace = forward_workspace_bytes(self._graph, op, _Sizes(self._sizes, cast), self._device)
+        workspace = forward_workspace_bytes(self._graph, op, OtherSizes(self._sizes, cast), self._device)
         workspace = 0 if there else workspace
         self._borrow(workspace + passing)
         if not keeps_internals:
@@ -288,7 +281,7 @@ class StageWalk:
             else:
                 made.append((i, _Gradient(self.ledger.take(sizes[i], self._part_of_gradient(i)))))
         if between is None:
-            self._borrow(backward_workspace_bytes(self._graph, op, _Sizes(sizes, cast), self._device))
+            self._borrow(backward_workspace_bytes(self._graph, op, OtherSizes(sizes, cast), self._device))
         else:
             self.ledger.free(between)
         for gradient in arrived.values():
@@ -334,16 +327,16 @@ class StageWalk:
                 self.ledger.free(self._parameter_gradients.pop(i))
                 self._in_buckets.add(i)
 
-    def _scatter(self, units: UnitMemory, unit: SharedUnit) -> None:
+    def _scatter(self, unit: SharedUnit) -> None:
         """The gradients of a unit are copied and go; a part of their sums comes."""
-        units.copy_in(unit)
+        self._units.copy_in(unit)
         for i in unit.parameters:
             if i in self._parameter_gradients:
                 self.ledger.free(self._parameter_gradients.pop(i))
-        units.scatter(unit)
+        self._units.scatter(unit)
 
     def _is_widened(self, parameter: int) -> bool:
-        return self._widens and not (self._units and parameter in self._units.parameters)
+        return self._widens and parameter not in self._units.parameters
 
     def _part_of_gradient(self, tensor: int) -> int:
         if self._graph.tensors[tensor].role == "parameter":
@@ -395,40 +388,6 @@ class StageWalk:
         gradient.holders -= 1
         if not gradient.holders:
             self.ledger.free(gradient.block)
-
-
-class _Sizes:
-    """Bytes by tensor, of some other ones than usual."""
-
-    def __init__(self, usual: Sequence[int], others: Mapping[int, int]) -> None:
-        self._usual, self._others = usual, others
-
-    def __getitem__(self, tensor: int) -> int:
-        return self._others.get(tensor, self._usual[tensor])
-
-
-@lru_cache(maxsize=64)
-def _measures(
-    graph: Graph, batch_size: int, float_bytes: int | None, device: Backend
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes and elements of all tensors; GraphError for a batch that the graph excludes, and for its own backward."""
-    graph.check_batch_size(batch_size)
-    if has_own_backward(graph):
-        raise GraphError(
-            f"Graph {graph.name!r} holds its own backward; expected a forward, whose backward autograd makes. Capture "
-            "the model alone."
-        )
-    sizes = [max(tensor.num_bytes(batch_size, float_bytes), 0) for tensor in graph.tensors]
-    for op in graph.ops:
-        for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
-            sizes[i] = num_bytes
-    return tuple(sizes), tuple(tensor.num_elements(batch_size) for tensor in graph.tensors)
-
-
-@lru_cache(maxsize=64)
-def has_own_backward(graph: Graph) -> bool:
-    """Whether ops of a backward stand in the graph (capture of a joint graph)."""
-    return any(op.phase == "backward" for op in graph.ops)
 
 
 def _tensors(channels: Sequence[Channel]) -> list[int]:

@@ -1,0 +1,49 @@
+"""Bytes and elements of the tensors of a graph, as walks through its ops ask for them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from meshwright.cost.memory.backward import unrecorded_bytes
+from meshwright.spec import GraphError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from meshwright.cost.memory.backward import Backend
+    from meshwright.spec import Graph
+
+
+class OtherSizes:
+    """Bytes by tensor, of some other ones than usual."""
+
+    def __init__(self, usual: Sequence[int], others: Mapping[int, int]) -> None:
+        self._usual, self._others = usual, others
+
+    def __getitem__(self, tensor: int) -> int:
+        return self._others.get(tensor, self._usual[tensor])
+
+
+@lru_cache(maxsize=64)
+def measure_tensors(
+    graph: Graph, batch_size: int, float_bytes: int | None, device: Backend
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes and elements of all tensors; GraphError for a batch that the graph excludes, and for its own backward."""
+    graph.check_batch_size(batch_size)
+    if has_own_backward(graph):
+        raise GraphError(
+            f"Graph {graph.name!r} holds its own backward; expected a forward, whose backward autograd makes. Capture "
+            "the model alone."
+        )
+    sizes = [max(tensor.num_bytes(batch_size, float_bytes), 0) for tensor in graph.tensors]
+    for op in graph.ops:
+        for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
+            sizes[i] = num_bytes
+    return tuple(sizes), tuple(tensor.num_elements(batch_size) for tensor in graph.tensors)
+
+
+@lru_cache(maxsize=64)
+def has_own_backward(graph: Graph) -> bool:
+    """Whether ops of a backward stand in the graph (capture of a joint graph)."""
+    return any(op.phase == "backward" for op in graph.ops)
