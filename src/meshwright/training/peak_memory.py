@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,16 +92,20 @@ def measure_rank_peak(plan: Plan) -> int:
 
 @contextlib.contextmanager
 def _freed_by_this_thread() -> Iterator[None]:
-    """Behind each wait for a collective, let gloo's thread drop the tensors first.
+    """Let this thread be the last that holds what collectives hold: the profiler sees what its own thread frees.
 
-    The profiler sees what its own thread frees. Whoever holds a tensor last frees it, and without a pause that is, by
-    chance, either thread.
+    Behind each wait gloo's thread gets time to drop tensors. What another thread waited for is held until this one
+    waits for something.
     """
-    wait = dist.Work.wait
+    wait, own, others = dist.Work.wait, threading.get_ident(), list[dist.Work]()
 
     def wait_longer(self: dist.Work, *args: Any) -> bool:
         done = wait(self, *args)
         time.sleep(_PAUSE_S)
+        if threading.get_ident() == own:
+            others.clear()
+        else:
+            others.append(self)
         return done
 
     dist.Work.wait = wait_longer  # type: ignore[method-assign, assignment]
