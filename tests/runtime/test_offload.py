@@ -97,7 +97,7 @@ def test_a_host_without_memory_for_activations_is_named_before_the_run(one_rank,
     little = Memory(total_bytes=4096, available_bytes=1000, limit_bytes=None)
     monkeypatch.setattr(room, "find_memory", lambda _: little)
     # What Tanh saves of two samples, 512 numbers of four bytes each.
-    with pytest.raises(RunError, match=r"takes 4 KiB more of the memory of host .*without activations=host"):
+    with pytest.raises(RunError, match=r"takes 4 KiB more of the memory of host .*plan with less away"):
         open_net(offload=Offload(activations="host"), width=512)
 
 

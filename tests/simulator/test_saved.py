@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import meshwright.simulator.plan as simulated
 from meshwright.cost.memory import find_away, weigh_stage
+from meshwright.cost.memory.sizes import measure_tensors
 from meshwright.program import build_program, check_program, max_in_flight
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
@@ -35,7 +36,7 @@ from tests.simulator.plans import FixedCost, small_cluster
 
 GPT = load_shipped_graph("gpt-tiny")
 SAVED = Offload(activations="host")
-SHIPPED = ("gpt-tiny", "llama-tiny", "vgg-tiny")
+SHIPPED = ("gpt-tiny", "llama-tiny", "vgg-tiny", "gnmt-tiny")
 
 
 def plan_of(graph, ranks, num_microbatches, *, schedule="1f1b", offload=SAVED, cluster="2xcpu", size=2):
@@ -131,7 +132,7 @@ def test_fast_links_cost_nothing_and_slow_ones_all_that_they_take():
     fast = simulate_plan(plan, GPT, linked(load_cluster("2xcpu"), 1e15))
     assert fast.step_time_s == pytest.approx(plain.step_time_s, rel=1e-6)
     slow = simulate_plan(plan, GPT, linked(load_cluster("2xcpu"), 1e6))
-    away = find_away(GPT, slice_graph(GPT, plan.bounds)[0], plan.microbatch_size, 4)
+    away = find_away(GPT, slice_graph(GPT, plan.bounds)[0], plan.microbatch_size, 4, "cpu")
     moved = sum(unit.down_bytes + unit.up_bytes for unit in away.units)
     # Of each microbatch, both ways.
     assert slow.step_time_s == pytest.approx(2 * moved / 1e6, rel=0.02)
@@ -145,17 +146,18 @@ def test_all_goes_down_but_what_the_last_layer_saved(name, again):
     graph = with_recompute(graph, *recompute_choices(graph)[again])
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     workload = Workload(global_batch=2)
-    away = find_away(graph, stage, 2, 4)
+    away = find_away(graph, stage, 2, 4, "cpu")
     here, host = (weigh_stage(graph, stage, 2, workload, activations_away=is_away).phases for is_away in (False, True))
     left = here.forward.after_bytes - host.forward.after_bytes
     # Of what two layers in a row saved there is one copy; what the last one saved, too, stays.
-    sizes = {value.storage: graph.tensors[value.storage].num_bytes(2, 4) for value in away.values}
+    measured, _ = measure_tensors(graph, 2, 4, "cpu")
+    sizes = {value.storage: measured[value.storage] for value in away.values}
     assert left == sum(size for storage, size in sizes.items() if storage not in away.needed)
     assert sum(unit.down_bytes for unit in away.units) == sum(unit.up_bytes for unit in away.units)
     assert away.units[-1].down_bytes == away.units[-1].up_bytes == 0
     assert host.forward.most_bytes <= here.forward.most_bytes
     for phases in (here, host):
-        for backward in phases.backwards:
+        for backward in (phases.first, phases.later):
             assert phases.forward.after_bytes + backward.after_bytes == backward.after[GRADIENTS]
 
 
@@ -175,7 +177,7 @@ def test_hosts_keep_what_is_under_way(schedule):
     plan = plan_of(GPT, ((0,), (1,)), 4, schedule=schedule)
     (node,) = simulate_plan(plan, GPT, load_cluster("2xcpu")).nodes
     stages = slice_graph(GPT, plan.bounds)
-    kept = [max_in_flight(plan, stage.index) * find_away(GPT, stage, 2, 4).num_bytes for stage in stages]
+    kept = [max_in_flight(plan, stage.index) * find_away(GPT, stage, 2, 4, "cpu").num_bytes for stage in stages]
     assert node.host_bytes == sum(kept)
     assert [max_in_flight(plan, stage.index) for stage in stages] == ([2, 1] if schedule == "1f1b" else [4, 4])
     states = replace(plan, offload=Offload(optimizer="host", activations="host"))

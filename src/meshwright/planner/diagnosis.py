@@ -172,11 +172,13 @@ def _fullest_share(item: RankedPlan) -> float:
 
 def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
     fullest = max(item.nodes, key=lambda node: node.share)
-    activations = "; or leave activations on the devices" if item.plan.offload.activations == "host" else ""
+    offload = item.plan.offload
+    ways = ["Use more nodes"]
+    ways += ["share states out (zero 1 to 3)", "keep them on NVMe"] if offload.optimizer == "host" else []
+    ways += ["leave activations on the devices"] if offload.activations == "host" else []
     return NothingFitsError(
         f"Plans fit into the memory of the devices, but none into that of the nodes. With the smallest one found, "
-        f"{item.plan.describe()}, {fullest.describe()}. Share states out (zero 1 to 3), use more nodes, or keep them "
-        f"on NVMe{activations}.",
+        f"{item.plan.describe()}, {fullest.describe()}. {', or '.join(ways)}.",
         nearest=item,
     )
 

@@ -32,6 +32,7 @@ from meshwright.simulator import (
 )
 from meshwright.spec import Cluster, Graph, Plan, PlanError, StagePlan, format_percent, format_seconds, suggest
 from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.offload import ON_DEVICE
 
 ExchangeName = Literal["whole", "priorities", "sharded", "hierarchical", "servers"]
 EXCHANGE_NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)
@@ -231,10 +232,10 @@ def _check_exchanges(plan: Plan, graph: Graph) -> None:
             f"Exchanges were to be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "
             "inside of backwards; expected zero 0 or 1. Plan with --zero 1, or without."
         )
-    if plan.offload.optimizer != "device":
+    if plan.offload != ON_DEVICE:
         raise PlanError(
             f"Exchanges were to be compared for a plan that keeps {plan.offload.describe()}, which not all of them go "
-            "with; expected all states on the devices. Plan without --offload."
+            "with; expected all of it on the devices. Plan without --offload."
         )
     if graph.mode != "training" or not gradient_buckets(graph, plan):
         raise PlanError(

@@ -96,11 +96,13 @@ def find_order(
 
     It follows a named schedule, or its own, by name where nothing faster was found.
 
-    ``whole``: only whole backwards, as the runtime executes them. ``memory``: how much of a device
+    ``whole``: only whole backwards, as the runtime executes them, and as plans with activations on the host have them.
+    ``memory``: how much of a device
     it may use. Raises PlanError if no order fits, the plan never flushes, or it is not for this graph, cluster or for
     training.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
+    whole = whole or plan.offload.activations == "host"
 
     def evaluate(item: Plan) -> RankedPlan:
         return evaluate_plan(item, graph, cluster, cost, memory=memory, contention=contention)

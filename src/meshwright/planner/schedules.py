@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import backend_of
 from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.evaluate import RankedPlan, evaluate_plans
 from meshwright.program import OwnSchedule, max_in_flight
 from meshwright.simulator import Contention
-from meshwright.spec import Cluster, Graph, Plan, slice_graph
+from meshwright.spec import Cluster, Graph, Plan, StageSlice, slice_graph
 
 
 def compare_schedules(
@@ -45,8 +46,7 @@ def _row(item: RankedPlan, graph: Graph, cost: CostModel) -> dict[str, Any]:
     plan, rank = item.plan, item.fullest_rank
     stages = slice_graph(graph, plan.bounds)
     in_flight = [max_in_flight(plan, stage.index) if stage.has_backward else 1 for stage in stages]
-    each = [cost.stage_memory(graph, stage, plan.microbatch_size, plan.workload).microbatch_bytes for stage in stages]
-    kept = [count * num_bytes for count, num_bytes in zip(in_flight, each, strict=True)]
+    kept = [count * _kept_bytes(plan, graph, stage, cost) for count, stage in zip(in_flight, stages, strict=True)]
     return {
         "schedule": plan.schedule,
         "step_s": item.step_time_s,
@@ -58,3 +58,13 @@ def _row(item: RankedPlan, graph: Graph, cost: CostModel) -> dict[str, Any]:
         "limit_bytes": item.memory_limit_bytes[rank],
         "fits": item.fits,
     }
+
+
+def _kept_bytes(plan: Plan, graph: Graph, stage: StageSlice, cost: CostModel) -> int:
+    """What a microbatch takes on a device of a stage from its forward to its backward."""
+    device = backend_of(cost.cluster.device_kind(plan.stages[stage.index].ranks[0]))
+    is_away = plan.offload.activations == "host"
+    memory = cost.stage_memory(
+        graph, stage, plan.microbatch_size, plan.workload, device=device, activations_away=is_away
+    )
+    return memory.microbatch_bytes

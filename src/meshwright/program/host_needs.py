@@ -52,7 +52,7 @@ def count_host_needs(plan: Plan, graph: Graph, rank: int, device: Backend = "cpu
 def _count_saved(plan: Plan, graph: Graph, stages: tuple[int, ...], device: Backend) -> int:
     workload, slices = plan.workload, slice_graph(graph, plan.bounds)
     kept = as_kept(graph, workload.numbers, device)
-    away = (find_away(kept, slices[i], plan.microbatch_size, workload.float_bytes) for i in stages)
+    away = (find_away(kept, slices[i], plan.microbatch_size, workload.float_bytes, device) for i in stages)
     return sum(max_in_flight(plan, i) * item.num_bytes for i, item in zip(stages, away, strict=True))
 
 

@@ -32,7 +32,7 @@ Ids = NDArray[np.int64]
 def stage_away(graph: Graph, plan: Plan, stage: StageSlice) -> Away:
     """What of a stage is away by the program; of a plan that was lowered."""
     kept = as_kept(graph, plan.workload.numbers, "cpu")
-    return find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes)
+    return find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes, "cpu")
 
 
 def append_saved(

@@ -7,6 +7,7 @@ which it was asked. Such collectives have process groups of their own, so that n
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -22,7 +23,7 @@ class Behind:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._queue: SimpleQueue[_Following] | None = None
+        self._queue: SimpleQueue[_Following | None] | None = None
 
     def begin(self, before: Sequence[Work], issue: Callable[[], Work]) -> Work:
         """What ``issue()`` makes, behind what is ``before`` it."""
@@ -30,6 +31,8 @@ class Behind:
             return issue()
         if self._device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(self._device)
+            # Whoever waited for one of them already did so in the current stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 for work in before:
                     work.wait()
@@ -37,6 +40,7 @@ class Behind:
         if self._queue is None:
             self._queue = SimpleQueue()
             threading.Thread(target=_serve, args=(self._queue,), name="behind", daemon=True).start()
+            weakref.finalize(self, self._queue.put, None)
         following = _Following(before, issue)
         self._queue.put(following)
         return following
@@ -68,6 +72,7 @@ class _Following:
             raise self._error
 
 
-def _serve(queue: SimpleQueue[_Following]) -> None:
-    while True:
-        queue.get().run()
+def _serve(queue: SimpleQueue[_Following | None]) -> None:
+    while (following := queue.get()) is not None:
+        following.run()
+        del following

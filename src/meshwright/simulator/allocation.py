@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from meshwright.program.buckets import Bucket
     from meshwright.spec import Cluster, Graph, Plan, StageSlice
 
-# Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it, and the last
-# one is another again: it fills the buckets.
-_MORE_MICROBATCHES = 2
+# Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it.
+_MORE_MICROBATCHES = 1
 # Microbatches in flight that are followed for what an allocator holds without use.
 _FOLLOWED = 2
 # Computations of ops in a step; so many take about five seconds to follow.
@@ -174,7 +173,7 @@ def _trace(
 
 
 def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
-    """The order with as many microbatches as are ever in flight at once, and two more."""
+    """The order with as many microbatches as are ever in flight at once, and one more."""
     in_flight = most = 0
     for is_backward, _ in order:
         in_flight += -1 if is_backward else 1

@@ -46,7 +46,7 @@ def find_copies(
     if isinstance(plan, Placement) or plan.offload.activations == "device":
         return None
     kept = as_kept(graph, plan.workload.numbers, backend_of(kind))
-    away = find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes)
+    away = find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes, backend_of(kind))
     ops = np.array(stage.ops, np.int64)
     ends = np.searchsorted(ops, [unit.stop for unit in away.units])
     first = (0, *ends[:-1].tolist()) if len(ends) else ()

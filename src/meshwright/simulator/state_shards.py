@@ -68,16 +68,6 @@ class StateShards(NamedTuple):
         """Parts into which optimizer states are cut."""
         return len(self.ranks) if self.zero >= 1 else 1
 
-    @property
-    def gradients(self) -> int:
-        """Parts into which gradients are cut."""
-        return len(self.ranks) if self.zero >= 2 else 1
-
-    @property
-    def parameters(self) -> int:
-        """Parts into which parameters are cut between passes."""
-        return len(self.ranks) if self.zero >= 3 else 1
-
 
 ALONE = StateShards(0, (0,), ())
 

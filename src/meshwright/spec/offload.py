@@ -9,7 +9,7 @@
                 next layer goes back (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
 
 What it means for a step stands in `program.offload` and `program.saved`, what the host and its drives hold in
-`simulator.host_memory`.
+`program.host_needs`.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def read_offload(choices: Iterable[str]) -> Offload:
         what, equals, where = choice.strip().partition("=")
         if not equals or what not in known:
             raise PlanError(
-                f"{choice.strip()!r} was to be kept away from the devices{suggest(what, known)}; expected "
+                f"{choice.strip()!r} was to be kept away from the devices"
+                f"{'' if what in known else suggest(what, known)}; expected "
                 f"WHAT=WHERE with {', '.join(known[:-1])} or {known[-1]}, and host or nvme: optimizer=host."
             )
-        if what in given:
+        if given.get(what, where) != where:
             raise PlanError(f"{what} was to be kept on {given[what]} and on {where}. Choose one of them.")
         given[what] = where
     return Offload(**given)  # type: ignore[arg-type]

@@ -120,7 +120,8 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
         if meta.sums and _sum_of(path) != meta.sums[session.rank]:
             raise RunError(f"{path}: was changed since it was written. {advice}")
         # States that lie on the host go there at once.
-        place = session.device if session.hosting is None else "cpu"
+        steps_on_host = isinstance(session.plan, Plan) and session.plan.offload.optimizer != "device"
+        place = "cpu" if steps_on_host else session.device
         state = torch.load(path, map_location=place, weights_only=True)
     except RunError:
         raise

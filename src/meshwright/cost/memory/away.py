@@ -24,12 +24,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.cost.memory.lifetimes import kept_results
+from meshwright.cost.memory.sizes import measure_tensors
 from meshwright.spec import read_from_outside
 from meshwright.spec.recompute import kept_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from meshwright.cost.memory.backward import Backend
     from meshwright.spec import Graph, StageSlice
 
 # As torchtune has it (torchtune/training/_activation_offloading.py: min_offload_size): what is smaller gains nothing.
@@ -85,12 +87,15 @@ class Away:
 
 
 @lru_cache(maxsize=256)
-def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int | None) -> Away:
-    """What of a stage is away, for microbatches of ``batch_size`` samples; the graph is one `as_kept`."""
+def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int | None, device: Backend) -> Away:
+    """What of a stage is away, for microbatches of ``batch_size`` samples; the graph is one `as_kept`.
+
+    ``device``: whose libraries compute, whose workspaces go, too.
+    """
     spans = _find_units(graph, stage)
     if not stage.has_backward or graph.mode != "training":
-        return Away(units=_weigh(graph, spans, (), batch_size, float_bytes), values=(), needed={})
-    sizes = _Sizes(graph, batch_size, float_bytes)
+        return Away(units=_weigh((), spans, ()), values=(), needed={})
+    sizes, _ = measure_tensors(graph, batch_size, float_bytes, device)
     staying = _staying(graph, stage)
     saves: dict[int, list[tuple[int, int]]] = {}
     for unit, op, storages in _saves(graph, stage, spans):
@@ -108,25 +113,12 @@ def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int
             else:
                 runs.append([(unit, op)])
         values += [AwayValue(storage=storage, down=run[0][0], up=run[-1][0], last=run[0][1]) for run in runs]
-    return Away(units=_weigh(graph, spans, values, batch_size, float_bytes), values=tuple(values), needed=needed)
-
-
-class _Sizes:
-    def __init__(self, graph: Graph, batch_size: int, float_bytes: int | None) -> None:
-        self._graph, self._batch_size, self._float_bytes = graph, batch_size, float_bytes
-
-    def __getitem__(self, storage: int) -> int:
-        return self._graph.tensors[storage].num_bytes(self._batch_size, self._float_bytes)
+    return Away(units=_weigh(sizes, spans, values), values=tuple(values), needed=needed)
 
 
 def _weigh(
-    graph: Graph,
-    spans: Sequence[tuple[int, int, int]],
-    values: Iterable[AwayValue],
-    batch_size: int,
-    float_bytes: int | None,
+    sizes: Sequence[int], spans: Sequence[tuple[int, int, int]], values: Iterable[AwayValue]
 ) -> tuple[AwayUnit, ...]:
-    sizes = _Sizes(graph, batch_size, float_bytes)
     down, up = [0] * len(spans), [0] * len(spans)
     for value in values:
         down[value.down] += sizes[value.storage]

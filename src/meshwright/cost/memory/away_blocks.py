@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from meshwright.cost.memory.away import AwayValue
+    from meshwright.cost.memory.backward import Backend
     from meshwright.cost.memory.ledger import Ledger
     from meshwright.cost.memory.lifetimes import Lifetimes
     from meshwright.spec import Graph, StageSlice, Workload
@@ -25,13 +26,14 @@ def follow_away(
     workload: Workload,
     lives: Lifetimes,
     sizes: Sequence[int],
+    device: Backend,
     *,
     leaves: bool,
 ) -> AwayBlocks:
     """The blocks of a stage that go and come; none unless something ``leaves``. ``sizes`` in bytes by storage."""
     away = Away(units=(), values=(), needed={})
     if leaves and workload.kind == "training":
-        away = find_away(graph, stage, batch_size, workload.float_bytes)
+        away = find_away(graph, stage, batch_size, workload.float_bytes, device)
     return AwayBlocks(away, lives, sizes, stage.ops)
 
 

@@ -89,7 +89,8 @@ class StageWalk:
         # Whether gradients are added up in a wider type than backwards make them in.
         self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
         self._lives = find_lifetimes(graph, stage, trains=self.trains)
-        self._away = follow_away(graph, stage, batch_size, workload, self._lives, self._sizes, leaves=activations_away)
+        sizes, leaves = self._sizes, activations_away
+        self._away = follow_away(graph, stage, batch_size, workload, self._lives, sizes, device, leaves=leaves)
         self._bucketed = frozenset(bucketed)
         self._first_use: dict[int, int] = {}
         for index in stage.ops if bucketed else ():

@@ -44,7 +44,8 @@ def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
     host_bytes = plan.sharding.width * sum(needs.host_bytes for needs in every)
     drive_bytes = plan.sharding.width * sum(needs.drive_bytes for needs in every)
     host = Host()
-    _check(host.name, host_bytes, drive_bytes, find_memory(host).available_bytes, _drive(host, folder), folder)
+    drive = _drive(host, folder) if drive_bytes else None
+    _check(host.name, host_bytes, drive_bytes, find_memory(host).available_bytes, drive, folder)
 
 
 def check_room(needs: HostNeeds, folder: Path | None) -> None:
@@ -85,7 +86,7 @@ def _check(
     name: str, host_bytes: int, drive_bytes: int, memory: int | None, drive: Drive | None, folder: Path | None
 ) -> None:
     """Raise RunError for a host that has not so many bytes of memory, and of its drive."""
-    away = ""
+    away, fits_elsewhere = "", memory is not None and host_bytes <= memory
     if drive is not None and drive.is_memory:
         host_bytes += drive_bytes
         away = f", {format_bytes(drive_bytes)} of them in {folder}, which is memory ({drive.kind}) and no drive"
@@ -95,9 +96,9 @@ def _check(
             f"{format_bytes(memory)} available. "
             + (
                 FOLDER_ADVICE
-                if away
-                else "Run it on more hosts, end other programs there, or plan with --offload "
-                "optimizer=nvme, without activations=host, or with more ZeRO."
+                if fits_elsewhere
+                else "Run it on more hosts, end other programs there, or plan with less away from the devices "
+                "(--offload)."
             )
         )
     if drive is not None and drive_bytes > drive.free_bytes:

@@ -284,7 +284,7 @@ def find_stages_away(
     workload = plan.workload
     kept = as_kept(graph, workload.numbers, backend_on(device))
     size = plan.microbatch_size
-    return {stage.index: find_away(kept, stage, size, workload.float_bytes) for stage in stages}
+    return {stage.index: find_away(kept, stage, size, workload.float_bytes, backend_on(device)) for stage in stages}
 
 
 class _UnitEnd(torch.nn.Module):
