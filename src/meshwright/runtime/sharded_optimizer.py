@@ -34,7 +34,8 @@ class ShardedBucket(BucketBuffer):
         self.values = torch.zeros_like(self.flat, dtype=parameters[0].dtype if parameters else None)
         size = len(self.flat) // count
         self.own_values = self.values.narrow(0, place * size, size)
-        self.own_gradients = torch.zeros_like(self.own_values, dtype=self.flat.dtype)
+        # Sums take the place of the own gradients: NCCL allows that, and gloo sums in memory of its own.
+        self.own_gradients = self.flat.narrow(0, place * size, size)
         self.pieces: dict[int, torch.nn.Parameter] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         sizes = [parameter.numel() for parameter in parameters]
@@ -72,11 +73,6 @@ class ShardedBuckets(BucketExchange):
     def __init__(self, buckets: Sequence[ShardedBucket], parts: Parts) -> None:
         super().__init__(buckets, parts)
         self.sharded = {bucket.index: bucket for bucket in buckets}
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The flat gradients, all and the own ones."""
-        return [*super().buffers, *(bucket.own_gradients for bucket in self.sharded.values())]
 
     def to_sum(self, part: int) -> torch.Tensor:
         """What groups of replicas sum with each other: the own part of a bucket."""

@@ -119,7 +119,7 @@ def stage_bytes(
                 PARAMETERS: parameter_bytes,
                 BUFFERS: memory.buffer_bytes,
                 OPTIMIZER: states_bytes,
-                BUCKETS: sum(_buffer_bytes(plan, bucket, shards) for bucket in buckets),
+                BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
                 INPUTS: num_inputs * memory.input_bytes,
             }
         ),
@@ -131,12 +131,6 @@ def stage_bytes(
         optimizer=_takes_and_frees(step),
         stash=by_part({STASHED: _trained_bytes(graph, stage, numbers.value_bytes)}),
     )
-
-
-def _buffer_bytes(plan: Plan | Placement, bucket: Bucket, shards: StateShards) -> int:
-    """Bytes of a bucket on each rank; with ZeRO 1 the sums of the own part have a buffer beside it."""
-    own_bytes = -(-bucket.num_bytes // shards.states) if shards.zero == 1 and shards.states > 1 else 0
-    return num_bucket_copies(plan) * bucket.num_bytes + own_bytes
 
 
 def _most_microbatches(plan: Plan | Placement, stage: int, kind: DeviceKind, cost: CostModel) -> int:
