@@ -149,6 +149,15 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
             assert (np.diff(table[i, i + 1 :]) >= 0).all(), name
 
 
+def training_of(name, cluster, recompute):
+    """A shipped graph that computes parts again, its batch, a workload of four of these, and prices."""
+    graph = load_shipped_graph(name)
+    graph = with_recompute(graph, *read_recompute(graph, recompute))
+    batch = graph.batch_size or 2
+    workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
+    return graph, batch, workload, CostModel(cluster=load_cluster(cluster))
+
+
 @pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
 @pytest.mark.parametrize(
     ("cluster", "recompute"), [("2xA100", "full"), *left_to_ci(("2xcpu", "none"), ("2xA100", "none"), ("2xcpu", "op"))]
@@ -156,11 +165,8 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
 @pytest.mark.matrix
 def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recompute):
     """Bytes of a microbatch exactly, those of computing as a lower bound: within a few per cent of the peak."""
-    graph = load_shipped_graph(name)
-    graph = with_recompute(graph, *read_recompute(graph, recompute))
-    batch, num_layers = graph.batch_size or 2, len(graph.layers)
-    workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
-    cost = CostModel(cluster=load_cluster(cluster))
+    graph, batch, workload, cost = training_of(name, cluster, recompute)
+    num_layers = len(graph.layers)
     found = make_tables(graph, structure_of(graph, cost.cluster, workload), batch, cost.cluster, workload, cost).bytes
     shares = []
     for i, j in itertools.combinations(range(num_layers + 1), 2):
@@ -191,11 +197,8 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recom
 )
 @pytest.mark.matrix
 def test_no_stage_whose_activations_are_away_stands_above_what_a_walk_finds(name, cluster, recompute):
-    graph = load_shipped_graph(name)
-    graph = with_recompute(graph, *read_recompute(graph, recompute))
-    batch, num_layers = graph.batch_size or 2, len(graph.layers)
-    workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
-    cost = CostModel(cluster=load_cluster(cluster))
+    graph, batch, workload, cost = training_of(name, cluster, recompute)
+    num_layers = len(graph.layers)
     structure, away = structure_of(graph, cost.cluster, workload), Offload(activations="host")
     found = make_tables(graph, structure, batch, cost.cluster, workload, cost, away).bytes
     for i, j in itertools.combinations(range(num_layers + 1), 2):

@@ -6,7 +6,7 @@ orders      what each rank computes, in order: `schedules` by name, `own_schedul
 `order_files` by a file as torch has them, `found` by a search
 program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
 (`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`; on
- the host: `offload`, which takes room there: `host_needs`, and copies of activations: `saved`);
+the host: `offload`, whose room there `host_needs` counts, and copies of activations: `saved`);
 `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
 alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they

@@ -75,4 +75,5 @@ class _Following:
 def _serve(queue: SimpleQueue[_Following | None]) -> None:
     while (following := queue.get()) is not None:
         following.run()
+        # While the thread waits for the next one it holds nothing.
         del following

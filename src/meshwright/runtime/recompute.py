@@ -44,7 +44,7 @@ _COPIES = frozenset(
     }
 )
 
-# By which torch's compiler is told of kernels whose results are kept.
+# Marks kernels whose results are kept, for torch's compiler.
 _NOTE = "meshwright_kept"
 
 
@@ -98,7 +98,7 @@ class Again(torch.nn.Module):
 
 
 def checkpoint_compiled(body: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-    """A range under checkpoint in what torch compiles; what is kept its compiler is told by notes at `Kept` calls."""
+    """A range under checkpoint, for torch to compile. Notes at `Kept` calls mark the kernels whose results are kept."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_noted)
     return checkpoint(body, *given, use_reentrant=False, context_fn=contexts)
 

@@ -173,7 +173,7 @@ def _trace(
 
 
 def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
-    """The order with as many microbatches as are ever in flight at once, and one more."""
+    """The order of the first microbatches: the most that are in flight at once, and one more."""
     in_flight = most = 0
     for is_backward, _ in order:
         in_flight += -1 if is_backward else 1

@@ -18,7 +18,7 @@ from meshwright.runtime.offload.drives import DriveFile
 from meshwright.runtime.offload.hosting import Readiness
 from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
-from meshwright.runtime.offload.room import check_room, choose_folder
+from meshwright.runtime.offload.room import check_room
 from meshwright.runtime.offload.saved import SavedLayers, backend_on, find_stages_away, tell_layers
 from meshwright.runtime.offload.shards import move_to_host, widen_gradients
 from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
@@ -99,7 +99,7 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank
     if not isinstance(plan, Plan) or not away_of:
         return None
     if hosted is None and detect_fake_mode() is None:
-        check_room(count_host_needs(plan, share.model.graph, rank, backend_on(device)), choose_folder(None))
+        check_room(count_host_needs(plan, share.model.graph, rank, backend_on(device)), None)
     memory = hosted.memory if hosted is not None else HostMemory(device)
     readiness = hosted.readiness if hosted is not None else Readiness([], HostStreams(device), (), lambda: None)
     doubled = any(item.dtype is torch.float64 for item in share.parameters.values())
