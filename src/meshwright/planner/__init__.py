@@ -34,6 +34,7 @@ from meshwright.planner.replanning import replan, replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import DEFAULT_METHOD, search_plans
 from meshwright.planner.shardings import list_shardings
+from meshwright.planner.whole_space import whole_space
 
 __all__ = [
     "DEFAULT_METHOD",
@@ -78,5 +79,6 @@ __all__ = [
     "seconds_on_one_device",
     "simulation_document",
     "solve_slicing",
+    "whole_space",
     "within_budget",
 ]

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 class Choices:
     """What plans may choose among; where there is one value, it is fixed.
 
-    ``shard_sizes`` go with ZeRO 1 to 3 (`GradientExchange.shard_size`).
+    ``last_resorts`` are ways to offload that are taken only where no plan fits without. ``shard_sizes`` go with ZeRO 1 to 3 (`GradientExchange.shard_size`).
     ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
     number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
     ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
@@ -44,6 +44,7 @@ class Choices:
     shard_sizes: tuple[int, ...] = (0,)
     recompute: tuple[str, ...] = ("none",)
     offload: tuple[Offload, ...] = (ON_DEVICE,)
+    last_resorts: tuple[Offload, ...] = ()
     microbatch_sizes: tuple[int, ...] = ()
     schedules: tuple[str, ...] = BASIC_SCHEDULES
     num_stages: tuple[int, ...] = ()

@@ -1,0 +1,191 @@
+"""The whole space: all that the runtime runs, as choices; what is given restricts it.
+
+axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
+             graph, in teams that lie within a node; teams of experts may cover nodes
+sharing      ZeRO 0 to 3, among all replicas or within nodes (HSDP)
+recompute    none, op, full; without op where layers are compiled
+schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
+offload      nothing; of what nothing else fits for, optimizer states, parameters and activations on the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from meshwright.planner.choices import Choices
+from meshwright.planner.microbatches import divisors
+from meshwright.planner.shardings import list_shardings
+from meshwright.planner.short import shorten
+from meshwright.program import lower_graph
+from meshwright.spec import Graph, MeshwrightError
+from meshwright.spec.offload import ON_DEVICE, Offload
+from meshwright.spec.plan import BASIC_SCHEDULES, DEALT_IN_TURN
+from meshwright.spec.collective import Axis
+from meshwright.spec.sharding import AXES, Sharding
+from meshwright.spec.teams import team_cluster
+
+if TYPE_CHECKING:
+    from meshwright.spec import Cluster, Workload
+    from meshwright.spec.exchange import ZeroStage
+    from meshwright.spec.sharding import OpPlacement
+
+# A size of an axis is taken where it leaves at most this share of what the size before leaves.
+_LEAST_GAIN = 0.95
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+# Compiled layers have one backward for all gradients, and are recomputed as a whole.
+COMPILED_SCHEDULES, COMPILED_RECOMPUTE = ("1f1b", "gpipe", "interleaved"), ("none", "full")
+RECOMPUTE = ("none", "op", "full")
+ZERO: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+NUM_CHUNKS = (2, 4)
+# Experts are laid out over so many devices at most.
+MAX_EXPERT_RANKS = 64
+LAST_RESORTS = (
+    Offload(optimizer="host"),
+    Offload(activations="host"),
+    Offload(optimizer="host", activations="host"),
+    Offload(optimizer="host", parameters="host"),
+    Offload(optimizer="host", parameters="host", activations="host"),
+)
+
+
+def whole_space(
+    graph: Graph,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    compiled: bool = False,
+    tensor: Sequence[int] | None = None,
+    sequence_parallel: bool | None = None,
+    context: Sequence[int] | None = None,
+    expert: Sequence[int] | None = None,
+    placements: tuple[OpPlacement, ...] = (),
+    zero: Sequence[ZeroStage] | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    recompute: Sequence[str] | None = None,
+    offload: Sequence[Offload] | None = None,
+    schedules: Sequence[str] | None = None,
+    num_chunks: Sequence[int] | None = None,
+    num_devices: Sequence[int] = (),
+    num_stages: Sequence[int] = (),
+    microbatch_sizes: Sequence[int] = (),
+) -> Choices:
+    """What plans of a graph may choose among: what is given, and all that there is where nothing is (None, or empty).
+
+    ``graph`` is that of any microbatch size. Raises PlanError for what cannot be chosen together, as `list_shardings`
+    and `Choices` do.
+    """
+    training = workload.kind == "training"
+    if zero is None:
+        shares = any(shard_sizes or ()) or any(item.parameters == "host" for item in offload or ())
+        zero = ((1, 2, 3) if any(shard_sizes or ()) else (3,) if shares else ZERO) if training else (0,)
+    if shard_sizes is None:
+        shard_sizes = _sizes_within_nodes(cluster) if any(zero) else (0,)
+    if recompute is None:
+        recompute = (COMPILED_RECOMPUTE if compiled else RECOMPUTE) if training else ("none",)
+    if schedules is None:
+        schedules = (COMPILED_SCHEDULES if compiled else SCHEDULES) if training else BASIC_SCHEDULES
+    if num_chunks is None:
+        num_chunks = NUM_CHUNKS
+    return Choices(
+        num_devices=tuple(num_devices),
+        shardings=tuple(_shardings(graph, cluster, tensor, context, expert, sequence_parallel, placements)),
+        zero=tuple(zero),
+        shard_sizes=tuple(shard_sizes),
+        recompute=tuple(recompute),
+        offload=(ON_DEVICE,) if offload is None else tuple(offload),
+        last_resorts=tuple(_last_resorts(cluster, zero)) if offload is None and training else (),
+        microbatch_sizes=tuple(microbatch_sizes),
+        schedules=tuple(schedules),
+        num_stages=tuple(num_stages),
+        num_chunks=tuple(num_chunks),
+    )
+
+
+def _sizes_within_nodes(cluster: Cluster) -> tuple[int, ...]:
+    """All replicas, or those of a node where there are several."""
+    sizes = {node.num_devices for node in cluster.nodes if node.num_devices}
+    if len(cluster.nodes) == 1 or len(sizes) > 1:
+        return (0,)
+    return (0, *(size for size in divisors(sizes.pop()) if size > 1))
+
+
+def _last_resorts(cluster: Cluster, zero: Sequence[int]) -> Iterator[Offload]:
+    steps = all(node.host_memory_bandwidth_bytes_per_s > 0 for node in cluster.nodes)
+    for away in LAST_RESORTS:
+        if (away.optimizer == "device" or steps) and (away.parameters == "device" or 3 in zero):
+            yield away
+
+
+def _shardings(
+    graph: Graph,
+    cluster: Cluster,
+    tensor: Sequence[int] | None,
+    context: Sequence[int] | None,
+    expert: Sequence[int] | None,
+    sequence_parallel: bool | None,
+    placements: tuple[OpPlacement, ...],
+) -> Iterator[Sharding]:
+    """All combinations of what is given, and of what splits the graph where nothing is."""
+    given = {"tensor": tensor, "context": context, "expert": expert}
+    if placements or (sequence_parallel is not None and None not in given.values()):
+        sizes = {axis: value or (1,) for axis, value in given.items()}
+        yield from list_shardings(**sizes, sequence_parallel=bool(sequence_parallel), placements=placements)
+        return
+    short = shorten(graph).graph
+    sizes = {axis: value or tuple(_useful(short, cluster, axis)) for axis, value in given.items()}
+    for combined in product(*(dict.fromkeys(sizes[axis]) for axis in AXES)):
+        plain = Sharding(**dict(zip(AXES, combined, strict=True)))
+        is_own = all(given[axis] is not None for axis, size in zip(AXES, combined, strict=True) if size > 1)
+        if not is_own and not _are_teams(cluster, plain):
+            continue
+        if plain.tensor == 1 or not sequence_parallel:
+            yield plain
+        if plain.tensor > 1 and sequence_parallel is not False:
+            apart = replace(plain, sequence_parallel=True)
+            if sequence_parallel or _differs(short, plain, apart):
+                yield apart
+
+
+def _useful(short: Graph, cluster: Cluster, axis: Axis) -> Iterator[int]:
+    """Sizes of an axis that leave a device less to do, or to hold, than the sizes before; 1 first."""
+    within = min(node.num_devices for node in cluster.nodes if node.num_devices)
+    most = min(cluster.num_ranks, MAX_EXPERT_RANKS) if axis == "expert" else within
+    least = _burden(short, axis)
+    yield 1
+    for size in divisors(most)[1:]:
+        with suppress(MeshwrightError):
+            burden = _burden(lower_graph(short, Sharding(**{axis: size}), ()), axis)
+            if burden < least * _LEAST_GAIN:
+                least = burden
+                yield size
+
+
+def _burden(graph: Graph, axis: Axis) -> float:
+    """What an axis is to make less: parameters of experts, and work of others."""
+    if axis == "expert":
+        return sum(graph.tensors[i].num_elements(1) for i in graph.parameters)
+    return graph.total_flops.at(1)
+
+
+def _are_teams(cluster: Cluster, sharding: Sharding) -> bool:
+    """Whether teams lie within nodes, as those of tensor and context always shall, or experts cover nodes."""
+    within = min(node.num_devices for node in cluster.nodes if node.num_devices)
+    if sharding.tensor * sharding.context > within or (sharding.expert == 1 and sharding.width > within):
+        return False
+    try:
+        team_cluster(cluster, sharding.width)
+    except MeshwrightError:
+        return False
+    return True
+
+
+def _differs(short: Graph, one: Sharding, other: Sharding) -> bool:
+    """Whether two shardings leave a device other graphs."""
+    try:
+        return lower_graph(short, one, ()).content_hash != lower_graph(short, other, ()).content_hash
+    except MeshwrightError:
+        return False
