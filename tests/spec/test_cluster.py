@@ -63,7 +63,7 @@ def test_published_figures():
     assert "bfloat16" not in kinds["T4"].peak_flops_per_s
 
 
-# 128 float32 lanes per multiprocessor since Ampere's GA102 (64 in T4), two FLOPs per lane and cycle, by the boost clock.
+# Lanes of float32 per multiprocessor, two FLOPs per lane and cycle, by the boost clock.
 @pytest.mark.parametrize(
     ("kind", "lanes"),
     [(kind, 128) for kind in ("A10G", "A6000", "L4", "L40S", "RTX3090", "RTX4090", "RTX5090", "RTXPRO6000")]
