@@ -1,13 +1,15 @@
 """What each choice gains: shares of the gain of the best plan over the plain one, by Shapley's value.
 
-Players are the choices that a search left open. A coalition S of them is worth the shortest step v(S) of the uniform
-plans (`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
+Players are the choices that a search left open and in which its best plan is not plain: it has several stages, splits
+ops, shares states, computes again. A coalition S of them is worth the shortest step v(S) of the uniform plans
+(`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
 
     sum over S without i of    |S|! · (k - |S| - 1)! / k! · (v(S) - v(S with i))
 
 seconds: what it gains when it joins the others, averaged over all orders in which they may join (Shapley, A value for
 n-person games, 1953). These add up to the gain of all; two choices that gain alike in every coalition have equal
-shares, and one that never gains has none.
+shares, and one that never gains has none. Choices that the best plan leaves plain gain nothing: it is there without
+them.
 
 Where no plan of a coalition fits, it counts as the slowest coalition that does; what nothing fits without is said.
 
@@ -32,12 +34,21 @@ from meshwright.planner.method import Limits, Proposal, SearchState, Steps
 from meshwright.planner.methods.grid import Configuration, bound_grid
 from meshwright.planner.methods.grid.method import plans_of
 from meshwright.planner.methods.grid.sheet import variants_of
-from meshwright.planner.microbatches import microbatch_sizes
+from meshwright.planner.plain import (
+    NAMES,
+    Values,
+    differing,
+    open_choices,
+    plain_values,
+    restricted,
+    values_of,
+    values_of_plan,
+    words_of,
+)
 from meshwright.planner.plans import Plans
 from meshwright.planner.problem import Problem
 from meshwright.planner.search import search_plans
-from meshwright.spec import EventSink, Offload, PlanError, format_count, format_percent, format_seconds
-from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec import EventSink, Offload, PlanError, format_percent, format_seconds
 
 # With more players, those that belong together are one, pair by pair in this order.
 MAX_PLAYERS = 8
@@ -52,37 +63,14 @@ NOT_UNIFORM = "plans that are not uniform"
 _EQUAL_SHARE = 1e-9
 
 
-class _Values(NamedTuple):
-    """What a plan has taken of each choice."""
-
-    devices: int
-    tensor: int
-    sequence: bool
-    context: int
-    expert: int
-    zero: int
-    shard_size: int
-    recompute: str
-    offload: Offload
-    schedule: tuple[str, int]
-    stages: int
-    microbatch_size: int
-
-
-_NAMES = _Values(
-    *("devices", "tensor parallelism", "sequence parallelism", "context parallelism", "expert parallelism", "ZeRO"),
-    *("shard size", "recompute", "offload", "schedule", "pipeline stages", "microbatch size"),
-)
-
-
 class _Player(NamedTuple):
-    """A choice, or several that count as one: their places in `_Values`."""
+    """A choice, or several that count as one: their places in `Values`."""
 
     name: str
     places: tuple[int, ...]
 
-    def words(self, values: _Values) -> str:
-        return ", ".join(_words(place, values) for place in self.places)
+    def words(self, values: Values) -> str:
+        return ", ".join(words_of(place, values) for place in self.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +78,8 @@ class Share:
     """What one choice gains.
 
     ``plain`` is its value in the plain plan and ``taken`` that in the best one, in words. ``gain_s`` are seconds of a
-    step, ``share`` is their part of the whole gain. ``without_s`` is the step of the best uniform plan in which this
-    choice alone is plain; None where none fits.
+    step, ``share`` is their part of the whole gain. ``without_s`` is the step of the best uniform plan that makes the
+    other choices of the best plan, but not this one; None where none fits.
     """
 
     choice: str
@@ -104,13 +92,15 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The shares of all choices, the largest first; they add up to ``plain_s - best_s``.
+    """The shares of the choices that the best plan makes, the largest first; they add up to ``plain_s - best_s``.
 
-    ``plain_s`` is the step of the plain plan; where that does not fit (``plain_fits``), of the slowest coalition that
-    does. ``best_s`` is the shortest step that was found. ``num_simulated`` plans were simulated.
+    ``left_plain`` are open choices that it leaves plain, which gain nothing. ``plain_s`` is the step of the plain plan;
+    where that does not fit (``plain_fits``), of the slowest coalition that does. ``best_s`` is that of the best plan,
+    or of the best uniform one where that is faster. ``num_simulated`` plans were simulated.
     """
 
     choices: tuple[Share, ...]
+    left_plain: tuple[str, ...]
     plain_s: float
     plain_fits: bool
     best_s: float
@@ -123,24 +113,26 @@ class Shares:
 
     def row(self) -> dict[str, Any]:
         """All of it as plain values. Keys: those of `Shares`, and ``choices``, each with those of `Share`."""
-        return {**asdict(self), "gain_s": self.gain_s, "choices": [asdict(item) for item in self.choices]}
+        return {**asdict(self), "gain_s": self.gain_s}
 
     def explain(self) -> str:
         """The gain, what has its shares, and what nothing fits without, in a few sentences."""
         if not self.choices:
-            return "The search left no choice open: there is nothing to share."
-        counts = "" if self.plain_fits else " (it does not fit, and counts as the slowest that does)"
+            return "The best plan is the plain one: no choice gains anything."
+        counts = "" if self.plain_fits else " does not fit and counts as the slowest that does,"
         lines = [
-            f"The best plan takes {format_seconds(self.best_s)} per step, with all choices plain it would be "
-            f"{format_seconds(self.plain_s)}{counts}."
+            f"The plain plan{counts or ' takes'} {format_seconds(self.plain_s)} per step; the best one gains "
+            f"{format_seconds(self.gain_s)}: "
+            + ", ".join(
+                f"{item.choice} {format_seconds(item.gain_s)} ({format_percent(item.share)})" for item in self.choices
+            )
+            + "."
         ]
-        told = [item for item in self.choices if item.gain_s > _EQUAL_SHARE * self.plain_s]
-        if told:
-            parts = (f"{item.choice} {format_seconds(item.gain_s)} ({format_percent(item.share)})" for item in told)
-            lines.append(f"Of {format_seconds(self.gain_s)} gained, {', '.join(parts)}.")
         needed = [item.choice for item in self.choices if item.without_s is None]
         if needed:
-            lines.append(f"Nothing fits without {', nor without '.join(needed)}.")
+            lines.append(f"Of plans that make no other choices, nothing fits without {', nor without '.join(needed)}.")
+        if self.left_plain:
+            lines.append(f"The best plan leaves these plain, so that they gain nothing: {', '.join(self.left_plain)}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -148,7 +140,7 @@ class Shares:
 
 
 def find_shares(problem: Problem, found: Plans, events: EventSink | None = None) -> Shares:
-    """What each open choice of a problem gains, given the plans that a search of it found.
+    """What each choice that the best plan of a search makes gains.
 
     The same problem has the same shares: no clock and no random number decides. Raises PlanError for a problem whose
     aim is the latency, and where no uniform plan is possible or fits. Raises KeyboardInterrupt where it is interrupted.
@@ -161,66 +153,102 @@ def find_shares(problem: Problem, found: Plans, events: EventSink | None = None)
             f"Shares compare uniform plans, which the schedules {', '.join(problem.choices.schedules)} have none of. "
             "Add 1f1b to them."
         )
-    plain = _plain_values(problem)
-    players = _open_players(problem)
-    best_s = np.full(1 << len(players), math.inf)
+    plain, taken, is_open = plain_values(problem), values_of_plan(found.best), open_choices(problem)
+    players = _players([place for place in differing(plain, taken) if is_open[place]])
+    seen = {place for player in players for place in player.places}
+    coalitions = _Coalitions(players, plain)
+    problem = replace(problem, choices=restricted(problem.choices, seen, plain))
+    try:
+        searched = search_plans(problem, coalitions.search, Limits(max_plans=1, events=events))
+    except PlanError as error:
+        raise PlanError(
+            "Shares compare uniform plans, and of the choices that the best plan makes none fits or is possible. "
+            f"({error})"
+        ) from error
+    if searched.coverage.stopped:
+        raise KeyboardInterrupt
+    return Shares(
+        choices=coalitions.shares(taken, found.best.step_time_s),
+        left_plain=tuple(name for place, name in enumerate(NAMES) if is_open[place] and place not in seen),
+        plain_s=float(coalitions.steps_s[0]),
+        plain_fits=math.isfinite(coalitions.best_s[0]),
+        best_s=min(float(coalitions.steps_s[-1]), found.best.step_time_s),
+        num_simulated=searched.coverage.num_simulated,
+    )
 
-    def coalitions(problem: Problem, state: SearchState) -> Steps:
-        masks, looked_at = np.arange(len(best_s)), 0
+
+class _Coalitions:
+    """``best_s`` is the shortest step of each coalition, shape (2 ** players,); infinite where nothing fits.
+
+    Coalition n has player i if n has bit i.
+    """
+
+    def __init__(self, players: Sequence[_Player], plain: Values) -> None:
+        self._players, self._plain = players, plain
+        self.best_s = np.full(1 << len(players), math.inf)
+
+    def search(self, problem: Problem, state: SearchState) -> Steps:
+        """Simulate the configurations of the grid that may be the best of a coalition: a search method."""
+        numbers, looked_at = np.arange(len(self.best_s)), 0
         for bound_s, configuration in bound_grid(problem).by_bound():
-            if bound_s >= best_s[0]:
+            if bound_s >= self.best_s[0]:
                 break
+            own = {away: self._smallest(configuration, away) for away in problem.choices.offload}
+            if all(bound_s >= self.best_s[number] for number in own.values()):
+                continue
             for plan in plans_of(problem, configuration):
-                own = _mask(players, plain, _values_of(configuration, plan.offload))
-                if bound_s >= best_s[own]:
+                number = own[plan.offload]
+                if bound_s >= self.best_s[number]:
                     continue
                 looked_at += 1
                 state.events.progress("compare choices", looked_at, looked_at + 1)
                 result = yield Proposal(plan, bound_s)
                 if result is not None and result.fits:
-                    holders = (masks & own) == own
-                    best_s[holders] = np.minimum(best_s[holders], result.step_time_s)
+                    holders = (numbers & number) == number
+                    self.best_s[holders] = np.minimum(self.best_s[holders], result.step_time_s)
 
-    searched = search_plans(problem, coalitions, Limits(max_plans=1, events=events))
-    if searched.coverage.stopped:
-        raise KeyboardInterrupt
-    if not np.isfinite(best_s[-1]):
-        raise PlanError("No uniform plan fits, though others do: there is nothing that shares could compare.")
-    steps_s = np.where(np.isfinite(best_s), best_s, best_s[np.isfinite(best_s)].max())
-    fastest_s = min(float(steps_s[-1]), *(item.step_time_s for item in found.ranked))
-    gained_s = float(steps_s[0]) - fastest_s
-    taken = _values_of_plan(found.best)
-    everyone = len(best_s) - 1
-    shares = [
-        Share(
-            choice=player.name,
-            plain=player.words(plain),
-            taken=player.words(taken),
-            gain_s=gain_s,
-            share=gain_s / gained_s if gained_s else 0.0,
-            without_s=float(without_s) if math.isfinite(without_s := best_s[everyone ^ (1 << place)]) else None,
-        )
-        for place, (player, gain_s) in enumerate(zip(players, shapley_values(-steps_s), strict=True))
-    ]
-    beyond_s = float(steps_s[-1]) - fastest_s
-    if beyond_s > _EQUAL_SHARE * fastest_s:
-        shares.append(
-            Share(
-                choice=NOT_UNIFORM,
-                plain="",
-                taken="",
-                gain_s=beyond_s,
-                share=beyond_s / gained_s,
-                without_s=float(steps_s[-1]),
+    def _smallest(self, configuration: Configuration, offload: Offload) -> int:
+        """The coalition of the players in which a configuration is not plain."""
+        own = set(differing(self._plain, values_of(configuration, offload)))
+        return sum(1 << bit for bit, player in enumerate(self._players) if own.intersection(player.places))
+
+    @property
+    def steps_s(self) -> NDArray[np.float64]:
+        """As ``best_s``; where nothing fits, what the slowest coalition takes that does."""
+        fits = np.isfinite(self.best_s)
+        return np.where(fits, self.best_s, self.best_s[fits].max())
+
+    def shares(self, taken: Values, found_s: float) -> tuple[Share, ...]:
+        """The shares of all players, and of what ``found_s`` is below the best uniform step; the largest first."""
+        steps_s, everyone = self.steps_s, len(self.best_s) - 1
+        uniform_s = float(steps_s[-1])
+        gained_s = float(steps_s[0]) - min(uniform_s, found_s)
+        shares = []
+        for bit, (player, gain_s) in enumerate(zip(self._players, shapley_values(-steps_s), strict=True)):
+            without_s = float(self.best_s[everyone - (1 << bit)])
+            shares.append(
+                Share(
+                    choice=player.name,
+                    plain=player.words(self._plain),
+                    taken=player.words(taken),
+                    gain_s=gain_s,
+                    share=gain_s / gained_s if gained_s > 0 else 0.0,
+                    without_s=without_s if math.isfinite(without_s) else None,
+                )
             )
-        )
-    return Shares(
-        choices=tuple(sorted(shares, key=lambda item: -item.gain_s)),
-        plain_s=float(steps_s[0]),
-        plain_fits=bool(np.isfinite(best_s[0])),
-        best_s=fastest_s,
-        num_simulated=searched.coverage.num_simulated,
-    )
+        beyond_s = uniform_s - found_s
+        if beyond_s > _EQUAL_SHARE * found_s:
+            shares.append(
+                Share(
+                    choice=NOT_UNIFORM,
+                    plain="no",
+                    taken="yes",
+                    gain_s=beyond_s,
+                    share=beyond_s / gained_s,
+                    without_s=uniform_s,
+                )
+            )
+        return tuple(sorted(shares, key=lambda item: -item.gain_s))
 
 
 def shapley_values(worth: NDArray[np.float64]) -> list[float]:
@@ -239,51 +267,9 @@ def shapley_values(worth: NDArray[np.float64]) -> list[float]:
     return found
 
 
-def _with_resorts(problem: Problem, best: RankedPlan) -> Problem:
-    """The problem with the ways to offload that its best plan had to be chosen from."""
-    chosen = problem.choices
-    if best.plan.offload in chosen.offload:
-        return problem
-    return replace(problem, choices=replace(chosen, offload=(*chosen.offload, *chosen.last_resorts)))
-
-
-def _plain_values(problem: Problem) -> _Values:
-    """The value of each choice in the plain plan: nothing split, shared, computed again or kept elsewhere."""
-    chosen, variants = problem.choices, variants_of(problem)
-    return _Values(
-        devices=max(chosen.num_devices or (problem.cluster.num_ranks,)),
-        tensor=min(item.tensor for item in chosen.shardings),
-        sequence=min(item.sequence_parallel for item in chosen.shardings),
-        context=min(item.context for item in chosen.shardings),
-        expert=min(item.expert for item in chosen.shardings),
-        zero=min(chosen.zero),
-        shard_size=min(chosen.shard_sizes),
-        recompute="none" if "none" in chosen.recompute else chosen.recompute[0],
-        offload=ON_DEVICE if ON_DEVICE in chosen.offload else chosen.offload[0],
-        schedule=("1f1b", 1) if ("1f1b", 1) in variants else variants[0],
-        stages=min(chosen.num_stages, default=1),
-        microbatch_size=min(microbatch_sizes(problem.workload, chosen.microbatch_sizes)),
-    )
-
-
-def _open_players(problem: Problem) -> list[_Player]:
-    """The choices with more than one value."""
-    chosen = problem.choices
-    values = _Values(
-        devices=len(set(chosen.num_devices)),
-        tensor=len({item.tensor for item in chosen.shardings}),
-        sequence=len({item.sequence_parallel for item in chosen.shardings}),
-        context=len({item.context for item in chosen.shardings}),
-        expert=len({item.expert for item in chosen.shardings}),
-        zero=len(set(chosen.zero)),
-        shard_size=len(set(chosen.shard_sizes)),
-        recompute=len(set(chosen.recompute)),
-        offload=len(set(chosen.offload)),
-        schedule=len(variants_of(problem)),
-        stages=len(set(chosen.num_stages)) or problem.cluster.num_ranks,
-        microbatch_size=len(microbatch_sizes(problem.workload, chosen.microbatch_sizes)),
-    )
-    players = {name: _Player(name, (place,)) for place, name in enumerate(_NAMES) if values[place] > 1}
+def _players(places: Sequence[int]) -> list[_Player]:
+    """A player for each choice; of more than `MAX_PLAYERS`, some pairs count as one."""
+    players = {NAMES[place]: _Player(NAMES[place], (place,)) for place in places}
     for one, other in _PAIRS:
         if len(players) > MAX_PLAYERS and one in players and other in players:
             both = players[one].places + players.pop(other).places
@@ -291,64 +277,9 @@ def _open_players(problem: Problem) -> list[_Player]:
     return list(players.values())
 
 
-def _values_of(configuration: Configuration, offload: Offload) -> _Values:
-    sharding = configuration.sharding
-    return _Values(
-        devices=configuration.num_ranks * sharding.width,
-        tensor=sharding.tensor,
-        sequence=sharding.sequence_parallel,
-        context=sharding.context,
-        expert=sharding.expert,
-        zero=configuration.zero,
-        shard_size=configuration.shard_size,
-        recompute=configuration.recompute,
-        offload=offload,
-        schedule=(configuration.schedule, configuration.chunks),
-        stages=configuration.positions,
-        microbatch_size=configuration.microbatch_size,
-    )
-
-
-def _values_of_plan(item: RankedPlan) -> _Values:
-    plan, sharding = item.plan, item.plan.sharding
-    positions = len({stage.ranks for stage in plan.stages})
-    return _Values(
-        devices=plan.num_devices,
-        tensor=sharding.tensor,
-        sequence=sharding.sequence_parallel,
-        context=sharding.context,
-        expert=sharding.expert,
-        zero=plan.exchange.zero,
-        shard_size=plan.exchange.shard_size,
-        recompute=item.recompute or ("some" if plan.recompute else "none"),
-        offload=plan.offload,
-        schedule=(plan.schedule, len(plan.stages) // positions),
-        stages=positions,
-        microbatch_size=plan.microbatch_size,
-    )
-
-
-def _mask(players: Sequence[_Player], plain: _Values, values: _Values) -> int:
-    """The players in which a configuration is not plain, as bits."""
-    if not values.zero:
-        # Without ZeRO there is nothing that a shard size could say.
-        values = values._replace(shard_size=plain.shard_size)
-    return sum(
-        1 << bit
-        for bit, player in enumerate(players)
-        if any(values[place] != plain[place] for place in player.places)
-    )
-
-
-def _words(place: int, values: _Values) -> str:
-    value = values[place]
-    if isinstance(value, Offload):
-        return "none" if value == ON_DEVICE else value.describe()
-    if isinstance(value, tuple):
-        name, chunks = value
-        return name if chunks == 1 else f"{name}, {format_count(chunks, 'stage')} each"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if _NAMES[place] == "shard size" and not value:
-        return "all"
-    return str(value)
+def _with_resorts(problem: Problem, best: RankedPlan) -> Problem:
+    """The problem with the ways to offload that its best plan had to be chosen from."""
+    chosen = problem.choices
+    if best.plan.offload in chosen.offload:
+        return problem
+    return replace(problem, choices=replace(chosen, offload=(*chosen.offload, *chosen.last_resorts)))
