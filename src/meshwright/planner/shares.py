@@ -115,24 +115,23 @@ class Shares:
         """All of it as plain values. Keys: those of `Shares`, and ``choices``, each with those of `Share`."""
         return {**asdict(self), "gain_s": self.gain_s}
 
-    def explain(self) -> str:
-        """The gain, what has its shares, and what nothing fits without, in a few sentences."""
+    def explain(self, *, with_parts: bool = True) -> str:
+        """The gain, its parts unless they are shown otherwise, and what nothing fits without, in a few sentences."""
         if not self.choices:
             return "The best plan is the plain one: no choice gains anything."
-        counts = "" if self.plain_fits else " does not fit and counts as the slowest that does,"
+        counts = "takes" if self.plain_fits else "does not fit and counts as the slowest that does,"
+        parts = ", ".join(
+            f"{item.choice} {format_seconds(item.gain_s)} ({format_percent(item.share)})" for item in self.choices
+        )
         lines = [
-            f"The plain plan{counts or ' takes'} {format_seconds(self.plain_s)} per step; the best one gains "
-            f"{format_seconds(self.gain_s)}: "
-            + ", ".join(
-                f"{item.choice} {format_seconds(item.gain_s)} ({format_percent(item.share)})" for item in self.choices
-            )
-            + "."
+            f"The plain plan {counts} {format_seconds(self.plain_s)} per step; the best one gains "
+            f"{format_seconds(self.gain_s)}{f': {parts}' if with_parts else ''}."
         ]
         needed = [item.choice for item in self.choices if item.without_s is None]
         if needed:
             lines.append(f"Of plans that make no other choices, nothing fits without {', nor without '.join(needed)}.")
         if self.left_plain:
-            lines.append(f"The best plan leaves these plain, so that they gain nothing: {', '.join(self.left_plain)}.")
+            lines.append(f"The best plan leaves plain, so that they gain nothing: {', '.join(self.left_plain)}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -1,0 +1,139 @@
+"""Shares of the gain: each coalition against a search of its own, and the value against all orders of joining."""
+
+from dataclasses import replace
+from itertools import combinations, permutations
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from meshwright.cost.memory import MemoryLimit
+from meshwright.planner import Choices, Problem, find_shares, list_shardings
+from meshwright.planner.shares import NOT_UNIFORM, shapley_values
+from meshwright.spec import NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
+from tests.planner.searching import solve
+from tests.planner.test_search import cluster_of, weighted_graph
+
+# Each choice: what it may be, and the first value where it is plain.
+OPEN = {
+    "tensor parallelism": {"shardings": list_shardings(tensor=(1, 2, 4))},
+    "ZeRO": {"zero": (0, 1, 3)},
+    "recompute": {"recompute": ("none", "full")},
+    "pipeline stages": {"num_stages": (1, 2, 4)},
+    "microbatch size": {"microbatch_sizes": (1, 2, 4, 8)},
+}
+
+
+def problem_with(graph, cluster, batch, names=(*OPEN,), memory=None):
+    """These choices are open, the others plain."""
+    choices = {"schedules": ("1f1b",)}
+    for name, own in OPEN.items():
+        ((field, values),) = own.items()
+        choices[field] = values if name in names else values[:1]
+    return Problem(
+        graph_for=lambda _: graph,
+        cluster=cluster,
+        workload=Workload(global_batch=batch, precision="mixed", kind=graph.mode),
+        choices=Choices(**choices),
+        memory=MemoryLimit(num_bytes=memory),
+    )
+
+
+def by_orders(players, worth):
+    """What each gains when it joins, averaged over all orders."""
+    gains = {name: [] for name in players}
+    for order in permutations(players):
+        for place, name in enumerate(order):
+            gains[name].append(worth[frozenset(order[: place + 1])] - worth[frozenset(order[:place])])
+    return {name: fmean(values) for name, values in gains.items()}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "memory", "plain_fits", "needed"),
+    [("4xL40S", None, True, set()), ("2x2xL40S", 1200 * 2**20, False, {"ZeRO"})],
+)
+def test_shares_are_those_of_searches_of_every_coalition(cluster, memory, plain_fits, needed):
+    graph, machine = load_shipped_graph("gpt2-small"), load_cluster(cluster)
+    problem = problem_with(graph, machine, 32, memory=memory)
+    found = solve(problem, "grid")
+    shares = find_shares(problem, found)
+    players = [item.choice for item in shares.choices]
+    assert len(players) >= 2
+    assert {*players, *shares.left_plain} == {*OPEN}
+    steps_s = {}
+    for size in range(len(players) + 1):
+        for coalition in combinations(players, size):
+            try:
+                best = solve(problem_with(graph, machine, 32, coalition, memory), "grid")
+                steps_s[frozenset(coalition)] = min(item.step_time_s for item in best.ranked)
+            except NoFeasiblePlanError:
+                steps_s[frozenset(coalition)] = np.inf
+    assert np.isfinite(steps_s[frozenset()]) == shares.plain_fits == plain_fits
+    slowest = max(value for value in steps_s.values() if np.isfinite(value))
+    gains = by_orders(players, {names: -min(value, slowest) for names, value in steps_s.items()})
+    for item in shares.choices:
+        without_s = steps_s[frozenset(players) - {item.choice}]
+        assert item.gain_s == pytest.approx(gains[item.choice], abs=2e-3 * shares.plain_s)
+        assert item.without_s == (pytest.approx(without_s, rel=1e-3) if np.isfinite(without_s) else None)
+    assert {item.choice for item in shares.choices if item.without_s is None} == needed
+    assert sum(item.gain_s for item in shares.choices) == pytest.approx(shares.gain_s)
+    assert sum(item.share for item in shares.choices) == pytest.approx(1)
+    assert shares.plain_s == pytest.approx(min(steps_s[frozenset()], slowest), rel=1e-3)
+    assert find_shares(problem, found) == shares
+
+
+def test_a_choice_that_the_best_plan_leaves_plain_gains_nothing():
+    """Nothing is recomputed where everything fits: shares are the same whether it may be or not."""
+    graph, machine = load_shipped_graph("gpt2-small"), load_cluster("4xL40S")
+    names = ("ZeRO", "microbatch size")
+    closed, opened = (problem_with(graph, machine, 32, chosen) for chosen in (names, (*names, "recompute")))
+    without, with_it = (find_shares(problem, solve(problem, "grid")) for problem in (closed, opened))
+    assert "recompute" in with_it.left_plain
+    assert "recompute" not in without.left_plain
+    assert with_it.choices == without.choices
+
+
+def test_what_plans_that_are_not_uniform_gain_is_told_apart():
+    graph = weighted_graph([10**9 * amount for amount in (9, 1, 1, 1)], width=256)
+    problem = problem_with(graph, cluster_of(3, slow_nic=1e8), 12, ("microbatch size", "pipeline stages"))
+    problem = replace(problem, choices=replace(problem.choices, num_stages=(), microbatch_sizes=(1, 2)))
+    found = solve(problem, "slicing")
+    shares = find_shares(problem, found)
+    beyond = next(item for item in shares.choices if item.choice == NOT_UNIFORM)
+    assert beyond.without_s == pytest.approx(found.best.step_time_s + beyond.gain_s)
+    assert beyond.without_s == pytest.approx(solve(problem, "grid").best.step_time_s, rel=1e-3)
+    assert sum(item.gain_s for item in shares.choices) == pytest.approx(shares.plain_s - found.best.step_time_s)
+
+
+def test_the_value_is_shapleys():
+    """A game of gloves: players 0 and 1 have a left one each, player 2 a right one; a pair is worth 1."""
+    pairs = [1.0 if number & 4 and number & 3 else 0.0 for number in range(8)]
+    assert shapley_values(np.array(pairs)) == pytest.approx([1 / 6, 1 / 6, 4 / 6])
+    assert shapley_values(np.array([3.0])) == []
+
+
+def test_values_add_up_and_treat_alike_what_is_alike():
+    worth = np.random.default_rng(0).random(32)
+    numbers = np.arange(32)
+    swapped = numbers & ~3 | (numbers & 1) << 1 | (numbers & 2) >> 1
+    alike = worth + worth[swapped]
+    # The last player adds nothing to any coalition.
+    alike[16:] = alike[:16]
+    values = shapley_values(alike)
+    assert sum(values) == pytest.approx(alike[-1] - alike[0])
+    assert values[0] == pytest.approx(values[1])
+    assert values[4] == pytest.approx(0)
+    assert abs(values[2]) > 1e-3
+
+
+def test_what_has_no_shares_is_refused():
+    graph, cluster = weighted_graph([10**9] * 4, mode="inference"), cluster_of(2)
+    problem = Problem(graph_for=lambda _: graph, cluster=cluster, workload=Workload(global_batch=4, kind="inference"))
+    found = solve(problem)
+    with pytest.raises(PlanError, match="Aim at throughput"):
+        find_shares(replace(problem, aim="latency"), found)
+    graph = weighted_graph([10**9] * 4)
+    chosen = Choices(schedules=("pipedream",))
+    problem = Problem(graph_for=lambda _: graph, cluster=cluster, workload=Workload(global_batch=4), choices=chosen)
+    with pytest.raises(PlanError, match="pipedream have none of"):
+        find_shares(problem, solve(problem))
