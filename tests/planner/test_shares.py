@@ -1,4 +1,4 @@
-"""Shares of the gain: each coalition against a search of its own, and the value against all orders of joining."""
+"""Shares of the gain: each coalition against all of its plans, and the value against all orders of joining."""
 
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from meshwright.cost.memory import MemoryLimit
-from meshwright.planner import Choices, Problem, find_shares, list_shardings
+from meshwright.planner import Choices, Problem, evaluate_plan, find_shares, list_shardings
+from meshwright.planner.methods.grid import bound_grid
+from meshwright.planner.methods.grid.method import plans_of
 from meshwright.planner.shares import NOT_UNIFORM, shapley_values
-from meshwright.spec import NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
+from meshwright.spec import PlanError, Workload, load_cluster, load_shipped_graph
 from tests.planner.searching import solve
 from tests.planner.test_search import cluster_of, weighted_graph
 
@@ -48,43 +50,60 @@ def by_orders(players, worth):
     return {name: fmean(values) for name, values in gains.items()}
 
 
+def differing(configuration):
+    """In which choices a configuration is not plain."""
+    values = {
+        "tensor parallelism": configuration.sharding.tensor > 1,
+        "ZeRO": configuration.zero > 0,
+        "recompute": configuration.recompute != "none",
+        "pipeline stages": configuration.positions > 1,
+        "microbatch size": configuration.microbatch_size > 1,
+    }
+    return {name for name, differs in values.items() if differs}
+
+
 @pytest.mark.parametrize(
-    ("cluster", "memory", "plain_fits", "needed"),
-    [("4xL40S", None, True, set()), ("2x2xL40S", 1200 * 2**20, False, {"ZeRO"})],
+    ("cluster", "batch", "memory", "plain_fits"),
+    [("4xL40S", 32, None, True), ("4xL40S", 32, 78 * 2**20, False), ("2x2xcpu", 16, None, True)],
 )
-def test_shares_are_those_of_searches_of_every_coalition(cluster, memory, plain_fits, needed):
-    graph, machine = load_shipped_graph("gpt2-small"), load_cluster(cluster)
-    problem = problem_with(graph, machine, 32, memory=memory)
+def test_shares_are_those_of_the_best_of_every_coalition(cluster, batch, memory, plain_fits):
+    """All uniform plans are simulated; of each set of choices the best is taken that makes no other."""
+    graph, machine = load_shipped_graph("gpt-tiny"), load_cluster(cluster)
+    problem = problem_with(graph, machine, batch, memory=memory)
     found = solve(problem, "grid")
     shares = find_shares(problem, found)
     players = [item.choice for item in shares.choices]
     assert len(players) >= 2
     assert {*players, *shares.left_plain} == {*OPEN}
-    steps_s = {}
-    for size in range(len(players) + 1):
-        for coalition in combinations(players, size):
-            try:
-                best = solve(problem_with(graph, machine, 32, coalition, memory), "grid")
-                steps_s[frozenset(coalition)] = min(item.step_time_s for item in best.ranked)
-            except NoFeasiblePlanError:
-                steps_s[frozenset(coalition)] = np.inf
-    assert np.isfinite(steps_s[frozenset()]) == shares.plain_fits == plain_fits
+    simulated = [
+        (differing(configuration), evaluate_plan(plan, graph, machine, problem.cost, memory=problem.memory))
+        for _, configuration in bound_grid(problem).by_bound()
+        for plan in plans_of(problem, configuration)
+    ]
+    fitting = [(names, item.step_time_s) for names, item in simulated if item.fits]
+    steps_s = {
+        frozenset(some): min((seconds for names, seconds in fitting if names <= {*some}), default=np.inf)
+        for size in range(len(players) + 1)
+        for some in combinations(players, size)
+    }
     slowest = max(value for value in steps_s.values() if np.isfinite(value))
     gains = by_orders(players, {names: -min(value, slowest) for names, value in steps_s.items()})
     for item in shares.choices:
         without_s = steps_s[frozenset(players) - {item.choice}]
-        assert item.gain_s == pytest.approx(gains[item.choice], abs=2e-3 * shares.plain_s)
-        assert item.without_s == (pytest.approx(without_s, rel=1e-3) if np.isfinite(without_s) else None)
-    assert {item.choice for item in shares.choices if item.without_s is None} == needed
+        assert item.gain_s == pytest.approx(gains[item.choice], abs=1e-9)
+        assert item.without_s == (pytest.approx(without_s) if np.isfinite(without_s) else None)
+    assert shares.plain_s == pytest.approx(min(steps_s[frozenset()], slowest))
+    assert shares.plain_fits == np.isfinite(steps_s[frozenset()]) == plain_fits
+    assert shares.best_s == pytest.approx(min(value for _, value in fitting), rel=2e-4)
     assert sum(item.gain_s for item in shares.choices) == pytest.approx(shares.gain_s)
     assert sum(item.share for item in shares.choices) == pytest.approx(1)
-    assert shares.plain_s == pytest.approx(min(steps_s[frozenset()], slowest), rel=1e-3)
+    assert shares.num_simulated < len(simulated)
     assert find_shares(problem, found) == shares
 
 
 def test_a_choice_that_the_best_plan_leaves_plain_gains_nothing():
     """Nothing is recomputed where everything fits: shares are the same whether it may be or not."""
-    graph, machine = load_shipped_graph("gpt2-small"), load_cluster("4xL40S")
+    graph, machine = load_shipped_graph("gpt-tiny"), load_cluster("4xL40S")
     names = ("ZeRO", "microbatch size")
     closed, opened = (problem_with(graph, machine, 32, chosen) for chosen in (names, (*names, "recompute")))
     without, with_it = (find_shares(problem, solve(problem, "grid")) for problem in (closed, opened))
@@ -95,8 +114,8 @@ def test_a_choice_that_the_best_plan_leaves_plain_gains_nothing():
 
 def test_what_plans_that_are_not_uniform_gain_is_told_apart():
     graph = weighted_graph([10**9 * amount for amount in (9, 1, 1, 1)], width=256)
-    problem = problem_with(graph, cluster_of(3, slow_nic=1e8), 12, ("microbatch size", "pipeline stages"))
-    problem = replace(problem, choices=replace(problem.choices, num_stages=(), microbatch_sizes=(1, 2)))
+    problem = problem_with(graph, cluster_of(4), 12, ("microbatch size",))
+    problem = replace(problem, choices=replace(problem.choices, num_stages=(2,), microbatch_sizes=(1, 2)))
     found = solve(problem, "slicing")
     shares = find_shares(problem, found)
     beyond = next(item for item in shares.choices if item.choice == NOT_UNIFORM)
