@@ -12,7 +12,7 @@ from meshwright.planner import Choices, Problem, evaluate_plan, find_shares, lis
 from meshwright.planner.methods.grid import bound_grid
 from meshwright.planner.methods.grid.method import plans_of
 from meshwright.planner.shares import NOT_UNIFORM, shapley_values
-from meshwright.spec import PlanError, Workload, load_cluster, load_shipped_graph
+from meshwright.spec import Offload, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.planner.searching import solve
 from tests.planner.test_search import cluster_of, weighted_graph
 
@@ -110,6 +110,29 @@ def test_a_choice_that_the_best_plan_leaves_plain_gains_nothing():
     assert "recompute" in with_it.left_plain
     assert "recompute" not in without.left_plain
     assert with_it.choices == without.choices
+
+
+def test_offload_is_a_choice_where_the_best_plan_had_to_resort_to_it():
+    """Without it nothing fits; it is not among the choices of the search itself, but its last resort."""
+    graph, machine, away = load_shipped_graph("gpt-tiny"), load_cluster("4xA100"), Offload(optimizer="host")
+    problem = problem_with(graph, machine, 32, ("microbatch size",))
+    at_home, on_host = (
+        find_least_reserved(problem, Choices(schedules=("1f1b",), num_stages=(1,), offload=(offload,)))
+        for offload in (problem.choices.offload[0], away)
+    )
+    assert on_host < at_home
+    problem = replace(problem, memory=MemoryLimit(num_bytes=(at_home + on_host) // 2))
+    found = solve(replace(problem, choices=replace(problem.choices, offload=(away,))), "grid")
+    shares = find_shares(replace(problem, choices=replace(problem.choices, last_resorts=(away,))), found)
+    offload = next(item for item in shares.choices if item.choice == "offload")
+    assert (offload.plain, offload.taken, offload.without_s) == ("none", away.describe(), None)
+    assert "nothing fits without offload" in shares.explain()
+
+
+def find_least_reserved(problem, choices):
+    """Bytes that the leanest plan of these choices reserves."""
+    found = solve(replace(problem, choices=choices), "grid", max_plans=100)
+    return min(max(item.reserved_bytes) for item in found.ranked)
 
 
 def test_what_plans_that_are_not_uniform_gain_is_told_apart():
