@@ -7,7 +7,7 @@ import pytest
 from meshwright.cost import CostModel
 from meshwright.planner import replan_seconds
 from meshwright.simulator.scenarios import apply_scenario, simulate_scenario
-from meshwright.simulator.scenarios.machines import without_devices
+from meshwright.cost.without import without_devices
 from meshwright.spec import ScenarioError
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import Checkpoints, Jitter, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink

@@ -17,6 +17,7 @@ from typing import Literal, cast
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import MemoryLimit
+from meshwright.cost.without import without_devices
 from meshwright.planner.choices import Choices, Setting
 from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, is_plain_chain, shorten
@@ -112,15 +113,17 @@ class Problem:
             yield from self.only
             return
         chosen = self.choices
-        for item in product(
-            chosen.num_devices or (self.cluster.num_ranks,),
-            chosen.shardings,
-            chosen.sharing(),
-            chosen.recompute,
-            chosen.offload,
-        ):
-            num_devices, sharding, (zero, shard_size), recompute, offload = item
-            yield Setting(num_devices, sharding, zero, recompute, offload, shard_size)
+        for item in product(self.devices(), chosen.shardings, chosen.sharing(), chosen.recompute, chosen.offload):
+            (idle, num_devices), sharding, (zero, shard_size), recompute, offload = item
+            yield Setting(num_devices, sharding, zero, recompute, offload, shard_size, idle)
+
+    def devices(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The devices that plans may leave out, each time with how many they may use of the others."""
+        for idle in self.choices.idle:
+            left = self.cluster.num_ranks - len(idle)
+            for count in self.choices.num_devices or (left,):
+                if count <= left:
+                    yield idle, count
 
     @property
     def has_own_placements(self) -> bool:
@@ -140,8 +143,8 @@ class Problem:
         graph = self.graph_for(plan.microbatch_size)
         for setting in self.settings():
             exchange = plan.exchange
-            same = (plan.num_devices, plan.sharding, exchange.zero, exchange.shard_size, plan.offload)
-            wanted = (setting.num_devices, setting.sharding, setting.zero, setting.shard_size, setting.offload)
+            same = (plan.num_devices, plan.sharding, exchange.zero, exchange.shard_size, plan.offload, plan.idle)
+            wanted = (*setting[:3], setting.shard_size, setting.offload, setting.idle)
             again = plan.recompute, plan.keeps
             if same == wanted and self._recomputed_by(plan, graph, setting.recompute) == again:
                 return setting
@@ -154,14 +157,15 @@ class Problem:
         """
         chosen, graph = self.choices, self.graph_for(plan.microbatch_size)
         sharding = replace(plan.sharding, placements=())
-        counts = chosen.num_devices or (self.cluster.num_ranks,)
+        counts = [count for idle, count in self.devices() if idle == plan.idle]
         again = [self._recomputed_by(plan, graph, text) for text in chosen.recompute]
         sharing = plan.exchange.zero, plan.exchange.shard_size
         exchange = replace(self.exchange, zero=sharing[0], shard_size=sharing[1]).suited_to(plan.schedule)
         wrong = {
             "workload": plan.workload != self.workload,
+            "set of devices": plan.idle not in chosen.idle,
             "number of devices": plan.num_devices not in counts
-            and not (self.may_idle and plan.num_devices < max(counts)),
+            and not (self.may_idle and plan.num_devices < max(counts, default=0)),
             "sharding": sharding not in [replace(item, placements=()) for item in chosen.shardings],
             "ZeRO stage": sharing[0] not in chosen.zero,
             "shard size": sharing[0] in chosen.zero and sharing not in chosen.sharing(),
@@ -289,6 +293,7 @@ class Space:
             schedule_hash=problem.choices.schedule_hashes.get(schedule, ""),
             exchange=self.exchange.suited_to(schedule),
             offload=self.offload,
+            idle=self.setting.idle,
             compiled=problem.compiled,
         )
 
@@ -313,13 +318,15 @@ class Space:
             sharding=setting.sharding,
             recompute=again.ranges,
             keeps=again.keeps,
+            idle=setting.idle,
         )
 
 
 def _make_space(problem: Problem, setting: Setting) -> Space:
     sharding, chosen = setting.sharding, problem.choices
     workload = own_workload(problem.workload, sharding)
-    cost = problem.cost.for_teams(sharding)
+    cluster = problem.cluster.without(setting.idle) if setting.idle else problem.cluster
+    cost = without_devices(problem.cost, setting.idle).for_teams(sharding)
     if setting.num_devices % sharding.width:
         raise PlanError(
             f"{setting.num_devices} devices were to be used in teams of {sharding.width} (tensor times context times "
@@ -332,11 +339,11 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
     whole = problem.graph_for(sizes[0])
     lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
     _check_named_stages(chosen, setting.recompute)
-    check_offload(setting.offload, problem.cluster, setting.num_devices)
+    check_offload(setting.offload, cluster, setting.num_devices)
     space = Space(
         problem=problem,
         setting=setting,
-        cluster=cost.cluster if cost.devices else problem.cluster,
+        cluster=cost.cluster if cost.devices else cluster,
         workload=workload,
         cost=cost,
         num_ranks=num_ranks,

@@ -74,7 +74,7 @@ def follow_scenario(
         facts = {"name": scenario.name, "effects": words, "step_time_without_s": before_s}
         printed.append(Text(_compare(scenario.name, words, result.step_time_s, before_s)))
         machine = apply_scenario(usual, scenario).cluster
-        if remark := describe_missing_rates(machine, plan.num_devices, plan.workload.precision):
+        if remark := describe_missing_rates(machine.without(plan.idle), plan.num_devices, plan.workload.precision):
             facts["remark"] = remark
             printed.append(Text(remark))
     if outcome.steps is not None:

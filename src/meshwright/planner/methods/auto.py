@@ -24,6 +24,7 @@ from typing import NamedTuple
 from meshwright.planner.choices import Setting
 from meshwright.planner.climbing import as_chain, climb, moved_boundaries
 from meshwright.planner.layouts import Layout, LayoutName
+from meshwright.planner.left_out import with_all_devices
 from meshwright.planner.method import Method, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.grid import grid
@@ -122,7 +123,7 @@ def _near(problem: Problem, state: SearchState) -> Problem:
             settings.setdefault(setting)
         if len(settings) == CLOSE_SETTINGS:
             break
-    return problem.under(tuple(settings)) if settings else problem
+    return problem.under(with_all_devices(settings)) if settings else problem
 
 
 def _is_proven(state: SearchState) -> bool:

@@ -46,7 +46,8 @@ def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, 
 def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: Objective) -> Staged | None:
     """The best stages of a space's layers on submeshes; None if none fit."""
     width = space.setting.sharding.width
-    replicas = space.shareable(submeshes(space.problem.cluster, space.setting.num_devices, width), microbatch_size)
+    there = space.problem.cluster.without(space.setting.idle)
+    replicas = space.shareable(submeshes(there, space.setting.num_devices, width), microbatch_size)
     if not replicas:
         return None
     layout = Layout(name="stage-major", num_ranks=space.num_ranks)

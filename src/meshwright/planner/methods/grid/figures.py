@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import backend_of
 from meshwright.cost.optimizers import state_bytes
+from meshwright.cost.without import without_devices
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
@@ -62,10 +63,10 @@ class LayerBytes:
 class Figures:
     """Figures of a problem's layers by sharding, way of computing again, and microbatch size, each found once."""
 
-    def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding) -> None:
-        self._short, self.sharding = short, sharding
+    def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding, idle: tuple[int, ...] = ()) -> None:
+        self._short, self.sharding, self.idle = short, sharding, idle
         self.workload = own_workload(problem.workload, sharding)
-        self.cost = problem.cost.for_teams(sharding)
+        self.cost = without_devices(problem.cost, idle).for_teams(sharding)
         self.cluster = self.cost.cluster
         # Where something may be kept away from devices, nothing of it bounds them.
         chosen = problem.choices.offload

@@ -48,7 +48,7 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
     num_devices = wanted.num_ranks * wanted.sharding.width
     for away in problem.choices.offload:
         zero = cast("ZeroStage", wanted.zero)
-        setting = Setting(num_devices, wanted.sharding, zero, wanted.recompute, away, wanted.shard_size)
+        setting = Setting(num_devices, wanted.sharding, zero, wanted.recompute, away, wanted.shard_size, wanted.idle)
         space = problem.space(setting)
         replicas, alike = space.num_ranks // positions, len(space.cluster.device_kinds) == 1
         several = len(space.cluster.nodes) > 1 and positions > 1 and replicas > 1 and alike
