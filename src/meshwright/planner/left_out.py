@@ -10,10 +10,12 @@ of a node's equal devices are not among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
-from meshwright.planner.choices import Setting
+from meshwright.planner.choices import Choices, Setting
 from meshwright.spec import Cluster, Workload
+from meshwright.spec.sharding import UNSHARDED
 
 # No more sets than this, in the order of the list above.
 MAX_SETS = 8
@@ -30,18 +32,24 @@ def idle_sets(cluster: Cluster, workload: Workload) -> tuple[tuple[int, ...], ..
     return tuple(found)[:MAX_SETS]
 
 
-def with_all_devices(settings: Iterable[Setting]) -> list[Setting]:
-    """The settings, and each that leaves devices out also with all of them.
+def unequal_settings(settings: Sequence[Setting], choices: Choices) -> list[Setting]:
+    """Settings under which stages are mapped to unequal devices: those that are given, and others near to them.
 
-    Equal shares of unequal devices are what uniform plans lose by; of all devices there may be better ones.
+    A uniform plan keeps as much on a small device as on a large one, and as many microbatches on a slow one as on a
+    fast one, so what it shares and computes again says little about what is best for devices that have unequal parts:
+    all of them are used, states are shared as far as replicas may have unequal shares (ZeRO 0 and 1), and all ways to
+    compute again are tried.
     """
-    both = [(item, replace_devices(item)) for item in settings]
-    return list(dict.fromkeys(setting for pair in both for setting in pair))
-
-
-def replace_devices(setting: Setting) -> Setting:
-    """The setting with the devices that it leaves out."""
-    return setting._replace(num_devices=setting.num_devices + len(setting.idle), idle=())
+    found = list(settings)
+    shardings = dict.fromkeys([*(item.sharding for item in settings), UNSHARDED])
+    zero = [stage for stage in choices.zero if stage <= 1]
+    for item, sharding in product(settings[:1], shardings):
+        if sharding not in choices.shardings:
+            continue
+        every = item._replace(num_devices=item.num_devices + len(item.idle), idle=(), sharding=sharding, shard_size=0)
+        for stage, recompute in product(zero, choices.recompute):
+            found.append(every._replace(zero=stage, recompute=recompute))
+    return list(dict.fromkeys(found))
 
 
 def _speed(cluster: Cluster, rank: int, dtype: str) -> float:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from meshwright.planner.choices import Setting
 from meshwright.planner.climbing import as_chain, climb, moved_boundaries
 from meshwright.planner.layouts import Layout, LayoutName
-from meshwright.planner.left_out import with_all_devices
+from meshwright.planner.left_out import unequal_settings
 from meshwright.planner.method import Method, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.grid import grid
@@ -63,6 +63,11 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     if len(settings) > FEW_SETTINGS or any(setting.num_devices > MAX_RANKS for setting in settings):
         yield from _take_turn(_Turn(grid, 0.4, GRID_SIMULATIONS), problem, state, errors)
         near = problem if _is_small(problem) else _near(problem, state)
+    if len(problem.choices.idle) > 1 or not all(map(are_equal, near.spaces())):
+        are_many = len(settings) > FEW_SETTINGS
+        mapped = problem.under(unequal_settings(near.only or settings[:1], problem.choices)) if are_many else near
+        yield from _take_turn(_Turn(unequal, 0.5), mapped, state, errors)
+        near = _near(problem, state) if are_many else near
     for turn in _turns(near):
         # Bounds know nothing of placements of Alpa's own.
         if not state.is_over and (turn.method is alpa or not _is_proven(state)):
@@ -77,8 +82,6 @@ def auto(problem: Problem, state: SearchState) -> Steps:
 
 def _turns(problem: Problem) -> Iterator[_Turn]:
     chosen = problem.choices
-    if not all(map(are_equal, problem.spaces())):
-        yield _Turn(unequal, 0.5)
     yield _Turn(slicing, 0.7)
     if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
         yield _Turn(pipedream, 0.4)
@@ -123,7 +126,7 @@ def _near(problem: Problem, state: SearchState) -> Problem:
             settings.setdefault(setting)
         if len(settings) == CLOSE_SETTINGS:
             break
-    return problem.under(with_all_devices(settings)) if settings else problem
+    return problem.under(tuple(settings)) if settings else problem
 
 
 def _is_proven(state: SearchState) -> bool:
