@@ -101,18 +101,35 @@ def uniform_method(proven):
     """The method that goes through uniform plans; ``proven`` is told the lowest bound that is left."""
 
     def propose(problem, _state):
-        best_s, stop = float("inf"), time.monotonic() + UNIFORM_S
+        best_s, stop, too_large = float("inf"), time.monotonic() + UNIFORM_S, {}
         for bound_s, configuration in bound_grid(problem).by_bound():
             proven["left_s"] = bound_s
             if bound_s >= best_s or time.monotonic() > stop:
                 return
+            # What needs too much memory does so with larger microbatches, less shared, and less computed again.
+            place = needs_of(problem, configuration)
+            known = too_large.setdefault(shape_of(configuration), [])
+            if any(all(a >= b for a, b in zip(place, other, strict=True)) for other in known):
+                continue
             for plan in (item for given in plans_of(problem, configuration) for item in in_both_orders(given)):
                 item = yield Proposal(plan, bound_s)
                 if item is not None and item.fits:
                     best_s = min(best_s, item.step_time_s)
+                elif item is not None:
+                    known.append(place)
         proven["left_s"] = best_s
 
     return propose
+
+
+def shape_of(it):
+    """What of a configuration is compared alike."""
+    return it.idle, it.sharding, it.shard_size, it.positions, it.schedule, it.chunks
+
+
+def needs_of(problem, it):
+    """Numbers that grow with the memory that a configuration needs."""
+    return it.microbatch_size, -it.zero, -problem.choices.recompute.index(it.recompute)
 
 
 def in_both_orders(plan):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from meshwright.planner.choices import Choices, Setting
 from meshwright.spec import Cluster, Workload
@@ -58,10 +59,10 @@ def _speed(cluster: Cluster, rank: int, dtype: str) -> float:
     return peaks.get(dtype, min(peaks.values())) / kind.slowdown
 
 
-def _by_group(group_of: Sequence[int], speeds: Sequence[object]) -> Iterator[tuple[int, ...]]:
+def _by_group(group_of: Sequence[int], speeds: Sequence[Any]) -> Iterator[tuple[int, ...]]:
     """All but the fastest groups, more and more of them left out; then all but each."""
     speed_of = {group: speeds[rank] for rank, group in reversed(list(enumerate(group_of)))}
-    slowest_first = sorted(speed_of, key=lambda group: (speed_of[group], group))  # type: ignore[arg-type, return-value]
+    slowest_first = sorted(speed_of, key=lambda group: (speed_of[group], group))
     for count in range(1, len(slowest_first)):
         yield _members(group_of, slowest_first[:count])
     for kept in reversed(slowest_first[:-1]):
