@@ -93,7 +93,7 @@ def test_the_ready_job_learns_and_leaves_timeline_losses_and_weights(gpt_plan, t
     assert all(not torch.equal(before[key], value) for key, value in state.items() if value.is_floating_point())
 
 
-def test_ranks_see_only_the_devices_that_the_plan_uses(gpt_plan, tmp_path, warm_ranks, monkeypatch):
+def test_ranks_see_only_the_devices_that_the_plan_uses(gpt_plan, tmp_path, monkeypatch):
     model = tmp_path / "tells.py"
     model.write_text(
         "import os\n"
