@@ -9,6 +9,7 @@
     auto                        benchmarks/planning/portfolio.py
     replan                      benchmarks/planning/replanning.py
     picking                     benchmarks/planning/picking.py
+    unequal-space               benchmarks/planning/unequal_space.py
 
 ``--only NAME`` runs one of them and writes a report of its own. Instances and seeds are files in benchmarks/splits.
 """
@@ -37,6 +38,7 @@ SECTIONS = {
     "auto": "portfolio",
     "replan": "replanning",
     "picking": "picking",
+    "unequal-space": "unequal_space",
 }
 
 

@@ -20,8 +20,8 @@ from planning.unequal_papers import WORKER_MODELS, accpar_rows, worker_rows
 from planning.uniform_plans import uniform_plans
 
 from meshwright.cost import CostModel
+from meshwright.cost.without import without_devices
 from meshwright.planner import Choices, Problem, Proposal, solve
-from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import PlanError, Workload, load_cluster, load_shipped_graph
 
 HERE = Path(__file__).parent.parent

@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.cost import CostModel
+from meshwright.cost.without import without_devices
 from meshwright.planner import Limits, replan
 from meshwright.simulator.scenarios import apply_scenario
-from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Offload, PlanError, Workload, check_plan, load_cluster, load_shipped_graph
 from meshwright.spec.scenario import Scenario, SlowLink
 from meshwright.spec.selectors import Links

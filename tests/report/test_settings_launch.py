@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 
-from meshwright.report.settings import launch_script, ranks_per_node, slurm_script
+from meshwright.report.settings import launch_lines, launch_script, ranks_per_node, slurm_script
 from meshwright.spec import Cluster, Plan, PlanError, StagePlan, Workload, load_cluster
 
 HOSTILE = 'it\'s a $(touch owned) `x` "q" \\ folder'
@@ -160,6 +161,32 @@ def test_slurm_asks_for_no_gpus_where_there_are_none(folder):
     text = slurm_script(plan_of(2), load_cluster("2xcpu"), script=folder / "a", plan_file=folder / "b")
     assert "--gpus-per-node" not in text
     assert "#SBATCH --cpus-per-task=2\n" in text
+
+
+def test_devices_that_are_left_out_are_hidden(folder):
+    script = folder / "launch.sh"
+    show = FAKE_TORCHRUN + "echo visible=$CUDA_VISIBLE_DEVICES\n"
+    (folder.parent / "programs" / "torchrun").write_text(show)
+
+    def text(plan, cluster):
+        return launch_script(plan, load_cluster(cluster), script=script, plan_file=folder / "plan.json")
+
+    one = replace(plan_of(2), idle=(0, 2))
+    script.write_text(text(one, "4xA100"))
+    done = start(script)
+    assert "--nproc-per-node=2" in done.stdout
+    assert done.stdout.splitlines()[-1] == "visible=1,3"
+    both = replace(plan_of(3), idle=(0,))
+    script.write_text(text(both, "2x2xA100"))
+    shown = [start(script, NODE_RANK=str(node), MASTER_ADDR="a").stdout.splitlines()[-1] for node in range(2)]
+    assert shown == ["visible=1", "visible=0,1"]
+    assert "CUDA_VISIBLE_DEVICES of each node: 1 and 0,1." in launch_lines(both, load_cluster("2x2xA100"), script)
+    with pytest.raises(PlanError, match="leaves out devices of a node that it uses"):
+        slurm_script(both, load_cluster("2x2xA100"), script=script, plan_file=folder / "plan.json")
+    # A whole node that is left out hides nothing on the others, nor does a CPU.
+    whole = replace(plan_of(2), idle=(0, 1))
+    assert ranks_per_node(whole, load_cluster("2x2xA100")) == (2,)
+    assert "CUDA_VISIBLE_DEVICES" not in text(whole, "2x2xA100") + text(one, "4xcpu")
 
 
 def test_slurm_refuses_nodes_that_differ(folder):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.cost import CostModel
+from meshwright.cost.without import without_devices
 from meshwright.planner import replan_seconds
 from meshwright.simulator.scenarios import apply_scenario, simulate_scenario
-from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import ScenarioError
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import Checkpoints, Jitter, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink
@@ -137,3 +139,21 @@ def test_a_new_plan_is_the_best_for_the_rest():
     assert found.best.step_time_s >= STEP_S / 2
     tiny = without_devices(COST, (1, 2, 3))
     assert replan_seconds(PLAN, GRAPH, tiny) > 0
+
+
+def test_a_device_that_is_left_out_is_not_missed():
+    cost = CostModel(cluster=fast_cluster("2x3xA100"))
+    plan = replace(PLAN, idle=(0, 4))
+    usual = simulate_scenario(plan, GRAPH, cost, Scenario())
+    assert (
+        usual.simulation.step_time_s
+        == simulate_scenario(PLAN, GRAPH, without_devices(cost, (0, 4)), Scenario()).simulation.step_time_s
+    )
+    for device, restarts in ((0, 0), (1, 1), (4, 0), (5, 1)):
+        effects = (lost(f"rank {device}"), saved())
+        run = simulate_scenario(plan, GRAPH, cost, Scenario(effects=effects), run_steps=1000, num_seeds=1).run.runs[0]
+        assert (run.lost_s > 0) == bool(restarts)
+    slow = Scenario(effects=(SlowDevice(devices=Devices("rank 0"), factor=2.0),))
+    assert simulate_scenario(plan, GRAPH, cost, slow).simulation.step_time_s == usual.simulation.step_time_s
+    slow = Scenario(effects=(SlowDevice(devices=Devices("rank 1"), factor=2.0),))
+    assert simulate_scenario(plan, GRAPH, cost, slow).simulation.step_time_s > usual.simulation.step_time_s

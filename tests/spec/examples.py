@@ -193,6 +193,7 @@ PLAN = Plan(
     ),
     recompute=((0, 1),),
     compiled=True,
+    idle=(1, 3),
     made_with=MadeWith(
         measurements="../m.json",
         measurements_hash="0123456789abcdef",

@@ -17,6 +17,7 @@ from meshwright.spec import (
     load_cluster,
 )
 from meshwright.spec.sharding import UNSHARDED
+from meshwright.spec.used_devices import devices_per_node, used_of, visible_devices
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.spec.examples import PLAN
 from tests.strategies import plans
@@ -44,9 +45,9 @@ def test_the_line_for_people():
     line = "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
     split = ", tensor 2 with sequence parallelism, context 2"
     order = ", 2 parts of gradients in order"
-    assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again, compiled"
-    assert replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=()).describe() == f"{line}{order}, compiled"
-    plain = replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=(), compiled=False)
+    assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again, compiled, 2 devices left out"
+    assert replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=(), idle=()).describe() == f"{line}{order}, compiled"
+    plain = replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=(), idle=(), compiled=False)
     assert replace(plain, exchange=GradientExchange()).describe() == line
 
 
@@ -159,3 +160,28 @@ def test_workloads():
         Workload(global_batch=0)
     with pytest.raises(PlanError, match="at least 1 byte"):
         GradientExchange(bucket_bytes=0)
+
+
+def test_devices_that_take_no_part_are_not_counted():
+    graph = chain_graph(4)
+    plan = replace(make_plan(graph, even_bounds(4, 2), (1, 1), 4), idle=(0, 2))
+    assert plan.devices == (1, 3)
+    assert "2 devices left out" in plan.describe()
+    cluster = load_cluster("2x2xA100")
+    check_plan(plan, graph, cluster)
+    assert devices_per_node(plan, cluster) == {0: (1,), 1: (1,)}
+    assert visible_devices(plan, cluster) == ["1", "1"]
+    assert visible_devices(replace(plan, idle=()), cluster) == []
+    left = used_of(plan, cluster)
+    assert [left.node_index(rank) for rank in range(left.num_ranks)] == [0, 1]
+    with pytest.raises(PlanError, match="uses 2 devices and leaves out \\[0, 2\\], but cluster '3xA100' has 3"):
+        check_plan(plan, graph, load_cluster("3xA100"))
+    with pytest.raises(PlanError, match="leaves out \\[0, 9\\]"):
+        check_plan(replace(plan, idle=(0, 9)), graph, cluster)
+
+
+@pytest.mark.parametrize("idle", [(1, 0), (1, 1), (-1, 1)])
+def test_devices_that_are_left_out_stand_in_order(idle):
+    plan = make_plan(chain_graph(4), even_bounds(4, 2), (1, 1), 4)
+    with pytest.raises(PlanError, match="were to be left out; expected numbers of devices of the cluster, ascending"):
+        replace(plan, idle=idle)

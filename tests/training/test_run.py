@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,24 @@ def test_the_ready_job_learns_and_leaves_timeline_losses_and_weights(gpt_plan, t
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(state)
     assert all(not torch.equal(before[key], value) for key, value in state.items() if value.is_floating_point())
+
+
+def test_ranks_see_only_the_devices_that_the_plan_uses(gpt_plan, tmp_path, monkeypatch):
+    model = tmp_path / "tells.py"
+    model.write_text(
+        "import os\n"
+        "from meshwright.zoo import load_model\n"
+        "def build():\n"
+        f"    with open('{tmp_path}/' + os.environ.get('RANK', 'none'), 'w') as file:\n"
+        "        file.write(os.environ.get('CUDA_VISIBLE_DEVICES', ''))\n"
+        "    source = load_model('gpt-tiny')\n"
+        "    return source.model, (source.inputs, source.targets), source.loss\n"
+    )
+    plan = replace(read_document(Plan, gpt_plan), model=f"{model}:build", cluster="4xA100", idle=(0, 2))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run_plan(Job(plan=str(write_document(plan, tmp_path / "plan.json")), num_steps=2, device="cpu"), tmp_path / "out")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1,3", "1,3"]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 @pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.long)])

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.planner.problem import Space
 from meshwright.planner.short import is_plain_chain
+from meshwright.planner.space import Space
 from meshwright.planner.stage_tables import Tables
 from meshwright.program import SCHEDULE_LAYOUTS
 from meshwright.spec.plan import ScheduleName

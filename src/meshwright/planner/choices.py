@@ -25,6 +25,7 @@ class Setting(NamedTuple):
     recompute: str = "none"
     offload: Offload = ON_DEVICE
     shard_size: int = 0
+    idle: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ class Choices:
     ``last_resorts`` are ways to offload that are taken only where no plan fits without. ``shard_sizes`` go with ZeRO 1
     to 3 (`GradientExchange.shard_size`). ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand
     for all devices of the cluster, any number, and divisors of the batch. ``num_chunks`` are stages on a rank, where
-    schedules deal them out in turn.
+    schedules deal them out in turn. ``idle`` are sets of devices to leave
+    out (`Plan.idle`); of the others plans use the first ``num_devices``.
     ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
     orders; once made, they are names and references, and ``schedule_hashes`` holds the hashes of the files. Raises
     ScheduleReferenceError for what is not a schedule.
@@ -46,6 +48,7 @@ class Choices:
     shard_sizes: tuple[int, ...] = (0,)
     recompute: tuple[str, ...] = ("none",)
     offload: tuple[Offload, ...] = (ON_DEVICE,)
+    idle: tuple[tuple[int, ...], ...] = ((),)
     last_resorts: tuple[Offload, ...] = ()
     microbatch_sizes: tuple[int, ...] = ()
     schedules: tuple[str, ...] = BASIC_SCHEDULES

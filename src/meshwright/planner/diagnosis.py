@@ -12,7 +12,8 @@ from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import SearchState
 from meshwright.planner.methods.slicing import Candidate, CandidateSearch
 from meshwright.planner.methods.slicing.method import MAX_RANKS
-from meshwright.planner.problem import Problem, Space
+from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, format_bytes, format_seconds
 from meshwright.spec.exchange import WAVES, ZeroStage
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS

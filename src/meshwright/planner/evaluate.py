@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
+from meshwright.cost.without import without_devices
 from meshwright.planner.interval import StepInterval
 from meshwright.planner.layouts import memory_limit
 from meshwright.planner.prices import PlanPrice
@@ -29,8 +30,8 @@ from meshwright.simulator import (
     simulate_plan,
     simulate_plans,
 )
-from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
+from meshwright.spec.used_devices import used_of
 
 # Seconds are sums of whole picoseconds; what is less in their differences is rounding.
 _DECIMALS = 14
@@ -196,6 +197,8 @@ def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel
 
 def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
     """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, of the slowest of a step."""
+    cost = without_devices(cost, plan.idle)
+    plan, cluster = replace(plan, idle=()), used_of(plan, cluster)
     columns, width = cluster.columns(), plan.sharding.width
     chains: dict[Hashable, tuple[int, ...]] = {}
     period = lcm(*(len(stage.turns) for stage in plan.stages))
@@ -236,7 +239,9 @@ def evaluate_plans(
     for plan, simulation in zip(plans, found, strict=True):
         if isinstance(simulation, MeshwrightError):
             raise simulation
-        items.append(rank_simulation(simulation, plan, graph, cluster, cost=cost))
+        seen = form_teams(plan, graph, cluster, cost)
+        item = rank_simulation(simulation, seen.plan, seen.graph, seen.cluster, cost=seen.cost)
+        items.append(replace(item, plan=plan))
     return tuple(items)
 
 

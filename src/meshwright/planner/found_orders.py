@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
+from meshwright.cost.without import without_devices
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.layouts import memory_limit
 from meshwright.program import (
@@ -113,7 +114,7 @@ def find_order(
             "otherwise. Give --schedule 1f1b, or another schedule that flushes."
         )
     branched = with_branches(plan, graph)
-    times = stage_times(branched, graph, cost)
+    times = stage_times(branched, graph, without_devices(cost, plan.idle))
     named = sorted(_named(plan, evaluate, whole=whole), key=lambda item: item.step_time_s)
     best, model = next((item for item in named if item.fits), None), None
     text = "" if best is None else write_orders(best.plan, compute_orders(best.plan)).text

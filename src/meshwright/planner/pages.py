@@ -16,6 +16,7 @@ from meshwright.planner.plans import Plans, explain_prediction, summarise
 from meshwright.report.page import cluster_part, page_document, plans_part, result_part
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.spec import Cluster, Graph, Plan, Timeline, encode_document
+from meshwright.spec.used_devices import used_of
 
 Row = dict[str, Any]
 
@@ -63,7 +64,7 @@ def plans_document(
     return page_document(
         f"{best.plan.model} on {best.plan.cluster}",
         results=results,
-        cluster=cluster_part(cluster),
+        cluster=cluster_part(used_of(best.plan, cluster)),
         plans=plans_part(plans.rows(), limit_bytes=min(best.memory_limit_bytes)),
         provenance={**_origin(best.plan, cluster), **(provenance or {})},
         documents={"plan.json": encode_document(best.plan)},

@@ -50,7 +50,7 @@ class PlanPrice:
 
 def price_plan(plan: Plan, step_time_s: float, cluster: Cluster, prices: Scenario) -> PlanPrice | None:
     """What a plan costs; None without prices."""
-    priced = price_per_hour(plan.num_devices, cluster, prices)
+    priced = price_per_hour(plan.num_devices, cluster, prices, plan.idle)
     if priced is None:
         return None
     per_step = priced[0] * step_time_s / _SECONDS_PER_HOUR

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
+from meshwright.cost.without import without_devices
 from meshwright.planner.choices import Choices
 from meshwright.planner.method import Limits, Proposal, SearchState, Steps
 from meshwright.planner.methods.auto import improve
@@ -28,7 +29,6 @@ from meshwright.planner.microbatches import divisors
 from meshwright.planner.plans import Plans
 from meshwright.planner.problem import Problem
 from meshwright.planner.search import search_plans
-from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Graph, Plan, PlanError, StagePlan, format_count
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import Recompute

@@ -7,6 +7,8 @@ What is given restricts it.
     sharing      ZeRO 0 to 3, among all replicas or within nodes (HSDP)
     recompute    none, op, full; without op where layers are compiled
     schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
+    devices      all of them; of an unequal cluster, also those that are left without its slow kinds and nodes, unless
+                 their number is given
     offload      nothing; of what nothing else fits for, optimizer states, parameters and activations on the host
 """
 
@@ -19,6 +21,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from meshwright.planner.choices import Choices
+from meshwright.planner.left_out import idle_sets
 from meshwright.planner.microbatches import divisors
 from meshwright.planner.shardings import list_shardings
 from meshwright.planner.short import shorten
@@ -72,6 +75,7 @@ def whole_space(
     schedules: Sequence[str] | None = None,
     num_chunks: Sequence[int] | None = None,
     num_devices: Sequence[int] = (),
+    idle: Sequence[tuple[int, ...]] | None = None,
     num_stages: Sequence[int] = (),
     microbatch_sizes: Sequence[int] = (),
 ) -> Choices:
@@ -94,6 +98,7 @@ def whole_space(
         num_chunks = NUM_CHUNKS
     return Choices(
         num_devices=tuple(num_devices),
+        idle=tuple(idle) if idle is not None else idle_sets(cluster, workload) if not num_devices else ((),),
         shardings=tuple(_shardings(graph, cluster, tensor, context, expert, sequence_parallel, placements)),
         zero=tuple(zero),
         shard_sizes=tuple(shard_sizes),

@@ -75,6 +75,7 @@ def unlower_plan(plan: Plan, whole: Plan) -> Plan:
         recompute=whole.recompute,
         keeps=whole.keeps,
         compiled=whole.compiled,
+        idle=whole.idle,
     )
 
 

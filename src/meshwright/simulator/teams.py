@@ -1,10 +1,15 @@
-"""A plan on its cluster as teams see it: one rank per team, the local graph, and prices that know of both."""
+"""A plan on its cluster as teams see it: one rank per team, the local graph, and prices that know of both.
+
+Devices that the plan leaves out are not there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.cost import CostModel
+from meshwright.cost.without import without_devices
 from meshwright.program import lower_plan
 from meshwright.spec import Cluster, Graph, Plan, check_plan
 
@@ -19,10 +24,16 @@ class Teams(NamedTuple):
 
 
 def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> Teams:
-    """What is simulated of a plan that splits ops over teams, computes again or compiles; another stays as it is.
+    """What is simulated of a plan that leaves devices out, splits ops, computes again or compiles.
+
+    Another stays as it is.
 
     Raises PlanError for a plan that fits graph or cluster not, ClusterError for teams that do not fit the nodes.
     """
+    if plan.idle:
+        check_plan(plan, graph, cluster)
+        cost = without_devices(cost, plan.idle)
+        plan, cluster = replace(plan, idle=()), cost.cluster
     if not plan.has_local_graph:
         return Teams(plan, graph, cluster, cost)
     check_plan(plan, graph, cluster)

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -256,6 +257,21 @@ class Cluster:
         if not self._columns:
             self._columns.append(_device_columns(self))
         return self._columns[0]
+
+    def without(self, devices: Collection[int]) -> Cluster:
+        """The other devices, which count from 0 on again, and their kinds; nodes stay, even empty ones.
+
+        Raises ClusterError where none is left.
+        """
+        nodes, rank = list[Node](), 0
+        for node in self.nodes:
+            kept = [self.device_kind(each).name for each in range(rank, rank + node.num_devices) if each not in devices]
+            groups = tuple(DeviceGroup(kind=name, count=len(list(same))) for name, same in groupby(kept))
+            nodes.append(replace(node, devices=groups))
+            rank += node.num_devices
+        used = {group.kind for node in nodes for group in node.devices}
+        kinds = tuple(kind for kind in self.device_kinds if kind.name in used)
+        return replace(self, nodes=tuple(nodes), device_kinds=kinds)
 
     def link_between(self, first: int, second: int) -> Link:
         """The link that a message between two ranks takes: the node's own, or the slowest on the way to another."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
@@ -24,6 +25,7 @@ from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
 from meshwright.spec.stage_plan import StagePlan, check_counts, check_shares
 from meshwright.spec.units import format_count
+from meshwright.spec.used_devices import used_of
 from meshwright.spec.workload import Workload
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Plan:
     ``sharding.width`` devices side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in
     the backward; those in ``keeps`` do not, their results stay in memory (`recompute`). ``offload`` says what is
     kept away from devices (`offload`); ``compiled``: torch compiles the layers, each on its own (`compiled_units`).
+    ``idle`` are devices of the cluster, ascending, that take no part, wherever they stand; ranks count the others.
     ``rewritten`` is the kind of device for which the model's graph was rewritten before it was laid out
     (`rewrite.planned`); empty where it is the model's own. ``made_with`` says what it was priced with when it was
     written (`made_with`).
@@ -78,6 +81,7 @@ class Plan:
     keeps: tuple[int, ...] = ()
     offload: Offload = ON_DEVICE
     compiled: bool = False
+    idle: tuple[int, ...] = ()
     model_sizes: tuple[tuple[str, int], ...] = ()
     rewritten: str = ""
     made_with: MadeWith = UNKNOWN
@@ -118,6 +122,11 @@ class Plan:
     def num_devices(self) -> int:
         """Devices that take part: those of the teams for which the ranks stand, and further ranks that only serve."""
         return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices that take part, as the cluster numbers them."""
+        return tuple(islice((device for device in count() if device not in self.idle), self.num_devices))
 
     @property
     def has_shares(self) -> bool:
@@ -213,7 +222,8 @@ class Plan:
         again = f", {format_count(len(self.recompute), 'part')} computed again{kept}" if self.recompute else ""
         away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
         compiled = ", compiled" if self.compiled else ""
-        return f"{waves}{split}{shared}{order}{again}{away}{compiled}"
+        idle = f", {format_count(len(self.idle), 'device')} left out" if self.idle else ""
+        return f"{waves}{split}{shared}{order}{again}{away}{compiled}{idle}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -267,13 +277,8 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
         )
     if plan.recompute or plan.keeps:
         with_recompute(graph, plan.recompute, plan.keeps)
-    if cluster is not None and plan.num_devices > cluster.num_ranks:
-        raise PlanError(
-            f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
-            "Give a larger cluster or plan again for this one."
-        )
     if cluster is not None:
-        check_offload(plan.offload, cluster, plan.num_devices)
+        check_offload(plan.offload, used_of(plan, cluster), plan.num_devices)
 
 
 def unknown_schedule(name: str) -> PlanError:
@@ -335,6 +340,11 @@ def _check_plan(plan: Plan) -> None:
         raise PlanError(
             f"The stages use ranks {[stage.ranks for stage in plan.stages]}; expected every stage to have at least one "
             f"rank, none twice, and all of the ranks 0 to {max(len(ranks) - 1, 0)} to be used."
+        )
+    if plan.idle and not (plan.idle[0] >= 0 and all(one < other for one, other in pairwise(plan.idle))):
+        raise PlanError(
+            f"The devices {list(plan.idle)} were to be left out; expected numbers of devices of the cluster, "
+            "ascending, none twice. Sort them."
         )
     for index, stage in enumerate(plan.stages):
         if any(not index < target < len(plan.stages) for target in stage.feeds):

@@ -34,6 +34,7 @@ from meshwright.runtime import (
     choose_folder,
     with_clipping,
 )
+from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
@@ -44,6 +45,7 @@ from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import format_count
+from meshwright.spec.used_devices import visible_devices
 from meshwright.training.checkpoint import find_newest
 from meshwright.training.job import (
     PROGRESS_FILE,
@@ -87,7 +89,11 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         )
         arguments = ("-m", "meshwright.training", str(Path(scratch) / "job.json"), scratch, str(os.getpid()))
         try:
-            with _quiet_agent(), _forward_progress(Path(scratch), job.num_steps, events or NullSink()):
+            with (
+                _hidden_devices(plan),
+                _quiet_agent(),
+                _forward_progress(Path(scratch), job.num_steps, events or NullSink()),
+            ):
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             raise RunError(_explain(error.failures, Path(scratch), job)) from None
@@ -97,6 +103,22 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
                 f"The run was stopped by {name}; all ranks were ended and no results were written. {_start_again(job)}"
             ) from None
         return _keep_results(Path(scratch), folder)
+
+
+@contextlib.contextmanager
+def _hidden_devices(plan: Plan | Placement) -> Iterator[None]:
+    """Hide the devices of this host that a plan leaves out, unless the user said which ones ranks see."""
+    name = "CUDA_VISIBLE_DEVICES"
+    if not isinstance(plan, Plan) or not plan.idle or name in os.environ:
+        yield
+        return
+    shown = visible_devices(plan, load_cluster(plan.cluster))
+    if len(shown) == 1:
+        os.environ[name] = shown[0]
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _check_room(plan: Plan | Placement, job: Job) -> None:

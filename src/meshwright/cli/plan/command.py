@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cli.exchanges import load_order
 from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_experts
 from meshwright.cli.output import terminal_sink
 from meshwright.cli.pages import page_path
+from meshwright.cli.plan.choices import read_choices
 from meshwright.cli.plan.files import files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
@@ -23,14 +24,11 @@ from meshwright.cli.schedules import check_orders
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.made_with import note_making
 from meshwright.spec.model_files import is_stored_graph
-from meshwright.spec.offload import ON_DEVICE, read_offload
-from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.sharding import read_placement
 from meshwright.spec.workload import Optimizer, Workload
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
-    from meshwright.planner import Choices, Plans, Problem, Shares
+    from meshwright.planner import Plans, Problem, Shares
     from meshwright.spec import EventSink, Graph, Plan
 
 GraphFor = Callable[[int], "Graph"]
@@ -155,7 +153,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
         cluster=machine,
         workload=workload,
         cost=priced_by(machine, request.measurements, precision, request.software),
-        choices=_choices(request, graph_for, workload, counts),
+        choices=read_choices(request, graph_for(min(request.microbatch_size or (1,))), workload, counts),
         exchange=GradientExchange(staleness=request.staleness),
         memory=request.memory,
         aim=request.aim,
@@ -164,54 +162,6 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
         model=request.model,
         model_sizes=request.sizes,
         compiled=request.compiled,
-    )
-
-
-def _choices(request: PlanRequest, graph_for: GraphFor, workload: Workload, counts: tuple[int, ...]) -> Choices:
-    """What plans may choose among: the whole space where the method covers it, less what options restrict."""
-    from meshwright.planner import whole_space
-    from meshwright.planner.adoption import DEFAULT_CHUNKS
-    from meshwright.planner.methods import OPEN_METHODS
-    from meshwright.planner.methods.grid.cover import FLIGHTS
-
-    schedules = request.schedule
-    is_open = request.method in OPEN_METHODS and set(schedules or FLIGHTS) <= {*FLIGHTS}
-    # Other methods have spaces of their own.
-    closed: dict[str, Any] = {
-        "tensor": (1,),
-        "sequence_parallel": False,
-        "context": (1,),
-        "expert": (1,),
-        "zero": (0,),
-        "shard_sizes": (0,),
-        "recompute": ("none",),
-        "offload": (ON_DEVICE,),
-        "schedules": BASIC_SCHEDULES,
-        "num_chunks": (DEFAULT_CHUNKS,),
-    }
-    given = {
-        "tensor": request.tensor,
-        "sequence_parallel": request.sequence_parallel,
-        "context": request.context,
-        "expert": request.expert,
-        "zero": request.zero,
-        "shard_sizes": request.shard,
-        "recompute": request.recompute,
-        "offload": None if request.offload is None else (read_offload(request.offload),),
-        "schedules": schedules,
-        "num_chunks": None if request.virtual_stages is None else (request.virtual_stages,),
-    }
-    chosen = {name: value or (None if is_open else closed[name]) for name, value in given.items()}
-    return whole_space(
-        graph_for(min(request.microbatch_size or (1,))),
-        request.machine,
-        workload,
-        compiled=request.compiled,
-        placements=tuple(map(read_placement, request.placement or ())),
-        num_devices=counts,
-        num_stages=() if request.stages is None else (request.stages,),
-        microbatch_sizes=request.microbatch_size or (),
-        **chosen,
     )
 
 

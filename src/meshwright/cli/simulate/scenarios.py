@@ -60,6 +60,8 @@ def follow_scenario(
     )
     from meshwright.simulator import simulate_plan
     from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, simulate_scenario
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.used_devices import used_of
 
     if not scenario.effects and settings["run_steps"] is None:
         return result, {}, ()
@@ -74,6 +76,7 @@ def follow_scenario(
         facts = {"name": scenario.name, "effects": words, "step_time_without_s": before_s}
         printed.append(Text(_compare(scenario.name, words, result.step_time_s, before_s)))
         machine = apply_scenario(usual, scenario).cluster
+        machine = used_of(plan, machine) if isinstance(plan, Plan) else machine
         if remark := describe_missing_rates(machine, plan.num_devices, plan.workload.precision):
             facts["remark"] = remark
             printed.append(Text(remark))

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from meshwright.planner.climbing import as_chain, climb, moved_boundaries
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.layouts import Layout, LayoutName
+from meshwright.planner.left_out import unequal_settings
 from meshwright.planner.method import Method, Proposal, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.grid import grid
@@ -65,6 +66,11 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     if state.best is None and problem.choices.last_resorts and (yield from _resort(problem, state, errors)):
         problem = problem.resorting()
     near = problem if not is_wide or _is_small(problem) else _near(problem, state)
+    if len(problem.choices.idle) > 1 or not all(map(are_equal, near.spaces())):
+        settings = list(problem.settings())
+        mapped = problem.under(unequal_settings(near.only or settings[:1], problem.choices)) if is_wide else near
+        yield from _take_turn(_Turn(unequal, 0.5), mapped, state, errors)
+        near = _near(problem, state) if is_wide else near
     for turn in _turns(near):
         # Bounds know nothing of placements of Alpa's own.
         if not state.is_over and (turn.method is alpa or not _is_proven(state)):
@@ -92,8 +98,6 @@ def _resort(
 
 def _turns(problem: Problem) -> Iterator[_Turn]:
     chosen = problem.choices
-    if not all(map(are_equal, problem.spaces())):
-        yield _Turn(unequal, 0.5)
     yield _Turn(slicing, 0.7, MOST_SLICINGS)
     if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
         yield _Turn(pipedream, 0.4)

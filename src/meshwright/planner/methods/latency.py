@@ -18,7 +18,8 @@ import numpy as np
 from meshwright.planner.even_slices import slice_evenly
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.microbatches import divisors
-from meshwright.planner.problem import Problem, Space
+from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
 
 # Plans that fit and are simulated, for every plan that was asked for, and at least.

@@ -13,6 +13,7 @@ from meshwright.report.page.results import comparison_part
 from meshwright.report.rows import MEASURED_PARTS, measurement_rows, placement_rows, program_rows
 from meshwright.report.time_shares import timeline_rows
 from meshwright.spec import Cluster, Graph, Measurements, Placement, Plan, Program, Timeline, encode_document
+from meshwright.spec.used_devices import used_of
 
 Row = dict[str, Any]
 Shown = Graph | Plan | Placement | Program | Timeline | Cluster | Measurements
@@ -83,6 +84,7 @@ def _graph_parts(graph: Graph, batch_size: int) -> Row:
 
 
 def _plan_parts(plan: Plan, cluster: Cluster | None) -> Row:
+    cluster = None if cluster is None else used_of(plan, cluster)
     return {
         "title": f"{plan.model} on {plan.cluster}",
         "results": [result_part(plan.describe(), plan=plan, cluster=cluster)],

@@ -1,9 +1,9 @@
 """Scripts that start a plan: by hand with torchrun on every node, or by Slurm.
 
-Rank r of a plan is device r of its cluster, so node n starts as many ranks as the plan uses of its devices, and
-torchrun numbers the ranks node by node in the order of the node ranks. Paths in a script are relative: it changes to
-the folder in which the plan was made, as seen from its own, for the plan's own references (the model's file) are
-relative to it.
+Rank r of a plan is device r of its cluster, those that it leaves out not counted, so node n starts as many ranks as the
+plan uses of its devices, and torchrun numbers the ranks node by node in the order of the node ranks. Paths in a script
+are relative: it changes to the folder in which the plan was made, as seen from its own, for the plan's own references
+(the model's file) are relative to it.
 
 Options of sbatch and srun: Slurm 25.05, sbatch(1) and srun(1); of torchrun: torch 2.13, torch.distributed.run.
 """
@@ -16,6 +16,7 @@ import shlex
 from pathlib import Path
 
 from meshwright.spec import Cluster, Plan, PlanError, format_count
+from meshwright.spec.used_devices import devices_per_node, visible_devices
 
 # torchrun's own default (torch.distributed.run, --master-port), and accelerate's (accelerate launch).
 DEFAULT_PORT = 29500
@@ -26,20 +27,12 @@ def ranks_per_node(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
 
     Raises PlanError if the cluster is too small.
     """
-    if plan.num_devices > cluster.num_ranks:
-        raise PlanError(
-            f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks}. "
-            "Give a larger cluster or plan again for this one."
-        )
-    counts = [0] * len(cluster.nodes)
-    for rank in range(plan.num_devices):
-        counts[cluster.node_index(rank)] += 1
-    return tuple(count for count in counts if count)
+    return tuple(map(len, devices_per_node(plan, cluster).values()))
 
 
 def uses_cpus(plan: Plan, cluster: Cluster) -> bool:
     """Whether all ranks compute on CPUs."""
-    return all("cpu" in cluster.device_kind(rank).name.lower() for rank in range(plan.num_devices))
+    return all("cpu" in cluster.device_kind(device).name.lower() for device in plan.devices)
 
 
 def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
@@ -60,6 +53,7 @@ def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path
         "# The ranks set their own number of threads.",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
         *(_nodes_by_hand(nodes) if len(nodes) > 1 else ()),
+        *_visible(_shown_devices(plan, cluster)),
         *(_torchrun(nodes) if len(nodes) > 1 else _torchrun_here(nodes[0])),
         f'  --module meshwright run {plan_path} "$@"',
     ]
@@ -74,6 +68,7 @@ def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "
     nodes = ranks_per_node(plan, cluster)
     if len(nodes) == 1:
         return []
+    shown = _shown_devices(plan, cluster)
     place, count = "--master-addr=HOST", str(nodes[0]) if len(set(nodes)) == 1 else "RANKS"
     told = [] if len(set(nodes)) == 1 else [f"RANKS of each node: {', '.join(map(str, nodes))}."]
     return [
@@ -82,6 +77,7 @@ def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "
         f"torchrun --nnodes={len(nodes)} --node-rank=N --nproc-per-node={count} {place} --master-port={DEFAULT_PORT} "
         f"--module meshwright run {_quote(str(plan_file))} {options}".rstrip(),
         *told,
+        *([f"CUDA_VISIBLE_DEVICES of each node: {' and '.join(shown)}."] if shown else []),
     ]
 
 
@@ -91,12 +87,17 @@ def slurm_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path)
     Raises PlanError for nodes of different kinds: Slurm numbers its nodes itself, so none can be promised its ranks.
     """
     nodes = ranks_per_node(plan, cluster)
-    used = cluster.nodes[: len(nodes)]
+    used = [cluster.nodes[index] for index in devices_per_node(plan, cluster)]
     if len({(node.devices, node.num_cores) for node in used}) > 1:
         raise PlanError(
             f"The nodes of cluster {cluster.name!r} differ, and Slurm numbers the nodes of a job itself, so none can "
             "be promised the ranks that were planned for it. Leave --slurm out and start the script on every node "
             "with its NODE_RANK."
+        )
+    if _shown_devices(plan, cluster):
+        raise PlanError(
+            f"The plan leaves out devices of a node that it uses ({list(plan.idle)}), and Slurm itself says which "
+            "devices of a node a job gets. Leave --slurm out and start the script on every node."
         )
     is_cpu = uses_cpus(plan, cluster)
     plan_path = _quote(_relative(plan_file, Path.cwd()))
@@ -183,6 +184,18 @@ def _nodes_by_hand(nodes: tuple[int, ...]) -> list[str]:
         "fi",
         f"MASTER_PORT=${{MASTER_PORT:-{DEFAULT_PORT}}}",
     ]
+
+
+def _shown_devices(plan: Plan, cluster: Cluster) -> list[str]:
+    """The devices of each node that ranks see, where some are to be hidden."""
+    return [] if uses_cpus(plan, cluster) else visible_devices(plan, cluster)
+
+
+def _visible(devices: list[str]) -> list[str]:
+    """Lines that hide the devices of a node that the plan leaves out."""
+    if len(devices) < 2:
+        return [f"export CUDA_VISIBLE_DEVICES={item}" for item in devices]
+    return [f"devices=({' '.join(devices)})", 'export CUDA_VISIBLE_DEVICES="${devices[NODE_RANK]}"']
 
 
 def _torchrun_here(num_ranks: int) -> list[str]:

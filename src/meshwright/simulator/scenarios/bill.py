@@ -6,6 +6,8 @@ with all that it loses.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
 from typing import Any
 
 from meshwright.spec import Cluster, Graph, Placement, Plan, ScenarioError, suggest
@@ -14,8 +16,12 @@ from meshwright.spec.scenario import Price, Scenario
 _SECONDS_PER_HOUR = 3600.0
 
 
-def price_per_hour(num_devices: int, cluster: Cluster, scenario: Scenario) -> tuple[float, str] | None:
-    """Money per hour of the first so many devices and their nodes, and its currency; None without a price.
+def price_per_hour(
+    num_devices: int, cluster: Cluster, scenario: Scenario, idle: Collection[int] = ()
+) -> tuple[float, str] | None:
+    """Money per hour of the first so many devices that are not ``idle`` and their nodes, and its currency.
+
+    None without a price.
 
     Raises ScenarioError for prices in several currencies, and for that of a kind of device that is not there.
     """
@@ -23,7 +29,8 @@ def price_per_hour(num_devices: int, cluster: Cluster, scenario: Scenario) -> tu
     if not prices:
         return None
     currencies = {price.currency for price in prices}
-    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(num_devices)]
+    there = islice((rank for rank in range(cluster.num_ranks) if rank not in idle), num_devices)
+    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in there]
     kinds = {kind.usual_name for kind in cluster.device_kinds}
     for place, price in enumerate(scenario.effects):
         if not isinstance(price, Price):
@@ -58,7 +65,7 @@ def bill(
 
     With a run, steps and samples have their share of all that it loses.
     """
-    priced = price_per_hour(plan.num_devices, cluster, scenario)
+    priced = price_per_hour(plan.num_devices, cluster, scenario, plan.idle if isinstance(plan, Plan) else ())
     if priced is None:
         return {}
     per_hour, currency = priced

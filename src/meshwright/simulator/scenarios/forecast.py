@@ -109,7 +109,7 @@ def forecast_run(
     Raises ScenarioError for a run that has no end, for devices that the cluster has not, and for a plan that should be
     made anew where nobody can (``replan_at``).
     """
-    nodes = {usual.cluster.node_index(rank) for rank in range(plan.num_devices)}
+    nodes = {usual.cluster.node_index(device) for device in _devices_of(plan)}
     counts = plan.num_devices, len(nodes)
     stretches = _stretches(plan, usual, scenario, step_at, replan_at)
     finite = [stretch.step_s for stretch in stretches if math.isfinite(stretch.step_s)]
@@ -198,9 +198,10 @@ def _stretches(
     moments |= {float(effect.until) for effect in timed if effect.until is not None}
     stretches: list[Stretch] = []
     before: frozenset[int] = frozenset()
+    used = frozenset(_devices_of(plan))
     for moment in sorted(moments):
         away = [(effect, ranks) for effect, ranks in losses if _is_on(effect, moment)]
-        lost = frozenset(rank for _, ranks in away for rank in ranks if rank < plan.num_devices)
+        lost = frozenset(rank for _, ranks in away for rank in ranks if rank in used)
         every = tuple(sorted({rank for _, ranks in away for rank in ranks}))
         step_s = step_at(moment)
         if lost:
@@ -213,6 +214,11 @@ def _stretches(
         stretches.append(Stretch(begin_s=moment, step_s=step_s, change=change))
         before = lost
     return stretches
+
+
+def _devices_of(plan: Plan | Placement) -> Sequence[int]:
+    """The devices that a plan uses of the cluster's."""
+    return plan.devices if isinstance(plan, Plan) else range(plan.num_devices)
 
 
 def _is_on(effect: LostDevice, moment: float) -> bool:

@@ -12,7 +12,7 @@ the same devices at their usual speed on the usual links, and the cost model sca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -52,22 +52,6 @@ def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> Co
     if changed == cost.cluster:
         return cost
     return cost.on_machines(changed, usual)
-
-
-def without_devices(cost: CostModel, ranks: Collection[int]) -> CostModel:
-    """The cost model of the other devices of its cluster, which count from 0 on again; nodes stay, even empty ones."""
-    usual = None if cost.usual_links is None else _without(cost.usual_links, ranks)
-    return cost.on_machines(_without(cost.cluster, ranks), usual)
-
-
-def _without(cluster: Cluster, ranks: Collection[int]) -> Cluster:
-    nodes, rank = list[Node](), 0
-    for node in cluster.nodes:
-        kept = [cluster.device_kind(each).name for each in range(rank, rank + node.num_devices) if each not in ranks]
-        groups = tuple(DeviceGroup(kind=name, count=len(list(same))) for name, same in groupby(kept))
-        nodes.append(replace(node, devices=groups))
-        rank += node.num_devices
-    return replace(cluster, nodes=tuple(nodes))
 
 
 def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> tuple[Cluster, Cluster]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import CostModel
+from meshwright.cost.without import without_devices
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.scenarios.bill import bill
 from meshwright.simulator.scenarios.forecast import Forecast, forecast_run, is_about_runs
-from meshwright.simulator.scenarios.machines import apply_scenario, without_devices
+from meshwright.simulator.scenarios.machines import apply_scenario
 from meshwright.simulator.scenarios.noise import has_jitter
 from meshwright.simulator.scenarios.steps import NUM_SEEDS, JitteredSteps, StepTimes
 from meshwright.simulator.simulation import Simulation

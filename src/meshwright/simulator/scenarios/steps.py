@@ -23,6 +23,7 @@ from meshwright.simulator.teams import form_teams
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Graph, Placement, Plan, Program, ProgramError, Timeline, to_seconds
 from meshwright.spec.scenario import Scenario
+from meshwright.spec.used_devices import used_of
 
 NUM_STEPS, NUM_SEEDS = 100, 5
 # Of fewer steps no 95th percentile can be told.
@@ -67,6 +68,7 @@ class JitteredSteps:
         self._width = 1
         if isinstance(plan, Plan):
             self._width = plan.sharding.width
+            self._cluster = used_of(plan, cost.cluster)
             plan, graph, _, cost = form_teams(plan, graph, cost.cluster, cost)
         self._program: Program = program_of(plan, graph, cost.cluster)
         self._prices: Prices = price_program(self._program, plan, graph, cost)

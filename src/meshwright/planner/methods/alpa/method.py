@@ -19,7 +19,8 @@ from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
 from meshwright.planner.methods.alpa.mesh import mesh_of_cluster
 from meshwright.planner.methods.alpa.stages import Objective, slice_stages
 from meshwright.planner.microbatches import microbatch_sizes
-from meshwright.planner.problem import Problem, Space
+from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 from meshwright.spec import MeshwrightError, Plan, PlanError
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import Sharding

@@ -19,7 +19,7 @@ from meshwright.planner.layouts import Layout, find_places
 from meshwright.planner.methods.alpa.clusters import cluster_layers
 from meshwright.planner.methods.slicing import SlicingProblem, solve_slicing
 from meshwright.planner.methods.slicing.assemble import assume_in_flight, make_problem
-from meshwright.planner.problem import Space
+from meshwright.planner.space import Space
 from meshwright.spec import Cluster, Plan
 
 Objective = Literal["alpa", "priced"]
@@ -46,7 +46,8 @@ def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, 
 def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: Objective) -> Staged | None:
     """The best stages of a space's layers on submeshes; None if none fit."""
     width = space.setting.sharding.width
-    replicas = space.shareable(submeshes(space.problem.cluster, space.setting.num_devices, width), microbatch_size)
+    there = space.problem.cluster.without(space.setting.idle)
+    replicas = space.shareable(submeshes(there, space.setting.num_devices, width), microbatch_size)
     if not replicas:
         return None
     layout = Layout(name="stage-major", num_ranks=space.num_ranks)

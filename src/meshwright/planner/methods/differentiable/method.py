@@ -27,7 +27,8 @@ from meshwright.planner.methods.differentiable.layouts import (
 from meshwright.planner.methods.differentiable.relaxed import Smooth
 from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
 from meshwright.planner.methods.differentiable.stages import make_stages
-from meshwright.planner.problem import Problem, Space
+from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
 from meshwright.spec.plan import BASIC_SCHEDULES
 

@@ -13,7 +13,7 @@ from meshwright.planner.methods.chain.problem import Floats, Integers
 from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
 from meshwright.planner.methods.slicing.assemble import make_problem
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem, memory_of
-from meshwright.planner.problem import Space
+from meshwright.planner.space import Space
 
 
 def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace:

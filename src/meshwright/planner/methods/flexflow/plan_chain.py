@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from meshwright.planner.evaluate import RankedPlan
     from meshwright.planner.method import SearchState, Steps
-    from meshwright.planner.problem import Problem, Space
+    from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 
 MOST_PLANS = 400
 LEAST_PLANS = 64

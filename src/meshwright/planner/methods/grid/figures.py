@@ -17,6 +17,7 @@ from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import backend_of
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.optimizers import state_bytes
+from meshwright.cost.without import without_devices
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
@@ -64,10 +65,10 @@ class LayerBytes:
 class Figures:
     """Figures of a problem's layers by sharding, way of computing again, and microbatch size, each found once."""
 
-    def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding) -> None:
-        self._short, self.sharding = short, sharding
+    def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding, idle: tuple[int, ...] = ()) -> None:
+        self._short, self.sharding, self.idle = short, sharding, idle
         self.workload = own_workload(problem.workload, sharding)
-        self.cost = problem.cost.for_teams(sharding)
+        self.cost = without_devices(problem.cost, idle).for_teams(sharding)
         self.cluster = self.cost.cluster
         # Where something may be kept away from devices, nothing of it bounds them.
         chosen = self._offload = problem.choices.offload
@@ -261,10 +262,14 @@ class Figures:
         if any(away.optimizer != "host" for away in self._offload):
             return np.zeros(len(self._local.layers))
         first = next(rank for rank in self.first_of_kinds if self.cluster.device_kind(rank).name == kind.name)
-        host = HostPrices(self.cost, max(min(self._counts) // self.sharding.width, first + 1))
+        host = HostPrices(self.cost, self._fewest_ranks(first + 1))
         elements = self._trained_elements()
         each = host.price_step(first, self.workload.numbers.gradient_bytes, self.workload.optimizer).at(self.cost.end)
         return _added(self._structure, self._structure.parameters.table(elements)) * each
+
+    def _fewest_ranks(self, least: int) -> int:
+        """Ranks that plans use at least; fewer ranks have more of the host each."""
+        return max(min(*self._counts, self.cluster.num_ranks * self.sharding.width) // self.sharding.width, least)
 
     def _trained_elements(self) -> NDArray[np.int64]:
         trained = self.workload.kind == "training"

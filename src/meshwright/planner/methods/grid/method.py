@@ -88,7 +88,7 @@ class _Run:
 def _kind(configuration: Configuration) -> Hashable:
     """What makes a layout another one for people."""
     wanted = configuration
-    return wanted.num_ranks, wanted.sharding, wanted.positions, wanted.zero, wanted.shard_size
+    return wanted.idle, wanted.num_ranks, wanted.sharding, wanted.positions, wanted.zero, wanted.shard_size
 
 
 class _Misfits:
@@ -107,7 +107,15 @@ class _Misfits:
 
 
 def _likeness(wanted: Configuration) -> Hashable:
-    return wanted.num_ranks, wanted.sharding, wanted.positions, wanted.schedule, wanted.chunks, wanted.bounds
+    return (
+        wanted.idle,
+        wanted.num_ranks,
+        wanted.sharding,
+        wanted.positions,
+        wanted.schedule,
+        wanted.chunks,
+        wanted.bounds,
+    )
 
 
 def _needs_no_more(one: Configuration, other: Configuration) -> bool:
@@ -127,7 +135,7 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
     num_devices = wanted.num_ranks * wanted.sharding.width
     for away in problem.choices.offload:
         zero = cast("ZeroStage", wanted.zero)
-        setting = Setting(num_devices, wanted.sharding, zero, wanted.recompute, away, wanted.shard_size)
+        setting = Setting(num_devices, wanted.sharding, zero, wanted.recompute, away, wanted.shard_size, wanted.idle)
         space = problem.space(setting)
         replicas, alike = space.num_ranks // positions, len(space.cluster.device_kinds) == 1
         several = len(space.cluster.nodes) > 1 and positions > 1 and replicas > 1 and alike

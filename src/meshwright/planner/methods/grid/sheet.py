@@ -45,6 +45,7 @@ class Configuration:
     schedule: str
     chunks: int
     bounds: tuple[tuple[int, int], ...]
+    idle: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,6 +103,7 @@ class Sheet:
             schedule=schedule,
             chunks=chunks,
             bounds=slice_evenly(work.tolist(), int(rows.positions[row]) * chunks),
+            idle=cell.figures.idle,
         )
 
     def _gather(self) -> None:
@@ -163,9 +165,9 @@ def bound_grid(problem: Problem) -> Grid:
     short = _figures_graph(problem, 1) if _is_symbolic(problem) else None
     sheets: list[Sheet] = []
     errors: list[MeshwrightError] = []
-    for sharding in problem.choices.shardings:
+    for idle, sharding in product(problem.choices.idle, problem.choices.shardings):
         try:
-            sheets.append(_make_sheet(problem, short, sharding))
+            sheets.append(_make_sheet(problem, short, sharding, idle))
         except MeshwrightError as error:
             errors.append(error)
     if not sheets:
@@ -201,18 +203,18 @@ def _is_symbolic(problem: Problem) -> bool:
         return False
 
 
-def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding) -> Sheet:
+def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding, idle: tuple[int, ...]) -> Sheet:
     sizes = microbatch_sizes(own_workload(problem.workload, sharding), problem.choices.microbatch_sizes)
-    counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
+    counts = [count for left_out, count in problem.devices() if left_out == idle]
     num_ranks = [count // sharding.width for count in counts if count % sharding.width == 0]
     if short is not None:
         sizes = _sizes_for_all(problem, short, sharding, sizes, num_ranks)
-        figures = Figures(problem, short, sharding)
+        figures = Figures(problem, short, sharding, idle)
         figures.prepare(sizes)
     cells = []
     for size in sizes:
         if short is None:
-            figures = Figures(problem, _figures_graph(problem, size), sharding)
+            figures = Figures(problem, _figures_graph(problem, size), sharding, idle)
         sharing = dict.fromkeys(shard_size for _, shard_size in problem.choices.sharing())
         for recompute, count, shard_size in product(problem.choices.recompute, num_ranks, sharing):
             cell = _Cell(

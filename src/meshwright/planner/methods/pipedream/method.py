@@ -28,7 +28,8 @@ from meshwright.planner.methods.pipedream.planning import PipedreamPlan, Pipedre
 from meshwright.planner.methods.pipedream.profile import Profile, make_profile
 from meshwright.planner.methods.pipedream.states import states_along
 from meshwright.planner.microbatches import divisors
-from meshwright.planner.problem import Problem, Space
+from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 from meshwright.program import build_program
 from meshwright.spec import DeadlockError, NoFeasiblePlanError, Plan, PlanError, ScheduleError, StagePlan
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES

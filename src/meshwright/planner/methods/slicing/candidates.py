@@ -30,7 +30,7 @@ from meshwright.planner.methods.slicing.assemble import Integers, assume_in_flig
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem, memory_of
 from meshwright.planner.methods.slicing.slicing import solve_slicing
 from meshwright.planner.microbatches import divisors
-from meshwright.planner.problem import Space
+from meshwright.planner.space import Space
 from meshwright.planner.stage_tables import Tables, settle_stage
 from meshwright.program import SCHEDULES, max_in_flight
 from meshwright.spec import Plan, ScheduleError, slice_graph

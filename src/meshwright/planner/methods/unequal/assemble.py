@@ -19,7 +19,7 @@ from meshwright.planner.methods.unequal.groups import DeviceClass, count_states,
 from meshwright.planner.methods.unequal.mapping import Mapping
 from meshwright.planner.methods.unequal.shares import optimal_shares
 from meshwright.planner.methods.unequal.stage_table import KEEPS_ALL, KEEPS_ONE, KEEPS_SOME, MappingProblem
-from meshwright.planner.problem import Space
+from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 

@@ -31,7 +31,8 @@ from meshwright.planner.methods.unequal.mapping import MAX_ENTRIES, Mapping, num
 from meshwright.planner.methods.unequal.moves import neighbours
 from meshwright.planner.methods.unequal.virtual_workers import form_workers, plan_workers
 from meshwright.planner.microbatches import divisors
-from meshwright.planner.problem import Problem, Space
+from meshwright.planner.problem import Problem
+from meshwright.planner.space import Space
 from meshwright.planner.stage_tables import settle_stage
 from meshwright.spec import Plan, PlanError, slice_graph
 from meshwright.spec.exchange import WAVES

@@ -16,7 +16,7 @@ from itertools import accumulate, combinations, permutations
 
 from meshwright.planner.climbing import Stages, as_chain, moved_boundaries
 from meshwright.planner.methods.unequal.assemble import share_stage
-from meshwright.planner.problem import Space
+from meshwright.planner.space import Space
 from meshwright.spec import Plan
 
 

@@ -36,7 +36,7 @@ from meshwright.planner.methods.unequal.assemble import find_devices, make_mappi
 from meshwright.planner.methods.unequal.groups import find_classes
 from meshwright.planner.methods.unequal.mapping import solve_mapping
 from meshwright.planner.methods.unequal.stage_table import MappingProblem
-from meshwright.planner.problem import Space
+from meshwright.planner.space import Space
 from meshwright.spec import Cluster, Plan, PlanError, StagePlan, format_seconds
 from meshwright.spec.exchange import WAVES
 

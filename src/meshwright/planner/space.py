@@ -1,0 +1,201 @@
+"""What a problem leaves to choose under one setting: stages, replicas, microbatches, schedule and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from meshwright.cost import CostModel
+from meshwright.cost.autocast import as_computed
+from meshwright.cost.memory import MemoryLimit
+from meshwright.cost.without import without_devices
+from meshwright.planner.choices import Choices, Setting
+from meshwright.planner.microbatches import microbatch_sizes
+from meshwright.planner.short import is_plain_chain
+from meshwright.planner.stage_tables import Structure, Tables, as_kept_least, find_structure, make_tables
+from meshwright.program import lower_graph, own_workload
+from meshwright.spec import (
+    Cluster,
+    GradientExchange,
+    Graph,
+    Offload,
+    Plan,
+    PlanError,
+    StagePlan,
+    Workload,
+    format_seconds,
+)
+from meshwright.spec.offload import check_offload
+from meshwright.spec.recompute import Recompute
+from meshwright.spec.recompute_words import is_by_stage, num_named_stages
+from meshwright.spec.stage_plan import takes_part_alike
+
+if TYPE_CHECKING:
+    from meshwright.planner.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Space:
+    """A problem under one setting: stages, replicas, microbatches, schedule and ranks are left to choose.
+
+    ``graph_for``, ``cluster``, ``workload`` and ``cost`` are those that one team sees; ``num_ranks`` are teams.
+    """
+
+    problem: Problem
+    setting: Setting
+    cluster: Cluster
+    workload: Workload
+    cost: CostModel
+    num_ranks: int
+    microbatch_sizes: tuple[int, ...]
+    schedules: tuple[str, ...]
+    num_stages: tuple[int, ...]
+    memory: MemoryLimit
+    exchange: GradientExchange
+    _graphs: dict[int, tuple[Graph, Graph]] = field(init=False, repr=False, default_factory=dict)
+    _structures: dict[int, tuple[Graph, Structure]] = field(init=False, repr=False, default_factory=dict)
+    _tables: dict[int, Tables] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def offload(self) -> Offload:
+        """What its plans keep away from devices."""
+        return self.setting.offload
+
+    def graph_for(self, microbatch_size: int) -> Graph:
+        """The local graph for a microbatch size, as it is computed in the workload's precision."""
+        graph, setting = self.problem.graph_for(microbatch_size), self.setting
+        if setting.sharding.is_whole and setting.recompute == "none":
+            return as_computed(graph, self.workload.numbers)
+        if id(graph) not in self._graphs:
+            local = lower_graph(graph, setting.sharding, *self.problem.recomputed(graph, setting.recompute))
+            self._graphs[id(graph)] = graph, as_computed(local, self.workload.numbers)
+        return self._graphs[id(graph)][1]
+
+    def tables(self, microbatch_size: int) -> Tables:
+        """Seconds and bytes of all stages at a microbatch size, made once for all methods."""
+        if microbatch_size not in self._tables:
+            graph = self.graph_for(microbatch_size)
+            if id(graph) not in self._structures:
+                kept = as_kept_least(graph, self.workload, self.cluster)
+                self._structures[id(graph)] = graph, find_structure(kept)
+            structure = self._structures[id(graph)][1]
+            self._tables[microbatch_size] = make_tables(
+                graph, structure, microbatch_size, self.cluster, self.workload, self.cost, self.offload
+            )
+        return self._tables[microbatch_size]
+
+    def make_plan(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
+        """A plan of the local graph; its ranks are teams."""
+        problem = self.problem
+        return Plan(
+            model=problem.model,
+            model_sizes=problem.model_sizes,
+            graph_hash=self.graph_for(microbatch_size).content_hash,
+            cluster=self.cluster.name,
+            workload=self.workload,
+            stages=stages,
+            num_microbatches=self.workload.global_batch // microbatch_size,
+            schedule=schedule,
+            schedule_hash=problem.choices.schedule_hashes.get(schedule, ""),
+            exchange=self.exchange.suited_to(schedule),
+            offload=self.offload,
+            idle=self.setting.idle,
+            compiled=problem.compiled,
+        )
+
+    def shareable(self, counts: Iterable[int], microbatch_size: int) -> tuple[int, ...]:
+        """Numbers of replicas that the shard size divides, and one; of those that may share states so."""
+        size, num_microbatches = self.exchange.shard_size, self.workload.global_batch // microbatch_size
+        allowed = (count for count in counts if takes_part_alike(count, num_microbatches, self.exchange.zero))
+        return tuple(count for count in allowed if count == 1 or not size or count % size == 0)
+
+    def whole(self, plan: Plan) -> Plan:
+        """A plan of the local graph, as one of the whole graph."""
+        setting = self.setting
+        if setting.sharding.is_whole and setting.recompute == "none":
+            return plan
+        graph = self.problem.graph_for(plan.microbatch_size)
+        # A plan that lacks stages which are named is none of the problem's (`objection`).
+        again = self.problem.recomputed_by(plan, graph, setting.recompute) or Recompute()
+        return replace(
+            plan,
+            graph_hash=graph.content_hash,
+            workload=self.problem.workload,
+            sharding=setting.sharding,
+            recompute=again.ranges,
+            keeps=again.keeps,
+            idle=setting.idle,
+        )
+
+
+def make_space(problem: Problem, setting: Setting) -> Space:
+    """The space of a setting. Raises as `Problem.space`."""
+    sharding, chosen = setting.sharding, problem.choices
+    workload = own_workload(problem.workload, sharding)
+    cluster = problem.cluster.without(setting.idle) if setting.idle else problem.cluster
+    cost = without_devices(problem.cost, setting.idle).for_teams(sharding)
+    if setting.num_devices % sharding.width:
+        raise PlanError(
+            f"{setting.num_devices} devices were to be used in teams of {sharding.width} (tensor times context times "
+            "expert); expected a multiple. Choose another number of devices, or other sizes of the axes."
+        )
+    num_ranks = setting.num_devices // sharding.width
+    sizes = microbatch_sizes(workload, chosen.microbatch_sizes)
+    # What ops cannot take is found here, on the few of a short graph, not in the middle of a search. Placements may
+    # name ops that the short one lacks.
+    whole = problem.graph_for(sizes[0])
+    lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
+    _check_named_stages(chosen, setting.recompute)
+    check_offload(setting.offload, cluster, setting.num_devices)
+    space = Space(
+        problem=problem,
+        setting=setting,
+        cluster=cost.cluster if cost.devices else cluster,
+        workload=workload,
+        cost=cost,
+        num_ranks=num_ranks,
+        microbatch_sizes=sizes,
+        schedules=chosen.schedules,
+        num_stages=chosen.num_stages,
+        memory=problem.memory,
+        exchange=replace(problem.exchange, zero=setting.zero, shard_size=setting.shard_size),
+    )
+    return space if problem.max_latency_s is None else _quick_enough(space, problem.max_latency_s)
+
+
+def _check_named_stages(chosen: Choices, recompute: str) -> None:
+    """Raise PlanError for words for stages unless all plans have these."""
+    if is_by_stage(recompute) and (not chosen.num_stages or min(chosen.num_stages) < num_named_stages(recompute)):
+        raise PlanError(
+            f"Stages were named in {recompute!r}; expected a number of stages of plans that has them all. Give "
+            f"--stages {num_named_stages(recompute)} or more, or one word for all stages."
+        )
+
+
+def _quick_enough(space: Space, max_latency_s: float) -> Space:
+    """The space without microbatches that take longer than allowed to be computed alone.
+
+    Raises PlanError if none is left. Where layers are no chain, stages may work beside each other, so that nothing is
+    known before it is simulated.
+    """
+    if not is_plain_chain(space.problem.short_graph(space.microbatch_sizes[0]).graph):
+        return space
+    kinds = space.cluster.device_kinds
+    least = {}
+    for size in space.microbatch_sizes:
+        graph = space.graph_for(size)
+        least[size] = min(float(space.cost.price_ops(graph, size, kind).forward_s.sum()) for kind in kinds)
+    # Simulated seconds are sums of whole picoseconds.
+    sizes = tuple(size for size, seconds in least.items() if seconds <= max_latency_s * (1 + 1e-6))
+    if not sizes:
+        size, seconds = min(least.items(), key=lambda item: item[1])
+        split = space.setting.sharding.describe() or "whole ops"
+        raise PlanError(
+            f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: to compute one of "
+            f"{size} takes {format_seconds(seconds)} at least. Allow smaller microbatches, split ops over devices, or "
+            "allow more time."
+        )
+    found = replace(space, microbatch_sizes=sizes)
+    found._graphs.update(space._graphs)
+    return found
