@@ -9,6 +9,8 @@
     auto                        benchmarks/planning/portfolio.py
     replan                      benchmarks/planning/replanning.py
     picking                     benchmarks/planning/picking.py
+    space                       benchmarks/planning/space.py
+    recipes                     benchmarks/planning/recipes.py
 
 ``--only NAME`` runs one of them and writes a report of its own. Instances and seeds are files in benchmarks/splits.
 """
@@ -37,6 +39,8 @@ SECTIONS = {
     "auto": "portfolio",
     "replan": "replanning",
     "picking": "picking",
+    "space": "space",
+    "recipes": "recipes",
 }
 
 
