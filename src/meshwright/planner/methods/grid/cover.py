@@ -68,14 +68,17 @@ class Layers(NamedTuple):
 class Exchanges(NamedTuple):
     """What replicas exchange, by the number of positions, shape (counts,): seconds of a sum of a byte and of a bucket.
 
-    ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters. ``overlap``: sums begin with the
-    first bucket; ``wait``: ranks wait for gathers and scatters.
+    ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters. ``tied_parameters`` and
+    ``tied_gradients`` are bytes of what several layers read. ``overlap``: sums begin with the first bucket; ``wait``:
+    ranks wait for gathers and scatters.
     """
 
     latency_s: Floats
     bucket_s: Floats
     gather_s: Floats
     scatter_s: Floats
+    tied_parameters: float
+    tied_gradients: float
     bucket_bytes: float
     overlap: bool
     wait: bool
@@ -240,6 +243,10 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
     if form.replicas == 1:
         return 0.0, 0.0
     if form.zero >= 2:
+        if form.positions * form.chunks > 1:
+            # What stages have in common is not shared out.
+            parameters = max(parameters - exchanges.tied_parameters, 0.0)
+            gradients = max(gradients - exchanges.tied_gradients, 0.0)
         # What ZeRO 3 gathers once more for the backward may be there still.
         return parameters * exchanges.gather_s[form.place] + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:

@@ -151,6 +151,8 @@ class Figures:
                 bucket_s=columns[1],
                 gather_s=columns[2],
                 scatter_s=columns[3],
+                tied_parameters=self._tied[0],
+                tied_gradients=self._tied[1],
                 bucket_bytes=float(exchange.bucket_bytes),
                 overlap=exchange.overlap,
                 wait=wait,
@@ -158,7 +160,7 @@ class Figures:
         return self._exchanges[key]
 
     def _exchange(self, replicas: int, positions: int, bucket_bytes: int, shard_size: int) -> tuple[float, ...]:
-        """Seconds of a sum of one byte and of a bucket; per byte of gathers and scatters of the largest layer.
+        """Seconds of a sum of one byte and of a bucket at the best rate; per byte of gathers and scatters of a layer.
 
         These are of groups of ``shard_size`` replicas, if that is not 0.
         """
@@ -170,9 +172,14 @@ class Figures:
         structure, tensors = self._structure, self._local.tensors
         sizes = np.array([tensor.num_bytes(1, self.workload.float_bytes) for tensor in tensors], np.int64)
         largest = max(float(_added(structure, structure.parameters.table(sizes)).max()), 1.0)
+        # A gradient that is larger than a bucket is summed alone, at the rate of its size.
+        gradient = float(self.bytes("none").gradients.max())
+        large = [gradient / share for share in _SHARES_OF_LAYERS if gradient / share > bucket_bytes]
+        sums_of = np.array([1.0, float(bucket_bytes), *large])
         found = []
         for ranks in groups:
-            sums = self.cost.predict_collective("all_reduce", ranks, np.array([1.0, float(bucket_bytes)])).seconds
+            seconds = self.cost.predict_collective("all_reduce", ranks, sums_of).seconds
+            sums = np.array([seconds[0], (seconds[1:] / sums_of[1:]).min() * bucket_bytes])
             # The most that any size gets done in a second. Parameters are cut among replicas alone.
             some = [largest / share for share in _SHARES_OF_LAYERS]
             own = ranks[:shard_size] if shard_size else ranks
@@ -180,6 +187,23 @@ class Figures:
             scatter_s = min(self.cost.collective_seconds("reduce_scatter", own, size) / size for size in some)
             found.append((*sums.tolist(), gather_s, scatter_s))
         return tuple(min(values) for values in zip(*found, strict=True))
+
+    @cached_property
+    def _tied(self) -> tuple[float, float]:
+        """Bytes of parameters that several layers read, and of their gradients.
+
+        Where these layers lie in several stages, replicas keep them whole and sum them once.
+        """
+        graph, owners = self._local, dict[int, set[int]]()
+        for index, layer in enumerate(graph.layers):
+            for tensor in {i for op in graph.ops[layer.start : layer.stop] for i in op.inputs}:
+                owners.setdefault(tensor, set()).add(index)
+        tied = [graph.tensors[i] for i in graph.parameters if len(owners.get(i, ())) > 1]
+        gradient = self.workload.numbers.gradient_bytes
+        return (
+            float(sum(tensor.num_bytes(1, self.workload.float_bytes) for tensor in tied)),
+            float(sum(tensor.num_elements(0) * gradient for tensor in tied)),
+        )
 
     def bytes(self, recompute: str) -> LayerBytes:
         """Bytes of all layers."""

@@ -276,6 +276,8 @@ def _no_exchanges(count: int) -> Exchanges:
         bucket_s=nothing,
         gather_s=nothing,
         scatter_s=nothing,
+        tied_parameters=0.0,
+        tied_gradients=0.0,
         bucket_bytes=1.0,
         overlap=True,
         wait=False,
