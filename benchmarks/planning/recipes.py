@@ -1,9 +1,9 @@
 """Public recipes of training runs beside what the search over the whole space finds for the same job.
 
 Recipes: `splits/planner_space.json`, "recipes": sizes of the model, machines, batch and layout as their sources state
-them. All of them are known to run on their machines, so that none may be refused as not fitting. Both plans, the recipe's
-own and the best one found, are predicted in the same way; what was published stands beside the first. A ratio of at most
-1 says that the recipe was found or beaten under our prediction; the lines below the table say by which terms.
+them. All are known to run on their machines, so that none may be refused as not fitting. Both plans, the recipe's own
+and the best one found, are predicted in the same way; what was published stands beside the first. A ratio of at most 1
+says that the recipe was found or beaten under our prediction; what is printed before the table says by which terms.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rows(quick):
             make_row(f"{name}: seconds of the search", seconds, "s"),
         ]
         if published_s := published_seconds(recipe, problem):
-            over = own.step_time_s / published_s
-            table.append(make_row(f"{name}: predicted over published", own.step_time_s, "s", baseline=published_s, ratio=over))
+            facts = {"baseline": published_s, "ratio": own.step_time_s / published_s}
+            table.append(make_row(f"{name}: predicted over published", own.step_time_s, "s", **facts))
         notes += describe(recipe, own, best)
         print(f"{name}: {found_s:.6g} s over {own.step_time_s:.6g} s", file=sys.stderr, flush=True)
     table.append(make_row("recipes neither found nor beaten", sum(ratio > 1 for ratio in ratios), "recipes", target=0))

@@ -1,9 +1,9 @@
 """The search over the whole space beside every uniform layout of some axes, each of them simulated.
 
-Problems and axes: `splits/planner_space.json`, "problems", written down before the first scored run. Uniform layouts are
-those of the grid: equal replicas, layers cut evenly, ranks stage by stage or pipeline by pipeline. All that the axes
-allow are simulated, also those that a search would leave out by their bounds. The fastest that fits is what `auto` is
-compared with, which has the whole space, no deadline, and none of these results.
+Problems and axes: `splits/planner_space.json`, "problems", written down before the first scored run. Uniform layouts
+are those of the grid: equal replicas, layers cut evenly, ranks stage by stage or pipeline by pipeline. All that the
+axes allow are simulated, also those that a search would leave out by their bounds. The fastest that fits is what `auto`
+is compared with, which has the whole space, no deadline, and none of these results.
 
 Steps of layouts are kept in benchmarks/cache, as they take minutes and do not depend on the search: one line for each
 layout. The best of them is simulated again in every run; where its step has changed, the file is refused.
