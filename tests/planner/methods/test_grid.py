@@ -1,6 +1,7 @@
 """The uniform grid: bounds that no simulated configuration beats, and the best of all configurations."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +104,16 @@ def test_exchanges_of_large_and_of_tied_parameters_bound_what_is_simulated(layer
     )
     graph = decoder_graph(replace(shape, max_positions=16), 16)
     problem = problem_of(graph, load_cluster("8xH100"), batch, microbatch_sizes=(1,), **choices)
+    for seconds, _, configuration in every_configuration(problem):
+        for plan in plans_of(problem, configuration):
+            assert 0 < seconds <= evaluate_plan(plan, graph, problem.cluster, problem.cost).step_time_s, configuration
+
+
+def test_exchanges_are_bounded_by_those_on_the_fastest_nodes():
+    """The first stage lies on the nodes with slow links, the second one on those with fast ones."""
+    graph = load_shipped_graph("vgg16")
+    cluster = load_cluster(Path(__file__).parents[3] / "benchmarks" / "clusters" / "l40s-a100-ethernet.toml")
+    problem = problem_of(graph, cluster, 512, microbatch_sizes=(8,), zero=(0, 3), num_stages=(2, 4))
     for seconds, _, configuration in every_configuration(problem):
         for plan in plans_of(problem, configuration):
             assert 0 < seconds <= evaluate_plan(plan, graph, problem.cluster, problem.cost).step_time_s, configuration

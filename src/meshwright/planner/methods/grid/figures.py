@@ -166,9 +166,7 @@ class Figures:
         """
         if replicas == 1:
             return 0.0, 0.0, 0.0, 0.0
-        groups = [tuple(range(replicas))]
-        if positions > 1 and len(self.cluster.nodes) > 1:
-            groups.append(tuple(range(0, replicas * positions, positions)))
+        groups = self._groups(replicas, positions)
         structure, tensors = self._structure, self._local.tensors
         sizes = np.array([tensor.num_bytes(1, self.workload.float_bytes) for tensor in tensors], np.int64)
         largest = max(float(_added(structure, structure.parameters.table(sizes)).max()), 1.0)
@@ -187,6 +185,25 @@ class Figures:
             scatter_s = min(self.cost.collective_seconds("reduce_scatter", own, size) / size for size in some)
             found.append((*sums.tolist(), gather_s, scatter_s))
         return tuple(min(values) for values in zip(*found, strict=True))
+
+    def _groups(self, replicas: int, positions: int) -> list[tuple[int, ...]]:
+        """Ranks of the replicas of a position: a group for each sort of nodes that it may lie on, and across nodes."""
+        groups: dict[object, tuple[int, ...]] = {}
+        for position in range(positions):
+            ranks = tuple(range(position * replicas, (position + 1) * replicas))
+            groups.setdefault(tuple(self._sorts_of_ranks[rank] for rank in ranks), ranks)
+        if positions > 1 and len(self.cluster.nodes) > 1:
+            groups["across"] = tuple(range(0, replicas * positions, positions))
+        return list(groups.values())
+
+    @cached_property
+    def _sorts_of_ranks(self) -> list[object]:
+        """What tells ranks apart in an exchange: kind of device and links of its node; all where paths differ."""
+        cluster = self.cluster
+        if cluster.racks is not None or cluster.paths:
+            return list(range(cluster.num_ranks))
+        links = [(node.device_link, node.nic, node.num_nics) for node in cluster.nodes]
+        return [(cluster.device_kind(rank).name, links[cluster.node_index(rank)]) for rank in range(cluster.num_ranks)]
 
     @cached_property
     def _tied(self) -> tuple[float, float]:
