@@ -76,4 +76,19 @@ def graph_of(spec: dict, *, fused_attention: bool = True):
     return decoder_graph(shape, spec["sequence_length"], fused_attention=fused_attention)
 
 
+def layout_words(plan):
+    """A plan in words, its stages only counted."""
+    positions = len({stage.ranks for stage in plan.stages})
+    replicas = sorted({len(stage.ranks) for stage in plan.stages})
+    recompute = f", {len(plan.recompute)} parts computed again" if plan.recompute else ""
+    kept = f" but for {len(plan.keeps)} ops" if plan.keeps else ""
+    zero = f", ZeRO {plan.exchange.zero}" if plan.exchange.zero else ""
+    groups = f" in groups of {plan.exchange.shard_size}" if plan.exchange.shard_size else ""
+    return (
+        f"{plan.sharding.describe() or 'whole ops'}, {len(plan.stages)} stages on {positions} positions, "
+        f"{'/'.join(map(str, replicas))} replicas, {plan.schedule}, {plan.num_microbatches} microbatches of "
+        f"{plan.microbatch_size}{zero}{groups}{recompute}{kept}"
+    )
+
+
 _shipped = cache(load_shipped_graph)

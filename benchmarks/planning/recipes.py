@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 from harness import make_row
-from planning.problems import problem_of, solve
+from planning.problems import layout_words, problem_of, solve
 from planning.space import SPLIT
 
 from meshwright.planner import Choices, evaluate_plan, explain_difference, list_shardings, whole_space
@@ -114,18 +114,3 @@ def describe(recipe, own, best):
         held = format_bytes(best.reserved_bytes[best.fullest_rank])
         yield f"  - found: {layout_words(best.plan)}: {format_seconds(best.step_time_s)}, {held}"
         yield f"  - the recipe against it: {explain_difference(own, best)}"
-
-
-def layout_words(plan):
-    """A plan in words, its stages only counted."""
-    positions = len({stage.ranks for stage in plan.stages})
-    replicas = sorted({len(stage.ranks) for stage in plan.stages})
-    recompute = f", {len(plan.recompute)} parts computed again" if plan.recompute else ""
-    kept = f" but for {len(plan.keeps)} ops" if plan.keeps else ""
-    zero = f", ZeRO {plan.exchange.zero}" if plan.exchange.zero else ""
-    groups = f" in groups of {plan.exchange.shard_size}" if plan.exchange.shard_size else ""
-    return (
-        f"{plan.sharding.describe() or 'whole ops'}, {len(plan.stages)} stages on {positions} positions, "
-        f"{'/'.join(map(str, replicas))} replicas, {plan.schedule}, {plan.num_microbatches} microbatches of "
-        f"{plan.microbatch_size}{zero}{groups}{recompute}{kept}"
-    )

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from harness import make_row
-from planning.problems import BENCHMARKS, problem_of, solve
+from planning.problems import BENCHMARKS, layout_words, problem_of, solve
 
-from meshwright.planner import evaluate_plan, whole_space
-from meshwright.planner.methods.grid import bound_grid
+from meshwright.planner import evaluate_plan, explain_difference, whole_space
+from meshwright.planner.methods.grid import Configuration, bound_grid
 from meshwright.planner.methods.grid.method import plans_of
 from meshwright.spec import MeshwrightError
 
@@ -42,6 +42,7 @@ class Layout:
     ``steps_s`` are those of all its plans, ``fitting_s`` of those that fit; ``took_s`` is how long it took.
     """
 
+    configuration: Configuration
     bound_s: float
     may_fit: bool
     steps_s: tuple[float, ...]
@@ -50,17 +51,22 @@ class Layout:
 
 
 def rows(quick):
-    table, ratios, wrong, hidden = [], [], 0, 0
+    table, ratios, notes, wrong, hidden = [], [], [], 0, 0
     for spec in SPLIT["problems"]:
         if quick and spec["name"] not in SPLIT["quick"]["problems"]:
             continue
         layouts = simulate_layouts(spec)
         wrong += sum(layout.bound_s > min(layout.steps_s, default=np.inf) for layout in layouts)
         hidden += sum(bool(layout.fitting_s) and not layout.may_fit for layout in layouts)
-        uniform_s = min(min(layout.fitting_s, default=np.inf) for layout in layouts)
-        found_s, seconds = search(spec)
+        uniform_s, uniform = min(
+            ((min(layout.fitting_s, default=np.inf), layout.configuration) for layout in layouts),
+            key=lambda pair: pair[0],
+        )
+        best, seconds = search(spec)
+        found_s = np.inf if best is None else best.step_time_s
         ratios.append(found_s / uniform_s)
         name = spec["name"]
+        notes += describe(spec, uniform, best)
         table += [
             make_row(
                 f"{name}: auto over the best uniform layout",
@@ -75,6 +81,7 @@ def rows(quick):
             make_row(f"{name}: seconds of their simulation", sum(layout.took_s for layout in layouts), "s"),
         ]
         print(f"{name}: {found_s:.6g} s over {uniform_s:.6g} s in {seconds:.1f} s", file=sys.stderr, flush=True)
+    print("\n".join(notes))
     apart = sum(ratio > CLOSE for ratio in ratios)
     table.append(make_row("problems more than 1 % behind", apart, "problems", target=0 if quick else MOST_APART))
     table.append(make_row("worst of all problems", max(ratios), "", target=MOST_BEHIND))
@@ -84,16 +91,29 @@ def rows(quick):
 
 
 def search(spec):
-    """The step that `auto` finds in the whole space (infinite if nothing), and the seconds that it took."""
-    problem = problem_of(spec)
+    """What `auto` finds in the whole space (None if nothing), and the seconds that it took."""
+    problem, best = problem_of(spec), None
     begun = time.perf_counter()
     choices = whole_space(problem.graph_for(1), problem.cluster, problem.workload)
     try:
-        found_s = solve(replace(problem, choices=choices), seed=SPLIT["seed"]).best.step_time_s
+        best = solve(replace(problem, choices=choices), seed=SPLIT["seed"]).best
     except MeshwrightError as error:
         print(f"{spec['name']}: {error}", file=sys.stderr, flush=True)
-        found_s = np.inf
-    return found_s, time.perf_counter() - begun
+    return best, time.perf_counter() - begun
+
+
+def describe(spec, uniform, best):
+    """The best uniform layout and the plan that was found, in words, and what decides between them."""
+    problem = problem_of(spec)
+    items = (
+        evaluate_plan(plan, problem.graph_for(1), problem.cluster, problem.cost, memory=problem.memory)
+        for plan in plans_of(problem, uniform)
+    )
+    item = min((item for item in items if item.fits), key=lambda item: item.step_time_s)
+    yield f"- {spec['name']}\n  - uniform: {layout_words(item.plan)}: {item.step_time_s:.6g} s"
+    if best is not None:
+        yield f"  - found: {layout_words(best.plan)}: {best.step_time_s:.6g} s"
+        yield f"  - the uniform one against it: {explain_difference(item, best)}"
 
 
 def simulate_layouts(spec):
@@ -119,6 +139,7 @@ def simulate_layouts(spec):
             steps = {fits: tuple(s for s, it_fits in line["plans"] if it_fits >= fits) for fits in (False, True)}
             found.append(
                 Layout(
+                    configuration=configuration,
                     bound_s=bound_s,
                     may_fit=may_fit,
                     steps_s=steps[False],
