@@ -12,6 +12,7 @@ from meshwright.spec import PlanError
 from meshwright.spec.exchange import GradientExchange, ZeroStage
 from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.recompute_words import words_in_layers
 from meshwright.spec.sharding import UNSHARDED, Sharding
 
 
@@ -30,9 +31,10 @@ class Setting(NamedTuple):
 class Choices:
     """What plans may choose among; where there is one value, it is fixed.
 
-    ``last_resorts`` are ways to offload that are taken only where no plan fits without. ``shard_sizes`` go with ZeRO 1 to 3 (`GradientExchange.shard_size`).
-    ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
-    number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
+    ``last_resorts`` are ways to offload that are taken only where no plan fits without. ``shard_sizes`` go with ZeRO 1
+    to 3 (`GradientExchange.shard_size`). ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand
+    for all devices of the cluster, any number, and divisors of the batch. ``num_chunks`` are stages on a rank, where
+    schedules deal them out in turn.
     ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
     orders; once made, they are names and references, and ``schedule_hashes`` holds the hashes of the files. Raises
     ScheduleReferenceError for what is not a schedule.
@@ -58,6 +60,16 @@ class Choices:
         object.__setattr__(self, "schedule_hashes", named)
         for zero, size in self.sharing():
             GradientExchange(zero=zero, shard_size=size)
+
+    @property
+    def ways_to_offload(self) -> tuple[Offload, ...]:
+        """All that plans may keep away from devices, last resorts behind the others."""
+        return tuple(dict.fromkeys((*self.offload, *self.last_resorts)))
+
+    def allows_recompute(self, word: str) -> bool:
+        """Whether a word is one of the choices, or names layers for which each of its words is, and none for others."""
+        words = words_in_layers(word)
+        return word in self.recompute or (bool(words) and {*words, "none"} <= {*self.recompute})
 
     def sharing(self) -> Iterator[tuple[ZeroStage, int]]:
         """ZeRO stages, each with a shard size; 0 has none. Raises PlanError where sizes have no stage to go with."""

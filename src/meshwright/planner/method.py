@@ -73,6 +73,7 @@ class SearchState:
         stop_at, turn_ends_at: ends of the search and of what runs in it at the moment, on the monotonic clock.
         best: the fastest plan that fits, of any method.
         fitting: all plans that fit so far.
+        rejected: plans that were simulated and do not fit.
         num_considered: configurations that methods covered, simulated or not.
         num_pruned: those of them that a bound or memory ruled out without looking at each.
         bound_s: no plan of the problem is faster, as far as methods say.
@@ -88,6 +89,7 @@ class SearchState:
     turn_ends_at: float = math.inf
     best: RankedPlan | None = None
     fitting: list[RankedPlan] = field(default_factory=list)
+    rejected: list[RankedPlan] = field(default_factory=list)
     num_considered: int = 0
     num_pruned: int = 0
     bound_s: float = 0.0

@@ -37,7 +37,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.offload import check_offload
 from meshwright.spec.recompute import Recompute
-from meshwright.spec.recompute_words import is_by_stage, num_named_stages, word_of_first
+from meshwright.spec.recompute_words import is_by_stage, name_recompute, num_named_stages, word_of_first
 from meshwright.spec.scenario import Scenario
 from meshwright.spec.stage_plan import takes_part_alike
 
@@ -136,26 +136,28 @@ class Problem:
         return other
 
     def setting_of(self, plan: Plan) -> Setting | None:
-        """The setting among the choices that a plan of this problem has; None if it has none of them."""
-        graph = self.graph_for(plan.microbatch_size)
-        for setting in self.settings():
-            exchange = plan.exchange
-            same = (plan.num_devices, plan.sharding, exchange.zero, exchange.shard_size, plan.offload)
-            wanted = (setting.num_devices, setting.sharding, setting.zero, setting.shard_size, setting.offload)
-            again = plan.recompute, plan.keeps
-            if same == wanted and self._recomputed_by(plan, graph, setting.recompute) == again:
-                return setting
-        return None
+        """The setting that a plan of this problem has; None if the choices, or ``only``, lack it."""
+        chosen, exchange = self.choices, plan.exchange
+        word = self._word_of(plan)
+        setting = Setting(plan.num_devices, plan.sharding, exchange.zero, word or "", plan.offload, exchange.shard_size)
+        if word is None or (self.only and setting not in self.only):
+            return None
+        allowed = (
+            setting.num_devices in (chosen.num_devices or (self.cluster.num_ranks,)),
+            setting.sharding in chosen.shardings,
+            (setting.zero, setting.shard_size) in chosen.sharing(),
+            setting.offload in chosen.ways_to_offload,
+        )
+        return setting if self.only or all(allowed) else None
 
     def objection(self, plan: Plan) -> str:
         """What of a plan this problem does not allow, in words; nothing of one that it does.
 
         Placements of ops may be a method's own.
         """
-        chosen, graph = self.choices, self.graph_for(plan.microbatch_size)
+        chosen = self.choices
         sharding = replace(plan.sharding, placements=())
         counts = chosen.num_devices or (self.cluster.num_ranks,)
-        again = [self._recomputed_by(plan, graph, text) for text in chosen.recompute]
         sharing = plan.exchange.zero, plan.exchange.shard_size
         exchange = replace(self.exchange, zero=sharing[0], shard_size=sharing[1]).suited_to(plan.schedule)
         wrong = {
@@ -166,8 +168,8 @@ class Problem:
             "ZeRO stage": sharing[0] not in chosen.zero,
             "shard size": sharing[0] in chosen.zero and sharing not in chosen.sharing(),
             "exchange": plan.exchange != exchange,
-            "recompute": (plan.recompute, plan.keeps) not in again,
-            "offload": plan.offload not in chosen.offload,
+            "recompute": self._word_of(plan) is None,
+            "offload": plan.offload not in chosen.ways_to_offload,
             "use of torch.compile": plan.compiled != self.compiled,
             "schedule": plan.schedule not in chosen.schedules,
             "number of stages": bool(chosen.num_stages)
@@ -175,6 +177,21 @@ class Problem:
             "microbatch size": bool(chosen.microbatch_sizes) and plan.microbatch_size not in chosen.microbatch_sizes,
         }
         return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
+
+    def resorting(self) -> Problem:
+        """The same problem where what its choices leave as last resorts is taken."""
+        chosen = self.choices
+        return replace(self, choices=replace(chosen, offload=chosen.last_resorts, last_resorts=()), only=())
+
+    def _word_of(self, plan: Plan) -> str | None:
+        """What of a plan is computed again, in the words of the choices or for layers; None if they do not allow it."""
+        again, graph = (plan.recompute, plan.keeps), self.graph_for(plan.microbatch_size)
+        words = dict.fromkeys((*self.choices.recompute, *(setting.recompute for setting in self.only)))
+        for word in words:
+            if self._recomputed_by(plan, graph, word) == again:
+                return word
+        word = name_recompute(graph, Recompute(*again))
+        return word if word and self.choices.allows_recompute(word) else None
 
     def _recomputed_by(self, plan: Plan, graph: Graph, recompute: str) -> Recompute | None:
         """What a choice means for a plan; None if it names stages that the plan lacks."""

@@ -85,7 +85,7 @@ def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits
     return Plans(
         # With a deadline, a plan in time is worth more than the intervals of all.
         ranked=rank_plans(state.fitting, limits.max_plans, None if limits.deadline_s else log.predict_interval),
-        rejected=tuple(log.rejected),
+        rejected=tuple(state.rejected),
         refused=tuple((plan, str(error)) for plan, error in state.refused),
         coverage=coverage,
         evaluate=log.evaluate,
@@ -107,7 +107,7 @@ def _raise_nothing_found(log: _Log, method: str, stopped: str, *, is_exact: bool
             f"{format_count(len(log.too_slow), 'plan')} that were tried, {plan.describe()}, takes "
             f"{format_seconds(latency_s)}. Allow smaller microbatches, split ops over devices, or allow more time."
         )
-    if state.refused and not log.rejected:
+    if state.refused and not state.rejected:
         raise state.refused[0][1]
     if stopped or state.is_over:
         raise PlanError(
@@ -118,7 +118,7 @@ def _raise_nothing_found(log: _Log, method: str, stopped: str, *, is_exact: bool
             f"The method {method} proposes no plan that fits, though there are some. Take another one, as "
             f"{DEFAULT_METHOD}."
         )
-    raise_infeasible(problem, log.rejected, log.evaluate, _best_of)
+    raise_infeasible(problem, state.rejected, log.evaluate, _best_of)
 
 
 class _Log:
@@ -127,7 +127,6 @@ class _Log:
     def __init__(self, problem: Problem, state: SearchState) -> None:
         self.problem, self.state = problem, state
         self._known: dict[Plan, RankedPlan | None] = {}
-        self.rejected: list[RankedPlan] = []
         self.too_slow: list[tuple[float, Plan]] = []
 
     @property
@@ -219,7 +218,7 @@ class _Log:
             self.state.are_bounds_void |= is_by_stage(setting.recompute)
         self._known[plan] = item
         if not item.fits:
-            self.rejected.append(item)
+            self.state.rejected.append(item)
         elif proposal.counts:
             self.state.fitting.append(item)
             if self.state.best is None or item.aimed_s < self.state.best.aimed_s:

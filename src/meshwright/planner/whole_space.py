@@ -1,11 +1,13 @@
-"""The whole space: all that the runtime runs, as choices; what is given restricts it.
+"""The whole space: all that the runtime runs, as choices.
 
-axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
-             graph, in teams that lie within a node; teams of experts may cover nodes
-sharing      ZeRO 0 to 3, among all replicas or within nodes (HSDP)
-recompute    none, op, full; without op where layers are compiled
-schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
-offload      nothing; of what nothing else fits for, optimizer states, parameters and activations on the host
+What is given restricts it.
+
+    axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
+                 graph, in teams that lie within a node; teams of experts may cover nodes
+    sharing      ZeRO 0 to 3, among all replicas or within nodes (HSDP)
+    recompute    none, op, full; without op where layers are compiled
+    schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
+    offload      nothing; of what nothing else fits for, optimizer states, parameters and activations on the host
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from meshwright.planner.shardings import list_shardings
 from meshwright.planner.short import shorten
 from meshwright.program import lower_graph
 from meshwright.spec import Graph, MeshwrightError
-from meshwright.spec.offload import ON_DEVICE, Offload
-from meshwright.spec.plan import BASIC_SCHEDULES, DEALT_IN_TURN
 from meshwright.spec.collective import Axis
+from meshwright.spec.offload import ON_DEVICE, Offload
+from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import AXES, Sharding
 from meshwright.spec.teams import team_cluster
 
@@ -130,15 +132,20 @@ def _shardings(
     placements: tuple[OpPlacement, ...],
 ) -> Iterator[Sharding]:
     """All combinations of what is given, and of what splits the graph where nothing is."""
-    given = {"tensor": tensor, "context": context, "expert": expert}
+    given: dict[Axis, Sequence[int] | None] = {"tensor": tensor, "context": context, "expert": expert}
     if placements or (sequence_parallel is not None and None not in given.values()):
-        sizes = {axis: value or (1,) for axis, value in given.items()}
-        yield from list_shardings(**sizes, sequence_parallel=bool(sequence_parallel), placements=placements)
+        yield from list_shardings(
+            tensor=tensor or (1,),
+            context=context or (1,),
+            expert=expert or (1,),
+            sequence_parallel=bool(sequence_parallel),
+            placements=placements,
+        )
         return
     short = shorten(graph).graph
     sizes = {axis: value or tuple(_useful(short, cluster, axis)) for axis, value in given.items()}
     for combined in product(*(dict.fromkeys(sizes[axis]) for axis in AXES)):
-        plain = Sharding(**dict(zip(AXES, combined, strict=True)))
+        plain = Sharding(tensor=combined[0], context=combined[1], expert=combined[2])
         is_own = all(given[axis] is not None for axis, size in zip(AXES, combined, strict=True) if size > 1)
         if not is_own and not _are_teams(cluster, plain):
             continue
@@ -158,10 +165,16 @@ def _useful(short: Graph, cluster: Cluster, axis: Axis) -> Iterator[int]:
     yield 1
     for size in divisors(most)[1:]:
         with suppress(MeshwrightError):
-            burden = _burden(lower_graph(short, Sharding(**{axis: size}), ()), axis)
+            burden = _burden(lower_graph(short, _alone(axis, size), ()), axis)
             if burden < least * _LEAST_GAIN:
                 least = burden
                 yield size
+
+
+def _alone(axis: Axis, size: int) -> Sharding:
+    if axis == "tensor":
+        return Sharding(tensor=size)
+    return Sharding(context=size) if axis == "context" else Sharding(expert=size)
 
 
 def _burden(graph: Graph, axis: Axis) -> float:

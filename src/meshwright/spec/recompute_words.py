@@ -8,6 +8,7 @@
     every-N       each N-th repeated block, as torchtitan's layer-wise selective checkpointing
     keep=A+B      every repeated block, but for the results of ops whose kind or name matches one of the patterns
     0:12,20:24    these layers
+    op[0:12],full[12:20]   one of the words above but every-N for some layers
     full@0,op@1:3 one of the words above for some stages, and nothing elsewhere
 
 ``selective`` is an older word for ``attention``. What ``op`` keeps is what torchtitan's selective policy saves
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, get_args
 
 from meshwright.spec.errors import PlanError, suggest
@@ -43,7 +46,11 @@ RecomputeName = Literal["none", "op", "attention", "full"]
 RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
 OLDER_NAMES = {"selective": "attention"}
 _EVERY = re.compile(r"every-([1-9]\d{0,8})")
+_LAYERS = re.compile(r"[\d:,]+")
 _KEEP, _AT = "keep=", "@"
+# A word for some layers, and several of them with commas between.
+_IN_LAYERS = re.compile(r"([a-z]+)\[([\d:,]+)\]")
+_ALL_IN_LAYERS = re.compile(rf"{_IN_LAYERS.pattern}(,{_IN_LAYERS.pattern})*")
 
 # From the scores of attention on. A dropout alone keeps less in its mask than its input has.
 _SCORES = ("aten.softmax", "aten._softmax")
@@ -58,6 +65,7 @@ _MAX = "aten.max.default"
 _MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
 
 
+@lru_cache(maxsize=32)
 def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
     """Ranges and kept ops by the word for them; blocks are layers that stand in a list of the model's."""
     blocks = _blocks(graph)
@@ -94,22 +102,43 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
         return Recompute(recompute_layers(graph, blocks[step - 1 :: step]))
     if text.startswith(_KEEP):
         return _read_keep(graph, text)
+    if _ALL_IN_LAYERS.fullmatch(text):
+        return _read_in_layers(graph, text)
     return Recompute(_read_layers(graph, text))
 
 
 def name_recompute(graph: Graph, again: Recompute) -> str:
-    """The word that means what is given, or its layers as ``1,2,5``; empty if there is neither."""
-    for word, found in recompute_choices(graph).items():
+    """The words that mean what is given, or its layers as ``1:3,5``; empty if there are none."""
+    choices = recompute_choices(graph)
+    for word, found in choices.items():
         if found == again:
             return word
-    if again.keeps:
-        return ""
     place = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
     if not all(item in place for item in again.ranges):
         return ""
     layers, blocks = [place[item] for item in again.ranges], _blocks(graph)
-    step = blocks.index(layers[0]) + 1 if layers[0] in blocks else 0
-    return f"every-{step}" if step and layers == blocks[step - 1 :: step] else ",".join(map(str, layers))
+    if not again.keeps:
+        step = blocks.index(layers[0]) + 1 if layers[0] in blocks else 0
+        return f"every-{step}" if step and layers == blocks[step - 1 :: step] else _say_layers(layers)
+    # A block of which nothing is kept is computed again as a whole, unless its ops have nothing to keep.
+    kept = set(again.keeps)
+    words = {
+        i: "op" if kept.intersection(range(graph.layers[i].start, graph.layers[i].stop)) else "full" for i in layers
+    }
+    named = ",".join(
+        f"{word}[{_say_layers([i for i in layers if words[i] == word])}]"
+        for word in dict.fromkeys(words[i] for i in layers)
+    )
+    return named if _read_in_layers(graph, named) == again else ""
+
+
+def words_in_layers(text: str) -> tuple[str, ...]:
+    """The words for some layers in a text, each once; none if it is of another form."""
+    if _LAYERS.fullmatch(text) or _EVERY.fullmatch(text):
+        return ("full",)
+    return (
+        tuple(dict.fromkeys(match[1] for match in _IN_LAYERS.finditer(text))) if _ALL_IN_LAYERS.fullmatch(text) else ()
+    )
 
 
 def is_alike(text: str) -> bool:
@@ -247,7 +276,7 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
             raise PlanError(
                 f"{text!r} does not say what to compute again{suggest(text, known)}; expected "
                 f"{', '.join(RECOMPUTE_NAMES)}, every-2 (each second block), keep=KIND+KIND (blocks without these "
-                "ops), layers as 0:12 or 0:12,20:24, or words for stages as full@0,op@1:3."
+                "ops), layers as 0:12 or 0:12,20:24, words for layers as op[0:12], or for stages as full@0,op@1:3."
             ) from None
         if not start < stop <= len(graph.layers):
             raise PlanError(
@@ -256,6 +285,28 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
             )
         chosen += range(start, stop)
     return recompute_layers(graph, sorted(set(chosen)))
+
+
+def _say_layers(layers: Sequence[int]) -> str:
+    """Ascending layers, runs of them as ``3:8``."""
+    runs = [
+        [value for _, value in group] for _, group in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs)
+
+
+def _read_in_layers(graph: Graph, text: str) -> Recompute:
+    found, seen = Recompute(), set[int]()
+    for match in _IN_LAYERS.finditer(text):
+        ranges = _read_layers(graph, match[2])
+        starts = {start for start, _ in ranges}
+        if seen & starts:
+            raise PlanError(f"{text!r} names a layer twice. Name each at most once.")
+        seen |= starts
+        for start, stop in ranges:
+            more = _within(graph, match[1], start, stop)
+            found = Recompute(found.ranges + more.ranges, found.keeps + more.keeps)
+    return Recompute(tuple(sorted(found.ranges)), tuple(sorted(found.keeps)))
 
 
 def _read_numbers(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.cli.exchanges import load_order
 from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_experts
@@ -20,17 +20,17 @@ from meshwright.cli.planning import as_written, choose_batch, choose_precision, 
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders
-from meshwright.spec.exchange import GradientExchange, ZeroStage
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.made_with import note_making
 from meshwright.spec.model_files import is_stored_graph
-from meshwright.spec.offload import read_offload
+from meshwright.spec.offload import ON_DEVICE, read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import read_placement
 from meshwright.spec.workload import Optimizer, Workload
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
-    from meshwright.planner import Plans, Problem
+    from meshwright.planner import Choices, Plans, Problem
     from meshwright.spec import EventSink, Graph, Plan
 
 GraphFor = Callable[[int], "Graph"]
@@ -119,7 +119,7 @@ def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:
 
 def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
     """The problem that a request poses. Raises what is wrong with it before anything is searched."""
-    from meshwright.planner import Choices, Problem, list_shardings, within_budget
+    from meshwright.planner import Problem, within_budget
 
     machine = request.machine
     mode: Mode = "inference" if request.inference else "training"
@@ -137,34 +137,18 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
     counts = tuple(request.ranks or ())
     if request.max_price is not None:
         counts = within_budget(counts, machine, prices, request.max_price)
+    workload = Workload(
+        kind=mode,
+        global_batch=choose_batch(request.batch, request.tokens, request.model, machine, graph_for),
+        precision=precision,
+        optimizer=Optimizer.named(request.optimizer),
+    )
     return Problem(
         graph_for=graph_for,
         cluster=machine,
-        workload=Workload(
-            kind=mode,
-            global_batch=choose_batch(request.batch, request.tokens, request.model, machine, graph_for),
-            precision=precision,
-            optimizer=Optimizer.named(request.optimizer),
-        ),
+        workload=workload,
         cost=priced_by(machine, request.measurements, precision, request.software),
-        choices=Choices(
-            num_devices=counts,
-            num_stages=() if request.stages is None else (request.stages,),
-            num_chunks=(request.virtual_stages,),
-            microbatch_sizes=tuple(request.microbatch_size or ()),
-            schedules=tuple(request.schedule or BASIC_SCHEDULES),
-            shardings=list_shardings(
-                tensor=request.tensor or (1,),
-                context=request.context or (1,),
-                expert=request.expert or (1,),
-                sequence_parallel=request.sequence_parallel,
-                placements=tuple(map(read_placement, request.placement or ())),
-            ),
-            zero=tuple(cast("ZeroStage", stage) for stage in request.zero or (0,)),
-            shard_sizes=tuple(request.shard or (0,)),
-            recompute=tuple(request.recompute or ("none",)),
-            offload=(read_offload(request.offload or ()),),
-        ),
+        choices=_choices(request, graph_for, workload, counts),
         exchange=GradientExchange(staleness=request.staleness),
         memory=request.memory,
         aim=request.aim,
@@ -173,6 +157,54 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
         model=request.model,
         model_sizes=request.sizes,
         compiled=request.compiled,
+    )
+
+
+def _choices(request: PlanRequest, graph_for: GraphFor, workload: Workload, counts: tuple[int, ...]) -> Choices:
+    """What plans may choose among: the whole space where the method covers it, less what options restrict."""
+    from meshwright.planner import whole_space
+    from meshwright.planner.adoption import DEFAULT_CHUNKS
+    from meshwright.planner.methods import OPEN_METHODS
+    from meshwright.planner.methods.grid.cover import FLIGHTS
+
+    schedules = request.schedule
+    is_open = request.method in OPEN_METHODS and set(schedules or FLIGHTS) <= {*FLIGHTS}
+    # Other methods have spaces of their own.
+    closed: dict[str, Any] = {
+        "tensor": (1,),
+        "sequence_parallel": False,
+        "context": (1,),
+        "expert": (1,),
+        "zero": (0,),
+        "shard_sizes": (0,),
+        "recompute": ("none",),
+        "offload": (ON_DEVICE,),
+        "schedules": BASIC_SCHEDULES,
+        "num_chunks": (DEFAULT_CHUNKS,),
+    }
+    given = {
+        "tensor": request.tensor,
+        "sequence_parallel": request.sequence_parallel,
+        "context": request.context,
+        "expert": request.expert,
+        "zero": request.zero,
+        "shard_sizes": request.shard,
+        "recompute": request.recompute,
+        "offload": None if request.offload is None else (read_offload(request.offload),),
+        "schedules": schedules,
+        "num_chunks": None if request.virtual_stages is None else (request.virtual_stages,),
+    }
+    chosen = {name: value or (None if is_open else closed[name]) for name, value in given.items()}
+    return whole_space(
+        graph_for(min(request.microbatch_size or (1,))),
+        request.machine,
+        workload,
+        compiled=request.compiled,
+        placements=tuple(map(read_placement, request.placement or ())),
+        num_devices=counts,
+        num_stages=() if request.stages is None else (request.stages,),
+        microbatch_sizes=request.microbatch_size or (),
+        **chosen,
     )
 
 

@@ -23,7 +23,7 @@ from meshwright.cli.models import (
 from meshwright.cli.pages import HtmlOption, OpenOption
 from meshwright.cli.planning import GRADIENT_HELP, PRECISION_HELP, TF32_HELP, GradientType
 from meshwright.cli.requests import Of, Request
-from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, WholeOption
+from meshwright.cli.schedules import FindOrdersOption, WholeOption
 from meshwright.spec.cluster import MAX_RANKS, Cluster, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, WAVES
 from meshwright.spec.plan import DEALT_IN_TURN, SCHEDULE_NAMES
@@ -48,7 +48,7 @@ def _unless_waves(request: PlanRequest) -> str:
 
 
 def _unless_dealt(request: PlanRequest) -> str:
-    names = request.schedule or ()
+    names = request.schedule or DEALT_IN_TURN
     return "" if set(names) & set(DEALT_IN_TURN) else f"without --schedule {' or '.join(DEALT_IN_TURN)}"
 
 
@@ -58,7 +58,7 @@ def _unless_split(request: PlanRequest) -> str:
 
 
 def _unless_tensor(request: PlanRequest) -> str:
-    return "" if any(size > 1 for size in request.tensor or ()) else "without --tensor above 1"
+    return "" if any(size > 1 for size in request.tensor or (2,)) else "with --tensor 1"
 
 
 def _unless_drawn(request: PlanRequest) -> str:
@@ -150,7 +150,13 @@ class PlanRequest(Request):
         ),
         Of("search"),
     ] = None
-    virtual_stages: Annotated[VirtualStagesOption, Of("search", unless=_unless_dealt)] = 2
+    virtual_stages: Annotated[
+        int | None,
+        typer.Option(
+            help="Only so many stages on every rank under interleaved and looped-bfs. By default 2 or 4.", min=1, max=64
+        ),
+        Of("search", unless=_unless_dealt),
+    ] = None
     staleness: Annotated[
         int,
         typer.Option(
@@ -170,10 +176,13 @@ class PlanRequest(Request):
         Of("search"),
     ] = None
     sequence_parallel: Annotated[
-        bool,
-        typer.Option("--sequence-parallel", help="Between the products that --tensor splits, split the tokens."),
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Between the products that --tensor splits, split the tokens. By default both are tried.",
+        ),
         Of("search", unless=_unless_tensor),
-    ] = False
+    ] = None
     context: Annotated[
         list[int] | None,
         typer.Option(

@@ -26,10 +26,13 @@ METHODS: dict[str, Method] = {
     "latency": latency,
 }
 
+# Those that search the whole space where nothing is given (`whole_space`); others have one of their own.
+OPEN_METHODS = ("auto", "grid")
+
 # Those that choose numbers of replicas which a shard size may not divide.
 _WITHOUT_SHARD_SIZES = ("pipedream", "flexflow", "differentiable", "unequal")
 
-__all__ = ["METHODS", "check_shard_sizes", "find_method"]
+__all__ = ["METHODS", "OPEN_METHODS", "check_shard_sizes", "find_method"]
 
 
 def check_shard_sizes(name: str, shard_sizes: Sequence[int]) -> None:

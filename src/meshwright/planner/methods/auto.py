@@ -21,13 +21,14 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from meshwright.planner.choices import Setting
 from meshwright.planner.climbing import as_chain, climb, moved_boundaries
+from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Method, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
+from meshwright.planner.methods.recompute_in_part import recompute_in_part
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.slicing.method import MAX_RANKS, adopt_whole
 from meshwright.planner.methods.unequal import unequal
@@ -41,8 +42,8 @@ from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
 # Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
 SMALL = 100_000
-# Simulations that the grid and the changes at the end may take.
-GRID_SIMULATIONS, CHANGES = 24, 120
+# Simulations that the changes at the end may take.
+CHANGES = 120
 # Within this share of the bound there is nothing left to find.
 _CLOSE = 1e-3
 
@@ -58,20 +59,30 @@ class _Turn(NamedTuple):
 def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
-    near, settings = problem, list(problem.settings())
-    if len(settings) > FEW_SETTINGS or any(setting.num_devices > MAX_RANKS for setting in settings):
-        yield from _take_turn(_Turn(grid, 0.4, GRID_SIMULATIONS), problem, state, errors)
-        near = problem if _is_small(problem) else _near(problem, state)
-    for turn in _turns(near):
-        # Bounds know nothing of placements of Alpa's own.
-        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
-            yield from _take_turn(turn, near, state, errors)
+    yield from _search(problem, state, errors)
+    if state.best is None and problem.choices.last_resorts and not state.is_over:
+        state.note("Nothing fits the devices alone: states or activations are kept on the hosts.")
+        problem = problem.resorting()
+        yield from _search(problem, state, errors)
     if state.best is None and errors:
         raise errors[0]
     if _is_proven(state):
         state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
     elif not state.is_over:
+        yield from recompute_in_part(problem, state)
         yield from improve(problem, state)
+
+
+def _search(problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
+    """The methods that fit the problem, on its settings where these are few, else on those that the grid finds."""
+    near, settings = problem, list(problem.settings())
+    if len(settings) > FEW_SETTINGS or any(setting.num_devices > MAX_RANKS for setting in settings):
+        yield from _take_turn(_Turn(grid, 0.4), problem, state, errors)
+        near = problem if _is_small(problem) else _near(problem, state)
+    for turn in _turns(near):
+        # Bounds know nothing of placements of Alpa's own.
+        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
+            yield from _take_turn(turn, near, state, errors)
 
 
 def _turns(problem: Problem) -> Iterator[_Turn]:
@@ -113,16 +124,15 @@ def _is_small(problem: Problem) -> bool:
 
 
 def _near(problem: Problem, state: SearchState) -> Problem:
-    """The problem under the settings of the best plans so far; as it is before any plan fits."""
-    best = sorted(state.fitting, key=lambda item: item.step_time_s)
-    settings: dict[Setting, None] = {}
-    for item in best:
-        setting = problem.setting_of(item.plan)
-        if setting is not None:
-            settings.setdefault(setting)
-        if len(settings) == CLOSE_SETTINGS:
-            break
-    return problem.under(tuple(settings)) if settings else problem
+    """The problem under the settings of the best plans so far; before any fits, of those that exceed memory least."""
+    best = sorted(state.fitting, key=lambda item: item.step_time_s) or sorted(state.rejected, key=_excess)
+    found = (problem.setting_of(item.plan) for item in best)
+    settings = list(dict.fromkeys(setting for setting in found if setting is not None))
+    return problem.under(settings[:CLOSE_SETTINGS]) if settings else problem
+
+
+def _excess(item: RankedPlan) -> int:
+    return item.excess_bytes
 
 
 def _is_proven(state: SearchState) -> bool:

@@ -6,12 +6,13 @@ P(p) the seconds of one in the first stages of the positions before p, o the opt
 gradients, of which the last microbatch's backward hides what it can, a step takes at least
 
     max over positions p of    n · max(w, z) + e + o     its own work; z: what ZeRO 2 and 3 gather and scatter per
-                                                         microbatch, beside the work or, on processors, on top of it
+                                                         microbatch, beside the work or, on processors, on top of it;
+                                                         w has copies from and to where that is done
                                P(p) + n · w              where steps are flushed and backwards are whole
 
 and a rank of position p holds at least its parameters, gradients and states, as ZeRO leaves them, with the largest
 layer's as they are gathered, and what the microbatches in flight keep: all (GPipe), min(n, S - p) (1F1B), or the chunks
-that an interleaved schedule has under way.
+that an interleaved schedule has under way. Where backwards are split, one of these holds what its second part reads.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
 class Layers(NamedTuple):
     """Sums of figures over the layers before each, and over all: seconds (kinds, L + 1), bytes (L + 1,).
 
-    ``kept`` is that of one microbatch.
+    ``kept`` is that of one microbatch, ``waiting`` what of it and of its gradients waits for a backward's second part.
     """
 
     forward: Floats
@@ -63,14 +64,15 @@ class Layers(NamedTuple):
     states: Floats
     gradients: Floats
     kept: Floats
+    waiting: Floats
 
 
 class Exchanges(NamedTuple):
     """What replicas exchange, by the number of positions, shape (counts,): seconds of a sum of a byte and of a bucket.
 
-    ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters. ``tied_parameters`` and
-    ``tied_gradients`` are bytes of what several layers read. ``overlap``: sums begin with the first bucket; ``wait``:
-    ranks wait for gathers and scatters.
+    ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters, ``copy_s`` those of parameters to
+    and from where these are made. ``tied_parameters`` and ``tied_gradients`` are bytes of what several layers read.
+    ``overlap``: sums begin with the first bucket; ``wait``: ranks wait for gathers and scatters.
     """
 
     latency_s: Floats
@@ -79,6 +81,7 @@ class Exchanges(NamedTuple):
     scatter_s: Floats
     tied_parameters: float
     tied_gradients: float
+    copy_s: float
     bucket_bytes: float
     overlap: bool
     wait: bool
@@ -129,13 +132,14 @@ def cover(
     chunks: Integers,
     zeros: Integers,
     shard_size: int,
+    also_all: bool,
 ) -> Rows:
     """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
 
     ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
     having ranks p · R on. Those that cannot be are left out: more stages than layers, fewer microbatches than replicas,
     rounds that do not divide, replicas that ``shard_size`` does not divide, or that have unequal rounds with ZeRO 2 and
-    3; and doubles.
+    3; and doubles: ``also_all`` says that sharing among all replicas is covered elsewhere.
     """
     num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
@@ -149,6 +153,8 @@ def cover(
         replicas = num_ranks // positions
         sharing = min(shard_size, replicas) if shard_size else replicas
         if replicas > num_microbatches or (replicas > 1 and shard_size and replicas % shard_size):
+            continue
+        if also_all and shard_size >= replicas:
             continue
         rounds, cut = -(-num_microbatches // replicas), 0
         for index in range(len(flights)):
@@ -166,6 +172,9 @@ def cover(
                 even_edges(work, num_stages, edges)
                 _add_up(layers, edges, positions, chunks[index], sums)
             for zero in zeros:
+                # One replica has none to share with.
+                if replicas == 1 and zero > zeros.min():
+                    continue
                 # As `spec.stage_plan.takes_part_alike` has it.
                 if zero >= 2 and num_microbatches % replicas:
                     continue
@@ -219,13 +228,16 @@ def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: _F
     longest, before = 0.0, 0.0
     for position in range(form.positions):
         passing, exposed = _exchange(exchanges, form, sums.parameters[position], sums.gradients[position])
+        parameters = _shared_out(form, sums.parameters[position], exchanges.tied_parameters)
+        copied = exchanges.copy_s * _copied_bytes(form, parameters, sums.largest[position])
         fastest_way = np.inf
         for kind in range(num_kinds):
             if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
                 continue
             # Of unlike replicas the slowest may be one that has a microbatch less.
             rounds = form.rounds if num_kinds == 1 else max(form.rounds - 1, 1)
-            taken = rounds * sums.work[kind, position] - sums.accumulate[kind, position]
+            each = sums.work[kind, position] + copied
+            taken = rounds * each - sums.accumulate[kind, position]
             waited = taken + rounds * passing if exchanges.wait else max(taken, rounds * passing)
             hidden = sums.backward[kind, position] if exchanges.overlap else 0.0
             optimizer = sums.optimizer[kind, position] / (form.sharing if form.zero else 1)
@@ -243,16 +255,29 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
     if form.replicas == 1:
         return 0.0, 0.0
     if form.zero >= 2:
-        if form.positions * form.chunks > 1:
-            # What stages have in common is not shared out.
-            parameters = max(parameters - exchanges.tied_parameters, 0.0)
-            gradients = max(gradients - exchanges.tied_gradients, 0.0)
+        parameters = _shared_out(form, parameters, exchanges.tied_parameters)
+        gradients = _shared_out(form, gradients, exchanges.tied_gradients)
         # What ZeRO 3 gathers once more for the backward may be there still.
         return parameters * exchanges.gather_s[form.place] + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:
         return 0.0, 0.0
     latency_s, bucket_s = exchanges.latency_s[form.place], exchanges.bucket_s[form.place]
     return 0.0, sum_in_buckets(gradients, exchanges.bucket_bytes, latency_s, bucket_s)[0]
+
+
+@compiled
+def _shared_out(form: _Form, num_bytes: float, tied: float) -> float:
+    """Bytes that replicas share out at least: what several stages read is not."""
+    return num_bytes if form.positions * form.chunks == 1 else max(num_bytes - tied, 0.0)
+
+
+@compiled
+def _copied_bytes(form: _Form, parameters: float, largest: float) -> float:
+    """What passes copy to where ops read it, and gradients to where they are scattered from."""
+    if form.replicas == 1 or form.zero < 2:
+        return 0.0
+    # The first and the last layer of a model stay for the backward.
+    return 2 * parameters + (max(parameters - 2 * largest, 0.0) if form.zero == 3 else 0.0)
 
 
 @compiled
@@ -266,13 +291,17 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> fl
             static += parameters / shared + sums.largest[position] * (1.0 - 1.0 / shared)
         else:
             static += parameters
-        held = 0.0
+        held, waiting = 0.0, 0.0
         for chunk in range(form.chunks):
             place = chunk * form.positions + position
             kept = _between(layers.kept, edges[place], edges[place + 1])
             held += kept * _in_flight(form, position, chunk)
+            if form.flight == SPLIT:
+                waiting += _between(layers.waiting, edges[place], edges[place + 1]) - kept
         # Gradients may be there only when what microbatches kept is gone, and all of them are at the end.
-        fullest = max(fullest, static + held, static + gradients / (shared if form.zero >= 2 else 1))
+        fullest = max(
+            fullest, static + held + max(waiting, 0.0), static + gradients / (shared if form.zero >= 2 else 1)
+        )
     return fullest
 
 

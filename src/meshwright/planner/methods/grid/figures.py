@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import backend_of
+from meshwright.cost.offload import HostPrices
 from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure
 from meshwright.program import lower_graph, own_workload
+from meshwright.simulator.stage_costs import weights_shares
 from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
 from meshwright.spec.recompute_words import is_by_stage, words_of
 from meshwright.spec.sharding import Sharding
@@ -68,7 +70,8 @@ class Figures:
         self.cost = problem.cost.for_teams(sharding)
         self.cluster = self.cost.cluster
         # Where something may be kept away from devices, nothing of it bounds them.
-        chosen = problem.choices.offload
+        chosen = self._offload = problem.choices.offload
+        self._counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
         self._steps_on_device = all(away.optimizer == "device" for away in chosen)
         self._on_device = all(away.parameters == "device" for away in chosen)
         self._keeps_on_device = all(away.activations == "device" for away in chosen)
@@ -77,6 +80,7 @@ class Figures:
         self._bytes: dict[str, LayerBytes] = {}
         self._seconds: dict[tuple[int, str], LayerSeconds] = {}
         self._optimizer: dict[str, Floats] = {}
+        self._waiting: dict[int, Floats] = {}
         self._exchanges: dict[tuple[int, tuple[int, ...], int, int], Exchanges] = {}
 
     @cached_property
@@ -132,8 +136,8 @@ class Figures:
                 picoseconds = np.rint(values * PICOSECONDS_PER_SECOND).astype(np.int64)
                 column.append(_added(self._structure, self._structure.ops.table(picoseconds)) / PICOSECONDS_PER_SECOND)
             if kind.name not in self._optimizer:
-                self._optimizer[kind.name] = self._optimizer_seconds(kind)
-            columns[3].append(self._optimizer[kind.name] * (training and self._steps_on_device))
+                self._optimizer[kind.name] = self._step_seconds(kind)
+            columns[3].append(self._optimizer[kind.name] * training)
         forward, backward, accumulate, optimizer = (self._short.spread(np.stack(column)) for column in columns)
         return LayerSeconds(forward=forward, backward=backward, accumulate=accumulate, optimizer=optimizer)
 
@@ -153,11 +157,20 @@ class Figures:
                 scatter_s=columns[3],
                 tied_parameters=self._tied[0],
                 tied_gradients=self._tied[1],
+                copy_s=self._copy_seconds,
                 bucket_bytes=float(exchange.bucket_bytes),
                 overlap=exchange.overlap,
                 wait=wait,
             )
         return self._exchanges[key]
+
+    @cached_property
+    def _copy_seconds(self) -> float:
+        """Seconds per byte to copy parameters to a bucket, or from it, all at once."""
+        graph = self._local
+        num_bytes = sum(graph.tensors[i].num_bytes(0, self.workload.float_bytes) for i in graph.parameters)
+        kinds = self.cluster.device_kinds
+        return min(self.cost.bucket_seconds(graph, graph.parameters, kind) for kind in kinds) / max(num_bytes, 1)
 
     def _exchange(self, replicas: int, positions: int, bucket_bytes: int, shard_size: int) -> tuple[float, ...]:
         """Seconds of a sum of one byte and of a bucket at the best rate; per byte of gathers and scatters of a layer.
@@ -222,6 +235,30 @@ class Figures:
             float(sum(tensor.num_elements(0) * gradient for tensor in tied)),
         )
 
+    def waiting(self, microbatch_size: int) -> Floats:
+        """Bytes of a microbatch that each layer makes for the second part of a split backward, shape (L,)."""
+        if microbatch_size not in self._waiting:
+            graph, width = self._local, self.workload.float_bytes
+            found = np.zeros(len(graph.layers))
+            if self.workload.kind == "training" and self._keeps_on_device:
+                for index, made in enumerate(self._made_for_weights):
+                    found[index] = sum(graph.tensors[i].num_bytes(microbatch_size, width) for i in made)
+            self._waiting[microbatch_size] = self._short.spread(found)
+        return self._waiting[microbatch_size]
+
+    @cached_property
+    def _made_for_weights(self) -> list[set[int]]:
+        """By layer, the values of it that the second part of a split backward reads, or whose gradients it does."""
+        graph, shares = self._local, weights_shares(self._local)
+        found = []
+        for layer in graph.layers:
+            ops = range(layer.start, layer.stop)
+            later = [graph.ops[op] for op in ops if shares[op] > 0]
+            made = {graph.tensors[i].storage for op in ops for i in graph.ops[op].outputs}
+            read = {graph.tensors[i].storage for op in later for i in op.saved} & made
+            found.append(read | {i for op in later for i in op.outputs if graph.tensors[i].requires_grad})
+        return found
+
     def bytes(self, recompute: str) -> LayerBytes:
         """Bytes of all layers."""
         if recompute not in self._bytes:
@@ -238,8 +275,7 @@ class Figures:
         width, training = self.workload.float_bytes, self.workload.kind == "training"
         known = graph.batch_size
         sizes = [np.array([tensor.num_bytes(known or b, width) for tensor in graph.tensors], np.int64) for b in (1, 2)]
-        trained = np.array([tensor.requires_grad for tensor in graph.tensors]) * training
-        elements = np.array([tensor.num_elements(0) for tensor in graph.tensors], np.int64) * trained
+        elements = self._trained_elements()
         each = state_bytes(self.workload.optimizer, self.workload.precision)
         gradient = self.workload.numbers.gradient_bytes
         is_kept = training and self._keeps_on_device
@@ -259,6 +295,23 @@ class Figures:
         local = lower_graph(self._short.graph, self.sharding, *read_recompute(self._short.graph, recompute))
         return as_computed(local, self.workload.numbers)
 
+    def _step_seconds(self, kind: DeviceKind) -> Floats:
+        """What each layer adds to the optimizer's step, which begins when a rank's last computation has ended."""
+        if self._steps_on_device:
+            return self._optimizer_seconds(kind)
+        if any(away.optimizer != "host" for away in self._offload):
+            return np.zeros(len(self._local.layers))
+        first = next(rank for rank in self.first_of_kinds if self.cluster.device_kind(rank).name == kind.name)
+        host = HostPrices(self.cost, max(min(self._counts) // self.sharding.width, first + 1))
+        elements = self._trained_elements()
+        each = host.price_step(first, self.workload.numbers.gradient_bytes, self.workload.optimizer).at(self.cost.end)
+        return _added(self._structure, self._structure.parameters.table(elements)) * each
+
+    def _trained_elements(self) -> NDArray[np.int64]:
+        trained = self.workload.kind == "training"
+        counts = [tensor.num_elements(0) * tensor.requires_grad * trained for tensor in self._local.tensors]
+        return np.array(counts, np.int64)
+
     def _optimizer_seconds(self, kind: DeviceKind) -> Floats:
         """What each layer adds to an optimizer's step over all of them."""
         graph, optimizer = self._local, self.workload.optimizer
@@ -272,8 +325,7 @@ class Figures:
         without = [self.cost.optimizer_seconds(graph, some, optimizer, kind) if some else 0.0 for some in others]
         added = np.maximum(everything - np.array(without), 0.0)
         # Starts of kernels come in steps, so that the last layer may seem to add more than its share.
-        sizes = np.array([tensor.num_elements(0) * tensor.requires_grad for tensor in graph.tensors], np.int64)
-        elements = _added(self._structure, self._structure.parameters.table(sizes))
+        elements = _added(self._structure, self._structure.parameters.table(self._trained_elements()))
         found: Floats = np.minimum(added, everything * elements / max(elements.sum(), 1.0))
         return found
 

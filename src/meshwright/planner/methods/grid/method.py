@@ -8,7 +8,7 @@ among uniform configurations.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import cast
 
 from meshwright.planner.choices import Setting
@@ -21,25 +21,102 @@ from meshwright.spec.exchange import ZeroStage
 
 # Plans with less than this above a bound are as good as it: prices are worth less.
 _CLOSE = 1e-4
+# Where no bound of memory is within the limit, so many of those that need the least are simulated.
+_LEANEST = 3
+# Plans that are simulated to prove the best one, beyond what any problem of `benchmarks/splits` takes; and, for each
+# plan that was asked for, to have others beside it, none of them by its bound slower than so many times the best.
+MOST_SIMULATED, _OTHERS, _MUCH_SLOWER = 256, 2, 1.5
 
 
 def grid(problem: Problem, state: SearchState) -> Steps:
-    """Enumerate, bound, and simulate what may still be the best."""
+    """Enumerate, bound, and simulate what may still be the best; where nothing may fit, what needs the least."""
     found = bound_grid(problem)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
-    best_s, looked_at, left_s = math.inf, 0, math.inf
-    for bound_s, configuration in found.by_bound():
-        if bound_s >= best_s * (1 - _CLOSE) or (looked_at and state.seconds_left() <= 0):
-            left_s = bound_s
+    run = _Run(problem, state)
+    for bound_s, configuration in found.by_bound() if num_fitting else found.leanest(_LEANEST):
+        if run.is_proven or run.num_simulated == MOST_SIMULATED:
+            # What follows is not the best; of other kinds of layouts people want to see one each.
+            if len(run.kinds) >= state.max_plans or run.num_others >= _OTHERS * state.max_plans:
+                break
+            if _kind(configuration) in run.kinds or bound_s > _MUCH_SLOWER * state.best_s:
+                continue
+        elif bound_s >= state.best_s * (1 - _CLOSE):
+            run.prove(bound_s)
+            continue
+        if run.num_simulated and state.seconds_left() <= 0:
             break
-        state.events.progress("simulate the grid", looked_at, looked_at + 1)
-        for plan in plans_of(problem, configuration):
-            looked_at += 1
+        yield from run.simulate(bound_s, configuration)
+    state.note(_summary(found.num_configurations, num_fitting, run, state.best_s))
+
+
+class _Run:
+    """What came of the configurations that were simulated so far."""
+
+    def __init__(self, problem: Problem, state: SearchState) -> None:
+        self._problem, self._state, self._misfits = problem, state, _Misfits()
+        self.kinds: set[Hashable] = set()
+        self.num_simulated = self.num_others = 0
+        self.left_s = math.inf
+        self.is_proven = False
+
+    def prove(self, bound_s: float) -> None:
+        """Note that what is left takes at least this, which is no less than the best."""
+        self.is_proven, self.left_s = True, bound_s
+
+    def simulate(self, bound_s: float, configuration: Configuration) -> Steps:
+        """Propose the plans of a configuration, unless one that needs no more did not fit."""
+        if self._misfits.need_less_than(configuration):
+            return
+        if not self.is_proven:
+            self.left_s = bound_s
+        for plan in plans_of(self._problem, configuration):
+            self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
+            self.num_simulated += 1
+            self.num_others += self.is_proven
             result = yield Proposal(plan, bound_s)
             if result is not None and result.fits:
-                best_s = min(best_s, result.step_time_s)
-    state.note(_summary(found.num_configurations, num_fitting, looked_at, min(left_s, best_s), best_s))
+                self.kinds.add(_kind(configuration))
+            elif result is not None:
+                # Its other layouts hold as much.
+                self._misfits.add(configuration)
+                break
+
+
+def _kind(configuration: Configuration) -> Hashable:
+    """What makes a layout another one for people."""
+    wanted = configuration
+    return wanted.num_ranks, wanted.sharding, wanted.positions, wanted.zero, wanted.shard_size
+
+
+class _Misfits:
+    """Configurations that did not fit: others that need more in one way, and less in none, are not simulated."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[Configuration]] = {}
+
+    def add(self, configuration: Configuration) -> None:
+        """Note one that did not fit."""
+        self._known.setdefault(_likeness(configuration), []).append(configuration)
+
+    def need_less_than(self, configuration: Configuration) -> bool:
+        """Whether one is known that needs no more than this one does."""
+        return any(_needs_no_more(one, configuration) for one in self._known.get(_likeness(configuration), ()))
+
+
+def _likeness(wanted: Configuration) -> Hashable:
+    return wanted.num_ranks, wanted.sharding, wanted.positions, wanted.schedule, wanted.chunks, wanted.bounds
+
+
+def _needs_no_more(one: Configuration, other: Configuration) -> bool:
+    """Whether no rank of one needs more than in another of the same stages, ranks and schedule."""
+    ranks = one.num_ranks
+    return (
+        one.microbatch_size <= other.microbatch_size
+        and one.zero >= other.zero
+        and (one.shard_size or ranks) >= (other.shard_size or ranks)
+        and (one.recompute == other.recompute or other.recompute == "none")
+    )
 
 
 def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
@@ -63,16 +140,16 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
             yield space.whole(space.make_plan(stages, wanted.microbatch_size, wanted.schedule))
 
 
-def _summary(num_rows: int, num_fitting: int, num_simulated: int, bound_s: float, best_s: float) -> str:
+def _summary(num_rows: int, num_fitting: int, run: _Run, best_s: float) -> str:
     text = (
         f"Uniform grid: {format_count(num_rows, 'configuration')} bounded, of which {num_fitting:,} may fit; "
-        f"{format_count(num_simulated, 'plan')} simulated."
+        f"{format_count(run.num_simulated, 'plan')} simulated."
     )
     if best_s == math.inf:
         return text
-    if bound_s >= best_s * (1 - _CLOSE):
+    if run.left_s >= best_s * (1 - _CLOSE):
         return f"{text} No other uniform configuration is faster than the best of them."
     return (
-        f"{text} No uniform configuration takes less than {format_seconds(bound_s)}; the best of them takes "
-        f"{format_percent(best_s / bound_s - 1)} more."
+        f"{text} No uniform configuration takes less than {format_seconds(run.left_s)}; the best of them takes "
+        f"{format_percent(best_s / run.left_s - 1)} more."
     )

@@ -141,6 +141,15 @@ class Grid:
                 done[index] = True
                 yield float(seconds[index]), sheet.configuration(int(rows[index]))
 
+    def leanest(self, most: int) -> Iterator[tuple[float, Configuration]]:
+        """Those whose bound of memory exceeds what may be used by the least share, with their bounds of time."""
+        over = [sheet.bytes / sheet.limit_bytes for sheet in self.sheets]
+        places = np.repeat(np.arange(len(over)), [len(item) for item in over])
+        rows = np.concatenate([np.arange(len(item)) for item in over] or [np.empty(0, np.int64)])
+        for index in np.argsort(np.concatenate([*over, np.empty(0)]), kind="stable")[:most].tolist():
+            sheet, row = self.sheets[places[index]], int(rows[index])
+            yield float(sheet.seconds[row]), sheet.configuration(row)
+
     def _fitting(self) -> tuple[Floats, Integers, Integers]:
         rows = [np.flatnonzero(sheet.bytes <= sheet.limit_bytes) for sheet in self.sheets]
         seconds = [sheet.seconds[mine] for sheet, mine in zip(self.sheets, rows, strict=True)]
@@ -246,6 +255,7 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         weights.states,
         weights.gradients,
         weights.kept_fixed + cell.microbatch_size * weights.kept_per_sample,
+        cell.figures.waiting(cell.microbatch_size),
     )
     return cover(
         Layers(*map(_running, columns)),
@@ -259,6 +269,7 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         np.array([chunks for _, chunks in variants], np.int64),
         np.array([zero for zero, size in problem.choices.sharing() if size == cell.shard_size], np.int64),
         cell.shard_size,
+        cell.shard_size > 0 and 0 in problem.choices.shard_sizes,
     )
 
 
@@ -278,6 +289,7 @@ def _no_exchanges(count: int) -> Exchanges:
         scatter_s=nothing,
         tied_parameters=0.0,
         tied_gradients=0.0,
+        copy_s=0.0,
         bucket_bytes=1.0,
         overlap=True,
         wait=False,
