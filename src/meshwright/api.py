@@ -30,7 +30,7 @@ from meshwright.cli.plan.files import files_to_write, write_plan_files
 from meshwright.cli.plan.request import PlanRequest
 from meshwright.cli.planning import as_written, given_options
 from meshwright.cli.requests import OptionField, options_of
-from meshwright.planner import Limits, Plans, plans_document, search_plans
+from meshwright.planner import Limits, Plans, find_shares, plans_document, search_plans
 from meshwright.planner.plans import explain_difference, summarise
 from meshwright.report import describe_workload
 from meshwright.report.page import write_page
@@ -39,7 +39,7 @@ from meshwright.spec import NoFeasiblePlanError, Plan, PlanError, suggest
 from meshwright.spec.made_with import note_making
 
 if TYPE_CHECKING:
-    from meshwright.planner import Problem, RankedPlan
+    from meshwright.planner import Problem, RankedPlan, Shares
     from meshwright.simulator import Simulation
     from meshwright.spec import Graph
 
@@ -48,7 +48,7 @@ _USAGE: Any = typer.BadParameter.__mro__[1]
 # Where results go and how they are shown is the caller's to say; and these make another kind of result.
 _NOT_HERE = frozenset(
     {"cluster", "out", "launch", "slurm", "html", "open_browser", "as_json", "front", "start_from", "fix"}
-    | {"find_orders", "whole_backwards", "exchange", "rewrite"}
+    | {"find_orders", "whole_backwards", "exchange", "rewrite", "shares"}
 )
 
 
@@ -123,6 +123,10 @@ class FoundPlans:
                 "zero, stages, recompute."
             )
         return f"{summarise(found.plan)}: {explain_difference(found.best, self.best)}"
+
+    def shares(self) -> Shares:
+        """What each choice of the best plan gains over the plain one, as `planner.find_shares` finds it."""
+        return find_shares(self.problem, self.plans)
 
     def simulate(self, place: int = 1, *, num_steps: int = 2) -> Simulation:
         """Simulate the plan at a place of the ranking; steps from a cold start are in its timeline."""

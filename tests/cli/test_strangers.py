@@ -140,3 +140,15 @@ def test_no_verb_prints_controls_of_a_document(folder, capsys, monkeypatch, opti
 def test_a_name_that_is_no_text_is_refused(capsys):
     assert invoke(["show", "a\udcff.json"]) == 1
     assert "not valid UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["models/mine.py:build", "models/config.json"])
+@pytest.mark.parametrize("command", ["simulate", "run"])
+def test_a_model_that_lies_in_another_folder_is_said_before_anything_starts(folder, capsys, command, model):
+    data = json.loads((folder / "plan.json").read_text())
+    (folder / "moved.json").write_text(json.dumps({**data, "model": model}))
+    assert invoke([command, "moved.json"]) == 1
+    error = capsys.readouterr().err
+    assert f"The plan's model is {model!r}, a path from the folder in which it was made" in error
+    assert str(folder) in error
+    assert "Rank" not in error

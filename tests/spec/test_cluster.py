@@ -26,7 +26,8 @@ every_kind = pytest.mark.parametrize("kind", shipped_kinds())
 
 
 def test_what_is_shipped():
-    assert shipped_kinds() == ("A100", "B200", "H100", "H200", "L40S", "V100", "cpu")
+    kinds = "A100 A10G A6000 B200 B300 GB200 H100 H200 L4 L40S MI300X RTX3090 RTX4090 RTX5090 RTXPRO6000 T4 V100 cpu"
+    assert shipped_kinds() == tuple(kinds.split())
 
 
 @every_kind
@@ -59,6 +60,26 @@ def test_published_figures():
     assert bandwidth == pytest.approx(1.4, abs=0.05)
     assert 1.7 < kinds["H200"].memory_bytes / kinds["H100"].memory_bytes < 2
     assert "bfloat16" not in kinds["V100"].peak_flops_per_s
+    assert "bfloat16" not in kinds["T4"].peak_flops_per_s
+
+
+# Lanes of float32 per multiprocessor, two FLOPs per lane and cycle, by the boost clock.
+@pytest.mark.parametrize(
+    ("kind", "lanes"),
+    [(kind, 128) for kind in ("A10G", "A6000", "L4", "L40S", "RTX3090", "RTX4090", "RTX5090", "RTXPRO6000")]
+    + [("T4", 64)],
+)
+def test_float32_follows_from_multiprocessors_and_clock(kind, lanes):
+    (device,) = load_cluster(kind).device_kinds
+    rate = 2 * lanes * device.num_multiprocessors * device.clock_hz
+    assert device.peak_flops_per_s["float32"] == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"), [("2xRTX-4090", "RTX4090"), ("rtx-pro-6000", "RTXPRO6000"), ("4xh-100", "H100")]
+)
+def test_hyphens_of_kinds_may_be_written(written, kind):
+    assert load_cluster(written).device_kinds[0].name == kind
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(shipped_kinds()))
@@ -89,7 +110,7 @@ def test_what_is_no_cluster(reference):
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(ClusterError, match="did you mean 'H100'"):
         load_cluster("8xH1000")
-    with pytest.raises(ClusterError, match="known are A100, B200"):
+    with pytest.raises(ClusterError, match="known are A100, A10G"):
         load_cluster("8xquantum")
 
 

@@ -56,6 +56,7 @@ OUTPUTS: dict[str, Output] = {
             "step_interval_s": _INTERVAL,
             "step_interval_measured": _MEASURED,
             "search": "method, plans covered, pruned and simulated, lower bound, Pareto front, notes",
+            "shares": "with --shares: the gain over the plain plan, and what of it each choice gains",
             "teams": _TEAMS,
             "nodes": _NODES,
             "file": "the plan that was written, or null",

@@ -13,7 +13,7 @@ import typer
 from meshwright.cli.output import note
 from meshwright.spec.errors import ModelReferenceError, suggest
 from meshwright.spec.graph import Graph
-from meshwright.spec.model_files import read_model_file
+from meshwright.spec.model_files import check_model_is_here, read_model_file
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.placement import Placement, check_placement
 from meshwright.spec.plan import Plan, check_plan
@@ -199,6 +199,8 @@ def _rewritten_graphs(
 
 def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     """The graph that a plan was made for: from a file if given, else captured again from the plan's model."""
+    if graph_file is None:
+        check_model_is_here(plan.model)
     reference, target = (plan.model, planned_target(plan)) if graph_file is None else (str(graph_file), None)
     return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind, target=target)(plan.microbatch_size)
 

@@ -4,7 +4,7 @@
 explain themselves and say how far they may be from the best there can be (`bounds`). `adopt_schedule` and
 `compare_schedules` put a plan under other schedules, `compare_exchanges` with other ways of summing gradients,
 `find_order` under the fastest order that a search finds. `replan` starts from a plan for machines as they were. `place`
-puts every op on a device instead.
+puts every op on a device instead. `find_shares` says what each choice of the best plan gains.
 """
 
 from meshwright.planner.adoption import adopt_schedule
@@ -34,6 +34,7 @@ from meshwright.planner.replanning import replan, replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import DEFAULT_METHOD, search_plans
 from meshwright.planner.shardings import list_shardings
+from meshwright.planner.shares import Share, Shares, find_shares
 from meshwright.planner.whole_space import whole_space
 
 __all__ = [
@@ -56,6 +57,8 @@ __all__ = [
     "RankedPlan",
     "SearchState",
     "Setting",
+    "Share",
+    "Shares",
     "Slicing",
     "SlicingProblem",
     "adopt_schedule",
@@ -66,6 +69,7 @@ __all__ = [
     "explain_difference",
     "explain_step_interval",
     "find_order",
+    "find_shares",
     "follow_own_order",
     "list_shardings",
     "place",

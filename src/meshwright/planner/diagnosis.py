@@ -148,7 +148,7 @@ def raise_infeasible(
     on_devices = [item for item in items if item.excess_bytes <= 0 and item.nodes]
     if on_devices:
         raise _no_room_on_hosts(min(on_devices, key=_fullest_share))
-    item = min(items, key=lambda item: item.excess_bytes)
+    item = evaluate(min(items, key=lambda item: item.excess_bytes).plan)
     rank = item.fullest_rank
     raise NothingFitsError(
         f"No plan fits into memory. The smallest one found, {item.plan.describe()}, needs "

@@ -167,12 +167,23 @@ def evaluate_plan(
     memory: MemoryLimit | None = None,
     estimate_s: float | None = None,
     contention: Contention = "queued",
+    only_fitting: bool = False,
 ) -> RankedPlan:
-    """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster."""
+    """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster.
+
+    ``only_fitting``: of ranks whose peak exceeds their memory it is not asked what the allocator reserves beyond it.
+    """
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
     item = rank_simulation(
-        simulation, seen.plan, seen.graph, seen.cluster, memory=memory, estimate_s=estimate_s, cost=seen.cost
+        simulation,
+        seen.plan,
+        seen.graph,
+        seen.cluster,
+        memory=memory,
+        estimate_s=estimate_s,
+        cost=seen.cost,
+        only_fitting=only_fitting,
     )
     return replace(item, plan=plan, sequence_length=graph.sequence_length)
 
@@ -238,6 +249,7 @@ def rank_simulation(
     memory: MemoryLimit | None = None,
     estimate_s: float | None = None,
     cost: CostModel | None = None,
+    only_fitting: bool = False,
 ) -> RankedPlan:
     """What the simulation of a plan says of it; plan, graph and cluster are those that were simulated."""
     busy = [rank.busy_s for rank in simulation.ranks]
@@ -252,7 +264,7 @@ def rank_simulation(
         busiest_rank=busiest,
         breakdown=_break_down(simulation, busiest),
         memory=simulation.memory,
-        reserved_bytes=predict_reserved(plan, graph, cluster, peaks, limits, cost),
+        reserved_bytes=predict_reserved(plan, graph, cluster, peaks, limits, cost, only_fitting=only_fitting),
         memory_limit_bytes=limits,
         mfu=simulation.mfu,
         sequence_length=graph.sequence_length,

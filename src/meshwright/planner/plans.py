@@ -177,7 +177,7 @@ class Plans:
         return f"{summarise(item.plan)}: {explain_difference(item, self.best)}"
 
     def _find(self, plan: Plan) -> RankedPlan:
-        known = next((item for item in (*self.ranked, *self.rejected) if item.plan == plan), None)
+        known = next((item for item in self.ranked if item.plan == plan), None)
         if known is not None:
             return known
         if plan.workload != self.best.plan.workload:

@@ -153,7 +153,7 @@ class _Log:
         finally:
             steps.close()
 
-    def evaluate(self, plan: Plan, estimate_s: float | None = None) -> RankedPlan:
+    def evaluate(self, plan: Plan, estimate_s: float | None = None, *, only_fitting: bool = False) -> RankedPlan:
         """Simulate a plan. Raises PlanError if it is not for this graph and cluster."""
         problem = self.problem
         graph = problem.graph_for(plan.microbatch_size)
@@ -164,6 +164,7 @@ class _Log:
             problem.cost,
             memory=problem.memory,
             estimate_s=estimate_s,
+            only_fitting=only_fitting,
         )
         price = price_plan(plan, item.step_time_s, problem.cluster, problem.prices)
         return item if price is None else replace(item, price=price)
@@ -199,7 +200,7 @@ class _Log:
             if proposal.counts and (objection := self.problem.objection(plan)):
                 raise PlanError(f"{plan.describe()} has another {objection} than was asked for.")
             # Closed forms know the named schedules only.
-            item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s)
+            item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s, only_fitting=True)
             if self.problem.max_latency_s is not None and item.fits:
                 item = self._within_latency(item)
             if self.problem.aim == "latency":

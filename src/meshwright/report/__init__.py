@@ -42,6 +42,7 @@ from meshwright.report.scenarios import (
 )
 from meshwright.report.schedule_picture import draw_schedule
 from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
+from meshwright.report.shares import shares_table
 from meshwright.report.tables import (
     cluster_table,
     comparison_table,
@@ -108,6 +109,7 @@ __all__ = [
     "program_rows",
     "program_table",
     "schedules_table",
+    "shares_table",
     "timeline_rows",
     "timeline_table",
     "workload_row",

@@ -95,6 +95,8 @@ def predict_reserved(
     peaks: Sequence[int],
     limits: Sequence[int],
     cost: CostModel | None = None,
+    *,
+    only_fitting: bool = False,
 ) -> tuple[int, ...]:
     """Bytes that each rank's allocator reserves for a peak, one per rank.
 
@@ -103,7 +105,8 @@ def predict_reserved(
     The stages are followed as if their states were whole and on the device, and with up to `_FOLLOWED` microbatches in
     flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
     as do those of graphs that cannot be followed, and those with less than half of their limit in use, but for the
-    fullest rank. What a ``cost`` model has followed it remembers.
+    fullest rank, and with ``only_fitting`` those whose peak alone exceeds their limit. What a ``cost`` model has
+    followed it remembers.
     """
     reserved = list(peaks)
     if not _can_follow(graph):
@@ -123,6 +126,8 @@ def predict_reserved(
     known: dict[tuple[int, ...], int] = {}
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if backend_of(cluster.device_kind(rank)) == "cpu" or (2 * peak < limit and rank != fullest):
+            continue
+        if only_fitting and peak > limit:
             continue
         mine = plan.stages_of(rank)
         if mine not in known:

@@ -336,12 +336,13 @@ def shipped_kinds() -> tuple[str, ...]:
 
 def _shipped_node(kind: str) -> Cluster:
     names = {name.lower(): name for name in shipped_kinds()}
-    if kind.lower() not in names:
+    written = kind.lower().replace("-", "")  # RTX-4090 is RTX4090
+    if written not in names:
         raise ClusterError(
             f"No device kind {kind!r} is shipped{suggest(kind, names.values())}. "
             "Describe other hardware in a .toml file."
         )
-    return _read_shipped(f"{names[kind.lower()]}.toml")
+    return _read_shipped(f"{names[written]}.toml")
 
 
 @cache  # `validate --steps` asks 7,000 times

@@ -16,6 +16,7 @@ from meshwright.spec.errors import DocumentError, ModelReferenceError
 from meshwright.spec.files import read_regular
 from meshwright.spec.graph import Graph
 from meshwright.spec.hub import CONFIG_NAME, MAX_CONFIG_BYTES, find_config, is_hub_id
+from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
 
 # A stored graph says so in its first key (spec.codec), which stands within so many bytes.
@@ -75,4 +76,15 @@ def _refuse_large_config(path: Path) -> None:
         raise DocumentError(
             f"{path}: more than {MAX_CONFIG_BYTES} bytes, to which configurations are limited, and it does not begin "
             "like a stored graph. Check which file was meant."
+        )
+
+
+def check_model_is_here(reference: str) -> None:
+    """Raise ModelReferenceError if the model that a plan names is a file which this folder does not lead to."""
+    own = split_reference(reference)
+    path = own[0] if own is not None else Path(reference).expanduser()
+    if path.suffix in (".py", ".json") and not path.exists():
+        raise ModelReferenceError(
+            f"The plan's model is {reference!r}, a path from the folder in which it was made; there is no such file "
+            f"from {Path.cwd()}. Start in the folder that the path leads from."
         )

@@ -39,7 +39,7 @@ from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import make_folder, refuse_replacing
 from meshwright.spec.graph import Graph
-from meshwright.spec.model_files import read_model_file
+from meshwright.spec.model_files import check_model_is_here, read_model_file
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
@@ -119,6 +119,7 @@ def num_processes(plan: Plan | Placement) -> int:
 def read_runnable_plan(job: Job) -> Plan | Placement:
     """The job's plan. Raises PlanError for one whose model has no code, and what `compute_orders` raises."""
     plan = job.read_plan()
+    check_model_is_here(plan.model)
     if isinstance(read_model_file(plan.model), Graph):
         raise PlanError(
             f"The plan was made from the stored graph {plan.model!r}, which has no code and no weights to run. "

@@ -30,7 +30,7 @@ from meshwright.spec.workload import Optimizer, Workload
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
-    from meshwright.planner import Choices, Plans, Problem
+    from meshwright.planner import Choices, Plans, Problem, Shares
     from meshwright.spec import EventSink, Graph, Plan
 
 GraphFor = Callable[[int], "Graph"]
@@ -70,7 +70,7 @@ def run_plan(request: PlanRequest) -> None:
     place = files.plan or page or Path("plan.json")
     made_with = note_making(found.measurements, place, found.priced_for)
     named = replace(plans, ranked=tuple(as_written(item, request.cluster, made_with) for item in plans.ranked))
-    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks)
+    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks, found.shares)
 
 
 plan = as_command(PlanRequest, run_plan)
@@ -86,11 +86,12 @@ class Found(NamedTuple):
     measurements: Path | None
     remarks: Sequence[str] = ()
     priced_for: str | None = None
+    shares: Shares | None = None
 
 
 def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
     """Search the layouts that the request allows."""
-    from meshwright.planner import Limits, search_plans
+    from meshwright.planner import Limits, find_shares, search_plans
 
     refuse_experts(request.model, request.expert or ())
     graph_for = graphs_of(request.model, request.sizes, mode="inference" if request.inference else "training")
@@ -106,7 +107,13 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
 
         graphs = partial(graphs_of, request.model, request.sizes, mode=problem.workload.kind)
         plans, graph_for, remarks = plan_rewritten(plans, graph_for, again, graphs, request.machine)
-    return Found(plans, graph_for, problem.cost, request.measurements, remarks, request.software)
+    shares = None
+    if request.shares:
+        try:
+            shares = find_shares(problem, plans, events)
+        except KeyboardInterrupt:
+            remarks = ("An interrupt ended the comparison of choices: their shares are not known.",)
+    return Found(plans, graph_for, problem.cost, request.measurements, remarks, request.software, shares)
 
 
 def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:

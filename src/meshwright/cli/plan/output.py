@@ -18,7 +18,7 @@ from meshwright.spec.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from meshwright.cli.plan.request import PlanRequest
     from meshwright.cost import CostModel
-    from meshwright.planner import Plans
+    from meshwright.planner import Plans, Shares
     from meshwright.simulator import OwnOrder
     from meshwright.spec.graph import Graph
 
@@ -86,10 +86,11 @@ def put_plans(
     places: PlanPlaces,
     request: PlanRequest,
     remarks: Sequence[str],
+    shares: Shares | None = None,
 ) -> None:
     """Write the best plan and the page, and print everything."""
     from meshwright.planner import explain_step_interval, plans_document
-    from meshwright.report import describe_workload, fit_table, front_table, plans_table, workload_row
+    from meshwright.report import describe_workload, fit_table, front_table, plans_table, shares_table, workload_row
     from meshwright.simulator import allocate_rank, explain_nodes, form_teams
 
     best, machine = plans.best.plan, cost.cluster
@@ -103,7 +104,7 @@ def put_plans(
     held = "\n".join(filter(None, (request.memory.explain(kind), held)))
     teams = list(filter(None, (best.sharding.describe_teams(),)))
     if places.page is not None:
-        remark = "\n".join((*teams, held))
+        remark = "\n".join((*teams, held, *([shares.explain()] if shares else [])))
         document = plans_document(plans, graph_for, machine, cost, remark=remark, provenance=provenance())
         written = [*written, put_page(document, places.page, request.open_browser)]
     basis = seen.cost.explain_basis(seen.graph, best.microbatch_size)
@@ -126,6 +127,7 @@ def put_plans(
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
                 "search": plans.search_row(),
+                **({"shares": shares.row()} if shares else {}),
                 **({"teams": teams[0]} if teams else {}),
                 **({"nodes": [asdict(node) for node in plans.best.nodes]} if plans.best.nodes else {}),
                 **{name: str(path) if path else None for name, path in files.items()},
@@ -139,5 +141,8 @@ def put_plans(
     rest_on = ", ".join(f"{count} {basis}" for basis, count in counts.most_common())
     print_tables(Text(f"{describe_workload(best, whole)}; op costs: {rest_on}"))
     print_tables(plans_table(plans.rows()), "", *front, plans.explain(best), *teams, *hosts, *remarks, *sure, "")
+    if shares is not None:
+        told = [shares_table(shares.row())] if shares.choices else []
+        print_tables(*told, shares.explain(with_parts=False), "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(request.model)]))

@@ -68,6 +68,12 @@ def _unless_drawn(request: PlanRequest) -> str:
     return f"with --method {named}, which draws no random numbers" if named and named not in _DRAWING else ""
 
 
+def _unless_shared(request: PlanRequest) -> str:
+    if request.aim == "latency":
+        return "with --aim latency; shares are of the time of a step"
+    return "with --rewrite, whose plans are of another graph" if request.rewrite else ""
+
+
 def _unless_json(request: PlanRequest) -> str:
     return "with --json, which always holds the front" if request.as_json else ""
 
@@ -286,6 +292,13 @@ class PlanRequest(Request):
             help="Also list those simulated plans that no other one beats in step time, memory and price at once.",
         ),
         Of("search", "from", unless=_unless_json),
+    ] = False
+    shares: Annotated[
+        bool,
+        typer.Option(
+            "--shares", help="Say what each choice gains: its share of the gain of the best plan over the plain one."
+        ),
+        Of("search", unless=_unless_shared),
     ] = False
     out: Annotated[
         Path | None,

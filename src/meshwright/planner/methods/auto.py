@@ -14,7 +14,7 @@ so that the same problem has the same answer. The search ends early where the be
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from meshwright.planner.climbing import as_chain, climb, moved_boundaries
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.layouts import Layout, LayoutName
-from meshwright.planner.method import Method, SearchState, Steps
+from meshwright.planner.method import Method, Proposal, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
@@ -36,14 +36,14 @@ from meshwright.planner.methods.unequal.assemble import are_equal
 from meshwright.planner.microbatches import MAX_MICROBATCH_SIZES
 from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, DEALT_IN_TURN
 
 # More settings than this are told apart by the grid first; of those that it finds, so many are looked at closely.
 FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
 # Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
 SMALL = 100_000
-# Simulations that the changes at the end may take.
-CHANGES = 120
+# Simulations that each way to offload, exact slicing and the changes at the end may take.
+MOST_RESORTING, MOST_SLICINGS, CHANGES = 32, 200, 120
 # Within this share of the bound there is nothing left to find.
 _CLOSE = 1e-3
 
@@ -59,11 +59,16 @@ class _Turn(NamedTuple):
 def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
-    yield from _search(problem, state, errors)
-    if state.best is None and problem.choices.last_resorts and not state.is_over:
-        state.note("Nothing fits the devices alone: states or activations are kept on the hosts.")
+    is_wide = len(list(problem.settings())) > FEW_SETTINGS
+    if is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings()):
+        yield from _take_turn(_Turn(grid, 0.4), problem, state, errors)
+    if state.best is None and problem.choices.last_resorts and (yield from _resort(problem, state, errors)):
         problem = problem.resorting()
-        yield from _search(problem, state, errors)
+    near = problem if not is_wide or _is_small(problem) else _near(problem, state)
+    for turn in _turns(near):
+        # Bounds know nothing of placements of Alpa's own.
+        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
+            yield from _take_turn(turn, near, state, errors)
     if state.best is None and errors:
         raise errors[0]
     if _is_proven(state):
@@ -73,23 +78,23 @@ def auto(problem: Problem, state: SearchState) -> Steps:
         yield from improve(problem, state)
 
 
-def _search(problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
-    """The methods that fit the problem, on its settings where these are few, else on those that the grid finds."""
-    near, settings = problem, list(problem.settings())
-    if len(settings) > FEW_SETTINGS or any(setting.num_devices > MAX_RANKS for setting in settings):
-        yield from _take_turn(_Turn(grid, 0.4), problem, state, errors)
-        near = problem if _is_small(problem) else _near(problem, state)
-    for turn in _turns(near):
-        # Bounds know nothing of placements of Alpa's own.
-        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
-            yield from _take_turn(turn, near, state, errors)
+def _resort(
+    problem: Problem, state: SearchState, errors: list[MeshwrightError]
+) -> Generator[Proposal, RankedPlan | None, bool]:
+    """Search what keeps states or activations on the hosts, each way by the grid; says whether any fits."""
+    for away in problem.choices.last_resorts:
+        one = replace(problem, choices=replace(problem.choices, offload=(away,), last_resorts=()))
+        yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), one, state, errors)
+    if state.best is not None:
+        state.note("Nothing fits the devices alone: what is named is kept on the hosts.")
+    return state.best is not None
 
 
 def _turns(problem: Problem) -> Iterator[_Turn]:
     chosen = problem.choices
     if not all(map(are_equal, problem.spaces())):
         yield _Turn(unequal, 0.5)
-    yield _Turn(slicing, 0.7)
+    yield _Turn(slicing, 0.7, MOST_SLICINGS)
     if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
         yield _Turn(pipedream, 0.4)
     if any(setting.sharding.tensor > 1 for setting in problem.settings()) and find_spec("highspy") is not None:
@@ -155,7 +160,8 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
             graph = problem.graph_for(size)
             yield replace(plan, num_microbatches=count, graph_hash=graph.content_hash, stages=_unshared(plan))
     for schedule in problem.choices.schedules:
-        if schedule != plan.schedule:
+        # One position deals nothing out.
+        if schedule != plan.schedule and not (schedule in DEALT_IN_TURN and len(plan.stages) == 1):
             for chunks in problem.choices.num_chunks:
                 with suppress(MeshwrightError):
                     yield adopt_whole(problem, plan, schedule, chunks)

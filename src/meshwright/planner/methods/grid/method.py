@@ -34,7 +34,9 @@ def grid(problem: Problem, state: SearchState) -> Steps:
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
     run = _Run(problem, state)
-    for bound_s, configuration in found.by_bound() if num_fitting else found.leanest(_LEANEST):
+    # Of what does not fit anyway, it is said what lacks least.
+    rows = found.by_bound() if num_fitting or state.fitting or state.rejected else found.leanest(_LEANEST)
+    for bound_s, configuration in rows:
         if run.is_proven or run.num_simulated == MOST_SIMULATED:
             # What follows is not the best; of other kinds of layouts people want to see one each.
             if len(run.kinds) >= state.max_plans or run.num_others >= _OTHERS * state.max_plans:

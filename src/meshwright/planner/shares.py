@@ -1,0 +1,284 @@
+"""What each choice gains: shares of the gain of the best plan over the plain one, by Shapley's value.
+
+Players are the choices that a search left open and in which its best plan is not plain: it has several stages, splits
+ops, shares states, computes again. A coalition S of them is worth the shortest step v(S) of the uniform plans
+(`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
+
+    sum over S without i of    |S|! · (k - |S| - 1)! / k! · (v(S) - v(S with i))
+
+seconds: what it gains when it joins the others, averaged over all orders in which they may join (Shapley, A value for
+n-person games, 1953). These add up to the gain of all; two choices that gain alike in every coalition have equal
+shares, and one that never gains has none. Choices that the best plan leaves plain gain nothing: it is there without
+them.
+
+Where no plan of a coalition fits, it counts as the slowest coalition that does; what nothing fits without is said.
+
+All coalitions are found in one pass over the configurations of the grid, the lowest bound first. A configuration
+belongs to the coalitions that hold every choice in which it is not plain; it is simulated if its bound is below the
+best of the smallest of these, which is the slowest of them, and then counts for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import comb
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.method import Limits, Proposal, SearchState, Steps
+from meshwright.planner.methods.grid import Configuration, bound_grid
+from meshwright.planner.methods.grid.method import plans_of
+from meshwright.planner.methods.grid.sheet import variants_of
+from meshwright.planner.plain import (
+    NAMES,
+    Values,
+    differing,
+    open_choices,
+    plain_values,
+    restricted,
+    values_of,
+    values_of_plan,
+    words_of,
+)
+from meshwright.planner.plans import Plans
+from meshwright.planner.problem import Problem
+from meshwright.planner.search import search_plans
+from meshwright.spec import EventSink, Offload, PlanError, format_percent, format_seconds
+
+# With more players, those that belong together are one, pair by pair in this order.
+MAX_PLAYERS = 8
+_PAIRS = (
+    ("tensor parallelism", "sequence parallelism"),
+    ("ZeRO", "shard size"),
+    ("pipeline stages", "schedule"),
+    ("context parallelism", "expert parallelism"),
+)
+NOT_UNIFORM = "plans that are not uniform"
+# Steps that differ by less than this share are equal.
+_EQUAL_SHARE = 1e-9
+
+
+class _Player(NamedTuple):
+    """A choice, or several that count as one: their places in `Values`."""
+
+    name: str
+    places: tuple[int, ...]
+
+    def words(self, values: Values) -> str:
+        return ", ".join(words_of(place, values) for place in self.places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one choice gains.
+
+    ``plain`` is its value in the plain plan and ``taken`` that in the best one, in words. ``gain_s`` are seconds of a
+    step, ``share`` is their part of the whole gain. ``without_s`` is the step of the best uniform plan that makes the
+    other choices of the best plan, but not this one; None where none fits.
+    """
+
+    choice: str
+    plain: str
+    taken: str
+    gain_s: float
+    share: float
+    without_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """The shares of the choices that the best plan makes, the largest first; they add up to ``plain_s - best_s``.
+
+    ``left_plain`` are open choices that it leaves plain, which gain nothing. ``plain_s`` is the step of the plain plan;
+    where that does not fit (``plain_fits``), of the slowest coalition that does. ``best_s`` is that of the best plan,
+    or of the best uniform one where that is faster. ``num_simulated`` plans were simulated.
+    """
+
+    choices: tuple[Share, ...]
+    left_plain: tuple[str, ...]
+    plain_s: float
+    plain_fits: bool
+    best_s: float
+    num_simulated: int
+
+    @property
+    def gain_s(self) -> float:
+        """Seconds of a step that all choices gain together."""
+        return self.plain_s - self.best_s
+
+    def row(self) -> dict[str, Any]:
+        """All of it as plain values. Keys: those of `Shares`, and ``choices``, each with those of `Share`."""
+        return {**asdict(self), "gain_s": self.gain_s}
+
+    def explain(self, *, with_parts: bool = True) -> str:
+        """The gain, its parts unless they are shown otherwise, and what nothing fits without, in a few sentences."""
+        if not self.choices:
+            return "The best plan is the plain one: no choice gains anything."
+        counts = "takes" if self.plain_fits else "does not fit and counts as the slowest that does,"
+        parts = ", ".join(
+            f"{item.choice} {format_seconds(item.gain_s)} ({format_percent(item.share)})" for item in self.choices
+        )
+        lines = [
+            f"The plain plan {counts} {format_seconds(self.plain_s)} per step; the best one gains "
+            f"{format_seconds(self.gain_s)}{f': {parts}' if with_parts else ''}."
+        ]
+        needed = [item.choice for item in self.choices if item.without_s is None]
+        if needed:
+            lines.append(f"Of plans that make no other choices, nothing fits without {', nor without '.join(needed)}.")
+        if self.left_plain:
+            lines.append(f"The best plan leaves plain, so that they gain nothing: {', '.join(self.left_plain)}.")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def find_shares(problem: Problem, found: Plans, events: EventSink | None = None) -> Shares:
+    """What each choice that the best plan of a search makes gains.
+
+    The same problem has the same shares: no clock and no random number decides. Raises PlanError for a problem whose
+    aim is the latency, and where no uniform plan is possible or fits. Raises KeyboardInterrupt where it is interrupted.
+    """
+    if problem.aim == "latency":
+        raise PlanError("Shares are of the time of a step, but the aim is the latency of a batch. Aim at throughput.")
+    problem = _with_resorts(problem, found.best)
+    if not variants_of(problem):
+        raise PlanError(
+            f"Shares compare uniform plans, which the schedules {', '.join(problem.choices.schedules)} have none of. "
+            "Add 1f1b to them."
+        )
+    plain, taken, is_open = plain_values(problem), values_of_plan(found.best), open_choices(problem)
+    players = _players([place for place in differing(plain, taken) if is_open[place]])
+    seen = {place for player in players for place in player.places}
+    coalitions = _Coalitions(players, plain)
+    problem = replace(problem, choices=restricted(problem.choices, seen, plain))
+    try:
+        searched = search_plans(problem, coalitions.search, Limits(max_plans=1, events=events))
+    except PlanError as error:
+        raise PlanError(
+            "Shares compare uniform plans, and of the choices that the best plan makes none fits or is possible. "
+            f"({error})"
+        ) from error
+    if searched.coverage.stopped:
+        raise KeyboardInterrupt
+    return Shares(
+        choices=coalitions.shares(taken, found.best.step_time_s),
+        left_plain=tuple(name for place, name in enumerate(NAMES) if is_open[place] and place not in seen),
+        plain_s=float(coalitions.steps_s[0]),
+        plain_fits=math.isfinite(coalitions.best_s[0]),
+        best_s=min(float(coalitions.steps_s[-1]), found.best.step_time_s),
+        num_simulated=searched.coverage.num_simulated,
+    )
+
+
+class _Coalitions:
+    """``best_s`` is the shortest step of each coalition, shape (2 ** players,); infinite where nothing fits.
+
+    Coalition n has player i if n has bit i.
+    """
+
+    def __init__(self, players: Sequence[_Player], plain: Values) -> None:
+        self._players, self._plain = players, plain
+        self.best_s = np.full(1 << len(players), math.inf)
+
+    def search(self, problem: Problem, state: SearchState) -> Steps:
+        """Simulate the configurations of the grid that may be the best of a coalition: a search method."""
+        numbers, looked_at = np.arange(len(self.best_s)), 0
+        for bound_s, configuration in bound_grid(problem).by_bound():
+            if bound_s >= self.best_s[0]:
+                break
+            own = {away: self._smallest(configuration, away) for away in problem.choices.offload}
+            if all(bound_s >= self.best_s[number] for number in own.values()):
+                continue
+            for plan in plans_of(problem, configuration):
+                number = own[plan.offload]
+                if bound_s >= self.best_s[number]:
+                    continue
+                looked_at += 1
+                state.events.progress("compare choices", looked_at, looked_at + 1)
+                result = yield Proposal(plan, bound_s)
+                if result is not None and result.fits:
+                    holders = (numbers & number) == number
+                    self.best_s[holders] = np.minimum(self.best_s[holders], result.step_time_s)
+
+    def _smallest(self, configuration: Configuration, offload: Offload) -> int:
+        """The coalition of the players in which a configuration is not plain."""
+        own = set(differing(self._plain, values_of(configuration, offload)))
+        return sum(1 << bit for bit, player in enumerate(self._players) if own.intersection(player.places))
+
+    @property
+    def steps_s(self) -> NDArray[np.float64]:
+        """As ``best_s``; where nothing fits, what the slowest coalition takes that does."""
+        fits = np.isfinite(self.best_s)
+        return np.where(fits, self.best_s, self.best_s[fits].max())
+
+    def shares(self, taken: Values, found_s: float) -> tuple[Share, ...]:
+        """The shares of all players, and of what ``found_s`` is below the best uniform step; the largest first."""
+        steps_s, everyone = self.steps_s, len(self.best_s) - 1
+        uniform_s = float(steps_s[-1])
+        gained_s = float(steps_s[0]) - min(uniform_s, found_s)
+        shares = []
+        for bit, (player, gain_s) in enumerate(zip(self._players, shapley_values(-steps_s), strict=True)):
+            without_s = float(self.best_s[everyone - (1 << bit)])
+            shares.append(
+                Share(
+                    choice=player.name,
+                    plain=player.words(self._plain),
+                    taken=player.words(taken),
+                    gain_s=gain_s,
+                    share=gain_s / gained_s if gained_s > 0 else 0.0,
+                    without_s=without_s if math.isfinite(without_s) else None,
+                )
+            )
+        beyond_s = uniform_s - found_s
+        if beyond_s > _EQUAL_SHARE * found_s:
+            shares.append(
+                Share(
+                    choice=NOT_UNIFORM,
+                    plain="no",
+                    taken="yes",
+                    gain_s=beyond_s,
+                    share=beyond_s / gained_s,
+                    without_s=uniform_s,
+                )
+            )
+        return tuple(sorted(shares, key=lambda item: -item.gain_s))
+
+
+def shapley_values(worth: NDArray[np.float64]) -> list[float]:
+    """Each player's share of what all are worth together above what none are.
+
+    ``worth`` has that of each coalition, shape (2 ** players,); player i belongs to those whose number has bit i.
+    """
+    count = len(worth).bit_length() - 1
+    masks = np.arange(len(worth))
+    sizes = np.array([int(mask).bit_count() for mask in masks])
+    found = []
+    for place in range(count):
+        without = masks[(masks >> place) & 1 == 0]
+        weights = np.array([1 / (count * comb(count - 1, size)) for size in sizes[without].tolist()])
+        found.append(float((weights * (worth[without | (1 << place)] - worth[without])).sum()))
+    return found
+
+
+def _players(places: Sequence[int]) -> list[_Player]:
+    """A player for each choice; of more than `MAX_PLAYERS`, some pairs count as one."""
+    players = {NAMES[place]: _Player(NAMES[place], (place,)) for place in places}
+    for one, other in _PAIRS:
+        if len(players) > MAX_PLAYERS and one in players and other in players:
+            both = players[one].places + players.pop(other).places
+            players[one] = _Player(f"{one} and {other}", both)
+    return list(players.values())
+
+
+def _with_resorts(problem: Problem, best: RankedPlan) -> Problem:
+    """The problem with the ways to offload that its best plan had to be chosen from."""
+    chosen = problem.choices
+    if best.plan.offload in chosen.offload:
+        return problem
+    return replace(problem, choices=replace(chosen, offload=(*chosen.offload, *chosen.last_resorts)))

@@ -1,0 +1,44 @@
+"""``plan --shares``: what each choice of the best plan gains."""
+
+import json
+
+import pytest
+
+from meshwright.api import plan
+
+ASKED = ["plan", "gpt-tiny", "--cluster", "4xL40S", "--batch", "32", "--zero", "0", "--zero", "3", "--shares"]
+
+
+def test_shares_are_printed_and_are_those_of_python(run):
+    code, out, errors = run(*ASKED, "--json")
+    assert code == 0, errors
+    shares = json.loads(out)["shares"]
+    assert shares["gain_s"] == pytest.approx(shares["plain_s"] - shares["best_s"])
+    assert sum(row["gain_s"] for row in shares["choices"]) == pytest.approx(shares["gain_s"])
+    assert "microbatch size" in {row["choice"] for row in shares["choices"]}
+    found = plan("gpt-tiny", "4xL40S", batch=32, zero=[0, 3])
+    assert json.loads(json.dumps(found.shares().row())) == shares
+    code, out, errors = run(*ASKED, "--html", "plan.html")
+    assert code == 0, errors
+    assert "without it" in out
+    assert "The plain plan takes" in out
+
+
+def test_shares_are_only_there_when_asked_for(run):
+    code, out, errors = run(*ASKED[:-1], "--json")
+    assert code == 0, errors
+    assert "shares" not in json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--inference", "--aim", "latency"], "shares are of the time of a step"),
+        (["--rewrite"], "of another graph"),
+        (["--method", "place"], "belongs to a search for plans"),
+    ],
+)
+def test_shares_of_what_has_none_are_refused(run, options, why):
+    code, _, errors = run("plan", "gpt-tiny", "--cluster", "4xL40S", "--shares", *options)
+    assert code == 2
+    assert why in " ".join(errors.split())
