@@ -10,6 +10,8 @@
     replan                      benchmarks/planning/replanning.py
     picking                     benchmarks/planning/picking.py
     unequal-space               benchmarks/planning/unequal_space.py
+    space                       benchmarks/planning/space.py
+    recipes                     benchmarks/planning/recipes.py
 
 ``--only NAME`` runs one of them and writes a report of its own. Instances and seeds are files in benchmarks/splits.
 """
@@ -39,6 +41,8 @@ SECTIONS = {
     "replan": "replanning",
     "picking": "picking",
     "unequal-space": "unequal_space",
+    "space": "space",
+    "recipes": "recipes",
 }
 
 

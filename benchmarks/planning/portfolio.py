@@ -9,44 +9,15 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 from harness import make_row
+from planning.problems import BENCHMARKS, problem_of, solve
 
-from meshwright.cost import CostModel
-from meshwright.cost.memory import MemoryLimit
-from meshwright.planner import METHODS, Choices, Problem, list_shardings, solve
-from meshwright.spec import MeshwrightError, Workload, load_cluster, load_shipped_graph
+from meshwright.planner import METHODS
+from meshwright.spec import MeshwrightError
 
-ROOT = Path(__file__).resolve().parents[2]
-SPLIT = json.loads((ROOT / "benchmarks" / "splits" / "planner_auto.json").read_text())
-
-
-def problem_of(spec):
-    graph = load_shipped_graph(spec["model"])
-    named = ROOT / "benchmarks" / "clusters" / f"{spec['cluster']}.toml"
-    cluster = load_cluster(named if named.exists() else spec["cluster"])
-    limit = spec.get("memory_limit_gib")
-    return Problem(
-        graph_for=lambda _: graph,
-        cluster=cluster,
-        workload=Workload(global_batch=spec["batch"], precision=spec["precision"], kind=graph.mode),
-        cost=CostModel(cluster=cluster, precision=spec["precision"]),
-        memory=MemoryLimit(num_bytes=None if limit is None else int(limit * 2**30)),
-        model=spec["model"],
-        choices=Choices(
-            shardings=list_shardings(
-                tensor=spec.get("tensor", (1,)), context=spec.get("context", (1,)), expert=spec.get("expert", (1,))
-            ),
-            zero=tuple(spec.get("zero", (0,))),
-            recompute=tuple(spec.get("recompute", ("none",))),
-            microbatch_sizes=tuple(spec.get("microbatch_sizes", ())),
-            schedules=tuple(spec.get("schedules", ("gpipe", "1f1b"))),
-            num_chunks=tuple(spec.get("num_chunks", (2,))),
-            num_stages=tuple(spec.get("num_stages", ())),
-        ),
-    )
+SPLIT = json.loads((BENCHMARKS / "splits" / "planner_auto.json").read_text())
 
 
 def solve_by(spec, method):

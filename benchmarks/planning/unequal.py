@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 from harness import make_row
+from planning.problems import solve
 from planning.unequal_papers import WORKER_MODELS, accpar_rows, worker_rows
 from planning.uniform_plans import uniform_plans
 
 from meshwright.cost import CostModel
 from meshwright.cost.without import without_devices
-from meshwright.planner import Choices, Problem, Proposal, solve
+from meshwright.planner import Choices, Problem, Proposal
 from meshwright.spec import PlanError, Workload, load_cluster, load_shipped_graph
 
 HERE = Path(__file__).parent.parent

@@ -12,10 +12,11 @@ import time
 
 from harness import make_row
 from planning.portfolio import SPLIT
+from planning.problems import solve
 from simulator import trillion_graph
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, list_shardings, solve
+from meshwright.planner import Choices, Problem, list_shardings
 from meshwright.planner.methods.grid import bound_grid
 from meshwright.spec import Workload, load_cluster
 

@@ -128,7 +128,7 @@ def _state(function: Callable[..., object]) -> str:
     """Names the contents of all that a loop may be made of; empty where its source is not at hand."""
     if _file_of(function.__module__) is None:
         return ""
-    found = {_contents(function.__module__)}
+    found = {contents_digest(function.__module__)}
     for name, item in function.__globals__.items():
         file = getattr(getattr(item, "_cache", None), "_cache_file", None)
         if isinstance(file, _CacheFile):
@@ -146,7 +146,7 @@ def _look_at_classes(cache: Any) -> None:
 
     def index_key(signature: Any, codegen: Any) -> Any:
         modules = sorted({module for kind in getattr(signature, "args", signature) for module in _modules_of(kind)})
-        return (*plain_key(signature, codegen), tuple(map(_contents, modules)))
+        return (*plain_key(signature, codegen), tuple(map(contents_digest, modules)))
 
     cache._index_key = index_key
 
@@ -166,7 +166,7 @@ _IMPORT = re.compile(rf"^(?:import|from) ({_HOUSE}(?:\.\w+)*)(?: import (\([^)]*
 
 
 @cache
-def _contents(module: str) -> str:
+def contents_digest(module: str) -> str:
     """A digest of a module and all modules of ours that it imports, directly or not."""
     digests, left = {}, [module]
     while left:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from meshwright.cli.kept_graphs import keep, kept_file, read_kept
 from meshwright.cli.output import note
 from meshwright.spec.errors import ModelReferenceError, suggest
 from meshwright.spec.graph import Graph
@@ -173,14 +174,39 @@ def graphs_of(
     elif mode == "training" and not sizes:
         shipped = load_shipped_graph(reference)
         return lambda _: shipped
+        if isinstance(stored, dict):
+            return _configured_graphs(reference, stored, sizes, mode)
     first = capture_reference(reference, sizes, mode=mode).graph
+    return _graphs_from(first, lambda size: capture_reference(reference, sizes, mode=mode, batch_size=size).graph)
+
+
+def _configured_graphs(
+    reference: str, config: dict[str, Any], sizes: tuple[tuple[str, int], ...], mode: Mode
+) -> Callable[[int], Graph]:
+    """The graphs of a configuration, those that were captured before from the user's cache folder."""
+
+    def find(batch_size: int | None) -> Graph:
+        path = kept_file(config, reference, sizes, mode, batch_size)
+        if (kept := read_kept(path)) is not None:
+            return kept
+        captured = capture_reference(reference, sizes, mode=mode, batch_size=batch_size)
+        # What is said of a capture is to be said each time.
+        if not captured.remark:
+            keep(captured.graph, path)
+        return captured.graph
+
+    return _graphs_from(find(None), find)
+
+
+def _graphs_from(first: Graph, capture: Callable[[int], Graph]) -> Callable[[int], Graph]:
+    """The first graph where it holds for a microbatch size, else one that is captured for it, once."""
     known: dict[int, Graph] = {}
 
     def graph_for(microbatch_size: int) -> Graph:
         if first.batch_size is None or first.batch_size == microbatch_size:
             return first
         if microbatch_size not in known:
-            known[microbatch_size] = capture_reference(reference, sizes, mode=mode, batch_size=microbatch_size).graph
+            known[microbatch_size] = capture(microbatch_size)
         return known[microbatch_size]
 
     return graph_for

@@ -1,6 +1,7 @@
 """The uniform grid: bounds that no simulated configuration beats, and the best of all configurations."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from meshwright.planner.short import shorten
 from meshwright.spec import Workload, load_cluster, load_shipped_graph, read_recompute
 from meshwright.spec.graph import Graph
 from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.templates import decoder_graph
+from meshwright.templates.shapes import TransformerShape
 from tests.planner.searching import solve
 from tests.planner.test_search import cluster_of, weighted_graph
 
@@ -85,6 +88,35 @@ def test_no_configuration_is_faster_or_smaller_than_its_bounds(cluster, batch, c
             assert 0 < num_bytes <= max(item.peak_memory_bytes), configuration
             count += 1
     assert count > 10
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocab", "batch", "choices"),
+    [
+        (2, 2048, 60000, 64, {"zero": (2, 3), "num_stages": (2,)}),
+        (8, 4096, 1000, 8, {"zero": (0,), "num_stages": (1,)}),
+    ],
+)
+def test_exchanges_of_large_and_of_tied_parameters_bound_what_is_simulated(layers, hidden, vocab, batch, choices):
+    """Stages keep an embedding whole that they share; a gradient larger than a bucket is summed at a better rate."""
+    shape = TransformerShape(
+        layers=layers, hidden=hidden, heads=16, kv_heads=16, head_dim=hidden // 16, ffn=4 * hidden, vocab=vocab
+    )
+    graph = decoder_graph(replace(shape, max_positions=16), 16)
+    problem = problem_of(graph, load_cluster("8xH100"), batch, microbatch_sizes=(1,), **choices)
+    for seconds, _, configuration in every_configuration(problem):
+        for plan in plans_of(problem, configuration):
+            assert 0 < seconds <= evaluate_plan(plan, graph, problem.cluster, problem.cost).step_time_s, configuration
+
+
+def test_exchanges_are_bounded_by_those_on_the_fastest_nodes():
+    """The first stage lies on the nodes with slow links, the second one on those with fast ones."""
+    graph = load_shipped_graph("vgg16")
+    cluster = load_cluster(Path(__file__).parents[3] / "benchmarks" / "clusters" / "l40s-a100-ethernet.toml")
+    problem = problem_of(graph, cluster, 512, microbatch_sizes=(8,), zero=(0, 3), num_stages=(2, 4))
+    for seconds, _, configuration in every_configuration(problem):
+        for plan in plans_of(problem, configuration):
+            assert 0 < seconds <= evaluate_plan(plan, graph, problem.cluster, problem.cost).step_time_s, configuration
 
 
 def test_words_that_depend_on_the_place_bound_what_they_mean():

@@ -71,14 +71,16 @@ class Exchanges(NamedTuple):
     """What replicas exchange, by the number of positions, shape (counts,): seconds of a sum of a byte and of a bucket.
 
     ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters, ``copy_s`` those of parameters to
-    and from where these are made. ``overlap``: sums begin with the
-    first bucket; ``wait``: ranks wait for gathers and scatters.
+    and from where these are made. ``tied_parameters`` and ``tied_gradients`` are bytes of what several layers read.
+    ``overlap``: sums begin with the first bucket; ``wait``: ranks wait for gathers and scatters.
     """
 
     latency_s: Floats
     bucket_s: Floats
     gather_s: Floats
     scatter_s: Floats
+    tied_parameters: float
+    tied_gradients: float
     copy_s: float
     bucket_bytes: float
     overlap: bool
@@ -226,7 +228,8 @@ def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: _F
     longest, before = 0.0, 0.0
     for position in range(form.positions):
         passing, exposed = _exchange(exchanges, form, sums.parameters[position], sums.gradients[position])
-        copied = exchanges.copy_s * _copied_bytes(form, sums.parameters[position], sums.largest[position])
+        parameters = _shared_out(form, sums.parameters[position], exchanges.tied_parameters)
+        copied = exchanges.copy_s * _copied_bytes(form, parameters, sums.largest[position])
         fastest_way = np.inf
         for kind in range(num_kinds):
             if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
@@ -252,12 +255,20 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
     if form.replicas == 1:
         return 0.0, 0.0
     if form.zero >= 2:
+        parameters = _shared_out(form, parameters, exchanges.tied_parameters)
+        gradients = _shared_out(form, gradients, exchanges.tied_gradients)
         # What ZeRO 3 gathers once more for the backward may be there still.
         return parameters * exchanges.gather_s[form.place] + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:
         return 0.0, 0.0
     latency_s, bucket_s = exchanges.latency_s[form.place], exchanges.bucket_s[form.place]
     return 0.0, sum_in_buckets(gradients, exchanges.bucket_bytes, latency_s, bucket_s)[0]
+
+
+@compiled
+def _shared_out(form: _Form, num_bytes: float, tied: float) -> float:
+    """Bytes that replicas share out at least: what several stages read is not."""
+    return num_bytes if form.positions * form.chunks == 1 else max(num_bytes - tied, 0.0)
 
 
 @compiled

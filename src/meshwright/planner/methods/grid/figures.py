@@ -156,6 +156,8 @@ class Figures:
                 bucket_s=columns[1],
                 gather_s=columns[2],
                 scatter_s=columns[3],
+                tied_parameters=self._tied[0],
+                tied_gradients=self._tied[1],
                 copy_s=self._copy_seconds,
                 bucket_bytes=float(exchange.bucket_bytes),
                 overlap=exchange.overlap,
@@ -172,21 +174,24 @@ class Figures:
         return min(self.cost.bucket_seconds(graph, graph.parameters, kind) for kind in kinds) / max(num_bytes, 1)
 
     def _exchange(self, replicas: int, positions: int, bucket_bytes: int, shard_size: int) -> tuple[float, ...]:
-        """Seconds of a sum of one byte and of a bucket; per byte of gathers and scatters of the largest layer.
+        """Seconds of a sum of one byte and of a bucket at the best rate; per byte of gathers and scatters of a layer.
 
         These are of groups of ``shard_size`` replicas, if that is not 0.
         """
         if replicas == 1:
             return 0.0, 0.0, 0.0, 0.0
-        groups = [tuple(range(replicas))]
-        if positions > 1 and len(self.cluster.nodes) > 1:
-            groups.append(tuple(range(0, replicas * positions, positions)))
+        groups = self._groups(replicas, positions)
         structure, tensors = self._structure, self._local.tensors
         sizes = np.array([tensor.num_bytes(1, self.workload.float_bytes) for tensor in tensors], np.int64)
         largest = max(float(_added(structure, structure.parameters.table(sizes)).max()), 1.0)
+        # A gradient that is larger than a bucket is summed alone, at the rate of its size.
+        gradient = float(self.bytes("none").gradients.max())
+        large = [gradient / share for share in _SHARES_OF_LAYERS if gradient / share > bucket_bytes]
+        sums_of = np.array([1.0, float(bucket_bytes), *large])
         found = []
         for ranks in groups:
-            sums = self.cost.predict_collective("all_reduce", ranks, np.array([1.0, float(bucket_bytes)])).seconds
+            seconds = self.cost.predict_collective("all_reduce", ranks, sums_of).seconds
+            sums = np.array([seconds[0], (seconds[1:] / sums_of[1:]).min() * bucket_bytes])
             # The most that any size gets done in a second. Parameters are cut among replicas alone.
             some = [largest / share for share in _SHARES_OF_LAYERS]
             own = ranks[:shard_size] if shard_size else ranks
@@ -194,6 +199,42 @@ class Figures:
             scatter_s = min(self.cost.collective_seconds("reduce_scatter", own, size) / size for size in some)
             found.append((*sums.tolist(), gather_s, scatter_s))
         return tuple(min(values) for values in zip(*found, strict=True))
+
+    def _groups(self, replicas: int, positions: int) -> list[tuple[int, ...]]:
+        """Ranks of the replicas of a position: a group for each sort of nodes that it may lie on, and across nodes."""
+        groups: dict[object, tuple[int, ...]] = {}
+        for position in range(positions):
+            ranks = tuple(range(position * replicas, (position + 1) * replicas))
+            groups.setdefault(tuple(self._sorts_of_ranks[rank] for rank in ranks), ranks)
+        if positions > 1 and len(self.cluster.nodes) > 1:
+            groups["across"] = tuple(range(0, replicas * positions, positions))
+        return list(groups.values())
+
+    @cached_property
+    def _sorts_of_ranks(self) -> list[object]:
+        """What tells ranks apart in an exchange: kind of device and links of its node; all where paths differ."""
+        cluster = self.cluster
+        if cluster.racks is not None or cluster.paths:
+            return list(range(cluster.num_ranks))
+        links = [(node.device_link, node.nic, node.num_nics) for node in cluster.nodes]
+        return [(cluster.device_kind(rank).name, links[cluster.node_index(rank)]) for rank in range(cluster.num_ranks)]
+
+    @cached_property
+    def _tied(self) -> tuple[float, float]:
+        """Bytes of parameters that several layers read, and of their gradients.
+
+        Where these layers lie in several stages, replicas keep them whole and sum them once.
+        """
+        graph, owners = self._local, dict[int, set[int]]()
+        for index, layer in enumerate(graph.layers):
+            for tensor in {i for op in graph.ops[layer.start : layer.stop] for i in op.inputs}:
+                owners.setdefault(tensor, set()).add(index)
+        tied = [graph.tensors[i] for i in graph.parameters if len(owners.get(i, ())) > 1]
+        gradient = self.workload.numbers.gradient_bytes
+        return (
+            float(sum(tensor.num_bytes(1, self.workload.float_bytes) for tensor in tied)),
+            float(sum(tensor.num_elements(0) * gradient for tensor in tied)),
+        )
 
     def waiting(self, microbatch_size: int) -> Floats:
         """Bytes of a microbatch that each layer makes for the second part of a split backward, shape (L,)."""

@@ -289,6 +289,8 @@ def _no_exchanges(count: int) -> Exchanges:
         bucket_s=nothing,
         gather_s=nothing,
         scatter_s=nothing,
+        tied_parameters=0.0,
+        tied_gradients=0.0,
         copy_s=0.0,
         bucket_bytes=1.0,
         overlap=True,

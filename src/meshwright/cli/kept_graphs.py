@@ -1,0 +1,77 @@
+"""Graphs of Hugging Face configurations that were captured before, kept in the user's cache folder.
+
+A graph follows from the configuration, the sizes, and the code that captures: torch, transformers and ours. Files are
+named by a digest of all of these, so that a change of any is another file. What cannot be read counts as not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from meshwright.compiled import contents_digest
+from meshwright.spec.codec import decode_document, dump_json, encode_document
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.files import read_regular, write_bytes
+from meshwright.spec.graph import Graph
+from meshwright.spec.parsing import parse_data
+from meshwright.spec.shipped import MAX_UNPACKED_BYTES, SUFFIX, pack, unpack
+
+# The oldest files beyond these go.
+MAX_FILES = 64
+# Who captures: modules of ours with all that they import, and libraries.
+_MODULES = ("meshwright.capture", "meshwright.zoo")
+_LIBRARIES = ("torch", "transformers")
+
+
+def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
+    """Where the graph of a configuration is kept, captured as ``asked``; None without a folder for it.
+
+    The folder is MESHWRIGHT_CACHE (nothing is kept where that is empty), else ``meshwright`` in the user's cache folder.
+    """
+    folder = os.environ.get("MESHWRIGHT_CACHE")
+    if folder == "":
+        return None
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    versions = [f"{name} {_version(name)}" for name in _LIBRARIES]
+    parts = [json.dumps(config, sort_keys=True), repr(asked), *versions, *map(contents_digest, _MODULES)]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return (Path(folder) if folder else home / "meshwright") / "graphs" / f"{digest}{SUFFIX}"
+
+
+def read_kept(path: Path | None) -> Graph | None:
+    """The graph in a file; None where there is none, or none that can be read."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        text = unpack(read_regular(path, MAX_UNPACKED_BYTES), path.name)
+        return decode_document(Graph, parse_data(text, Path("graph.json")), path.name)
+    except (MeshwrightError, OSError):
+        return None
+
+
+def keep(graph: Graph, path: Path | None) -> None:
+    """Write a graph to its file; a folder that cannot be written to keeps nothing."""
+    if path is None:
+        return
+    with suppress(MeshwrightError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(pack(dump_json(encode_document(graph))), path)
+        files = sorted(path.parent.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime)
+        for file in files[:-MAX_FILES]:
+            file.unlink(missing_ok=True)
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
