@@ -32,7 +32,7 @@ _LIBRARIES = ("torch", "transformers")
 def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
     """Where the graph of a configuration is kept, captured as ``asked``; None without a folder for it.
 
-    The folder is MESHWRIGHT_CACHE (nothing is kept where that is empty), else ``meshwright`` in the user's cache folder.
+    The folder is MESHWRIGHT_CACHE, else ``meshwright`` in the user's cache folder; nothing is kept where it is empty.
     """
     folder = os.environ.get("MESHWRIGHT_CACHE")
     if folder == "":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -171,11 +171,11 @@ def graphs_of(
         stored = read_model_file(reference)
         if isinstance(stored, Graph):
             return lambda _: stored
+        if isinstance(stored, dict):
+            return _configured_graphs(reference, stored, sizes, mode)
     elif mode == "training" and not sizes:
         shipped = load_shipped_graph(reference)
         return lambda _: shipped
-        if isinstance(stored, dict):
-            return _configured_graphs(reference, stored, sizes, mode)
     first = capture_reference(reference, sizes, mode=mode).graph
     return _graphs_from(first, lambda size: capture_reference(reference, sizes, mode=mode, batch_size=size).graph)
 

@@ -172,7 +172,7 @@ def evaluate_plan(
 ) -> RankedPlan:
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster.
 
-    ``only_fitting``: of ranks whose peak exceeds their memory it is not asked what the allocator reserves beyond it.
+    ``only_fitting``: of ranks whose peak exceeds their memory by far it is not asked what the allocator adds to it.
     """
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)

@@ -14,7 +14,6 @@ from meshwright.planner.choices import Choices
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.methods.grid import Configuration
 from meshwright.planner.methods.grid.sheet import variants_of
-from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.problem import Problem
 from meshwright.spec import Offload, format_count
 from meshwright.spec.offload import ON_DEVICE
@@ -68,7 +67,7 @@ def plain_values(problem: Problem) -> Values:
         offload=ON_DEVICE if ON_DEVICE in chosen.offload else chosen.offload[0],
         schedule=("1f1b", 1) if ("1f1b", 1) in variants else variants[0],
         stages=min(chosen.num_stages, default=1),
-        microbatch_size=min(microbatch_sizes(problem.workload, chosen.microbatch_sizes)),
+        microbatch_size=min(problem.microbatch_sizes(problem.workload)),
     )
 
 
@@ -87,7 +86,7 @@ def open_choices(problem: Problem) -> list[bool]:
         len(set(chosen.offload)),
         len(variants_of(problem)),
         len(set(chosen.num_stages)) or problem.cluster.num_ranks,
-        len(microbatch_sizes(problem.workload, chosen.microbatch_sizes)),
+        len(problem.microbatch_sizes(problem.workload)),
     )
     return [count > 1 for count in counts]
 

@@ -17,12 +17,14 @@ from typing import Literal, cast
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.choices import Choices, Setting
+from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, shorten
 from meshwright.planner.space import Space, make_space
 from meshwright.spec import (
     Cluster,
     GradientExchange,
     Graph,
+    GraphError,
     MeshwrightError,
     Plan,
     PlanError,
@@ -197,6 +199,17 @@ class Problem:
         except PlanError:
             return None
 
+    def microbatch_sizes(self, workload: Workload) -> tuple[int, ...]:
+        """Sizes to try for what one team has of the workload, less those that are too large to be described.
+
+        Raises PlanError for a given size that does not divide the batch.
+        """
+        sizes = microbatch_sizes(workload, self.choices.microbatch_sizes)
+        graph = self.graph_for(sizes[0])
+        if self.choices.microbatch_sizes or graph.batch_size is not None:
+            return sizes
+        return tuple(size for size in sizes if size == sizes[0] or _describes(graph, size))
+
     def spaces(self) -> Iterator[Space]:
         """What each possible setting leaves to choose. Raises what is wrong with the first one if none is possible."""
         errors: list[MeshwrightError] = []
@@ -223,6 +236,14 @@ class Problem:
         if isinstance(found, MeshwrightError):
             raise found
         return found
+
+
+def _describes(graph: Graph, batch_size: int) -> bool:
+    try:
+        graph.check_batch_size(batch_size)
+    except GraphError:
+        return False
+    return True
 
 
 def compiled_graphs(graph_for: Callable[[int], Graph]) -> Callable[[int], Graph]:

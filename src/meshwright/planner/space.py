@@ -11,7 +11,6 @@ from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import MemoryLimit
 from meshwright.cost.without import without_devices
 from meshwright.planner.choices import Choices, Setting
-from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import is_plain_chain
 from meshwright.planner.stage_tables import Structure, Tables, as_kept_least, find_structure, make_tables
 from meshwright.program import lower_graph, own_workload
@@ -141,7 +140,7 @@ def make_space(problem: Problem, setting: Setting) -> Space:
             "expert); expected a multiple. Choose another number of devices, or other sizes of the axes."
         )
     num_ranks = setting.num_devices // sharding.width
-    sizes = microbatch_sizes(workload, chosen.microbatch_sizes)
+    sizes = problem.microbatch_sizes(workload)
     # What ops cannot take is found here, on the few of a short graph, not in the middle of a search. Placements may
     # name ops that the short one lacks.
     whole = problem.graph_for(sizes[0])

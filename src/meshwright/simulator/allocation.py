@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _MORE_MICROBATCHES = 1
 # Microbatches in flight that are followed for what an allocator holds without use.
 _FOLLOWED = 2
+# Plans that need a little too much are compared with each other; of others it is enough that they do not fit.
+_FAR_BEYOND = 1.1
 # Computations of ops in a step; so many take about five seconds to follow.
 MAX_VISITS = 50_000
 
@@ -105,7 +107,7 @@ def predict_reserved(
     The stages are followed as if their states were whole and on the device, and with up to `_FOLLOWED` microbatches in
     flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
     as do those of graphs that cannot be followed, and those with less than half of their limit in use, but for the
-    fullest rank, and with ``only_fitting`` those whose peak alone exceeds their limit. What a ``cost`` model has
+    fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit. What a ``cost`` model has
     followed it remembers.
     """
     reserved = list(peaks)
@@ -127,7 +129,7 @@ def predict_reserved(
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if backend_of(cluster.device_kind(rank)) == "cpu" or (2 * peak < limit and rank != fullest):
             continue
-        if only_fitting and peak > limit:
+        if only_fitting and peak > _FAR_BEYOND * limit:
             continue
         mine = plan.stages_of(rank)
         if mine not in known:

@@ -72,7 +72,8 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
     table = np.ascontiguousarray(np.concatenate(facts).T.astype(np.int64))
     numbers: dict[bytes, int] = {}
     classes = tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
-    return Fold(whole=plan, classes=classes) if len(numbers) < len(classes) else None
+    is_whole = len(numbers) == 1 or not plan.exchange.shard_size or len(numbers) % plan.exchange.shard_size == 0
+    return Fold(whole=plan, classes=classes) if len(numbers) < len(classes) and is_whole else None
 
 
 def _meets_in_sums_alone(plan: Plan) -> bool:

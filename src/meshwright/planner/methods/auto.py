@@ -89,8 +89,10 @@ def _resort(
 ) -> Generator[Proposal, RankedPlan | None, bool]:
     """Search what keeps states or activations on the hosts, each way by the grid; says whether any fits."""
     for away in problem.choices.last_resorts:
-        one = replace(problem, choices=replace(problem.choices, offload=(away,), last_resorts=()))
-        yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), one, state, errors)
+        # Parameters on the host cost more than all else.
+        if away.parameters == "device" or state.best is None:
+            one = replace(problem, choices=replace(problem.choices, offload=(away,), last_resorts=()))
+            yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), one, state, errors)
     if state.best is not None:
         state.note("Nothing fits the devices alone: what is named is kept on the hosts.")
     return state.best is not None

@@ -18,7 +18,6 @@ from meshwright.planner.methods.alpa.express import express
 from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
 from meshwright.planner.methods.alpa.mesh import mesh_of_cluster
 from meshwright.planner.methods.alpa.stages import Objective, slice_stages
-from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.problem import Problem
 from meshwright.planner.space import Space
 from meshwright.spec import MeshwrightError, Plan, PlanError
@@ -77,7 +76,7 @@ def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, t
         if given.tensor == 1 or given.tensor != given.width or given.placements:
             continue
         by_sharding: dict[Sharding, list[int]] = {}
-        for size in microbatch_sizes(problem.workload, problem.choices.microbatch_sizes):
+        for size in problem.microbatch_sizes(problem.workload):
             key = size, Sharding(tensor=given.tensor)
             if near and size not in near:
                 continue

@@ -297,7 +297,8 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> fl
             kept = _between(layers.kept, edges[place], edges[place + 1])
             held += kept * _in_flight(form, position, chunk)
             if form.flight == SPLIT:
-                waiting += _between(layers.waiting, edges[place], edges[place + 1]) - kept
+                behind = min(form.rounds, position + 1)
+                waiting += behind * _between(layers.waiting, edges[place], edges[place + 1]) - kept
         # Gradients may be there only when what microbatches kept is gone, and all of them are at the end.
         fullest = max(
             fullest, static + held + max(waiting, 0.0), static + gradients / (shared if form.zero >= 2 else 1)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from meshwright.planner.bounds import ROUNDING
 from meshwright.planner.even_slices import slice_evenly
 from meshwright.planner.layouts import memory_limit
-from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
+from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, SPLIT, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
 from meshwright.planner.methods.grid.figures import Figures
-from meshwright.planner.microbatches import divisors, microbatch_sizes
+from meshwright.planner.microbatches import divisors
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph
 from meshwright.program import own_workload
@@ -187,9 +187,11 @@ def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
 def variants_of(problem: Problem) -> list[tuple[str, int]]:
     """Schedules that have uniform configurations, each with its numbers of stages on a rank."""
     found: list[tuple[str, int]] = []
+    # Both parts of a backward read what layers kept.
+    away = all(offload.activations != "device" for offload in problem.choices.offload)
     names = problem.choices.schedules if problem.workload.kind == "training" else problem.choices.schedules[:1]
     for name in names:
-        if name in FLIGHTS:
+        if name in FLIGHTS and not (FLIGHTS[name] == SPLIT and away):
             in_turn = FLIGHTS[name] in (IN_TURN, WHOLE_IN_TURN)
             found += [(name, chunks) for chunks in (problem.choices.num_chunks if in_turn else (1,))]
     return found
@@ -204,7 +206,7 @@ def _is_symbolic(problem: Problem) -> bool:
 
 
 def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding, idle: tuple[int, ...]) -> Sheet:
-    sizes = microbatch_sizes(own_workload(problem.workload, sharding), problem.choices.microbatch_sizes)
+    sizes = problem.microbatch_sizes(own_workload(problem.workload, sharding))
     counts = [count for left_out, count in problem.devices() if left_out == idle]
     num_ranks = [count // sharding.width for count in counts if count % sharding.width == 0]
     if short is not None:
