@@ -224,6 +224,7 @@ class _Log:
             self.state.fitting.append(item)
             if self.state.best is None or item.aimed_s < self.state.best.aimed_s:
                 self.state.best = item
+                self.state.events.metric("best_step_s", item.aimed_s, self.num_simulated)
         return item
 
 
