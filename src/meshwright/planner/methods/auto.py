@@ -43,8 +43,8 @@ from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, DEALT_IN_TURN
 FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
 # Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
 SMALL = 100_000
-# Simulations that each way to offload, exact slicing and the changes at the end may take.
-MOST_RESORTING, MOST_SLICINGS, CHANGES = 32, 200, 120
+# Simulations that the grid on unequal devices, each way to offload, exact slicing and the changes at the end may take.
+MOST_UNEQUAL, MOST_RESORTING, MOST_SLICINGS, CHANGES = 64, 32, 200, 120
 # Within this share of the bound there is nothing left to find.
 _CLOSE = 1e-3
 
@@ -62,7 +62,9 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     errors: list[MeshwrightError] = []
     is_wide = len(list(problem.settings())) > FEW_SETTINGS
     if is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings()):
-        yield from _take_turn(_Turn(grid, 0.4), problem, state, errors)
+        # Uniform plans are far from the best on unequal devices, and their bounds far from them.
+        most = MOST_UNEQUAL if len(problem.choices.idle) > 1 else 0
+        yield from _take_turn(_Turn(grid, 0.4, most), problem, state, errors)
     if state.best is None and problem.choices.last_resorts and (yield from _resort(problem, state, errors)):
         problem = problem.resorting()
     near = problem if not is_wide or _is_small(problem) else _near(problem, state)
