@@ -80,9 +80,13 @@ def require_possible(problem: Problem) -> None:
                 f"A plan for {count} devices was asked for, but cluster {problem.cluster.name!r} has {everything} "
                 f"devices. Give 1 to {everything} devices or a larger cluster."
             )
-    errors = [error for error in map(_impossible, problem.spaces()) if error is not None]
-    if len(errors) == sum(1 for _ in problem.spaces()):
-        raise errors[0]
+    errors: list[NoFeasiblePlanError] = []
+    for space in problem.spaces():
+        error = _impossible(space)
+        if error is None:
+            return
+        errors.append(error)
+    raise errors[0]
 
 
 def _impossible(space: Space) -> NoFeasiblePlanError | None:

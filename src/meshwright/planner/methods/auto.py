@@ -5,7 +5,11 @@
     those settings       exact slicing, with bounds and the best step known so far
     endless schedules    PipeDream
     split ops            Alpa, where HiGHS is installed
-    then                 changes of the best plan on the simulator: boundaries, microbatches, schedules, layouts
+    nothing fits         the grid again with states or activations on the hosts, where the choices leave that as a last
+                         resort
+    then                 less recompute, as far as memory allows (`recompute_in_part`), and changes of the best plan on
+                         the simulator: boundaries, microbatches, schedules, layouts
+    time is left         with a deadline, FlexFlow's chain and the descent by gradients
 
 With a deadline each method has a share of the time that is left; without one, numbers of simulations end each of them,
 so that the same problem has the same answer. The search ends early where the best plan is about as fast as the bound.
@@ -27,6 +31,8 @@ from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.left_out import unequal_settings
 from meshwright.planner.method import Method, Proposal, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
+from meshwright.planner.methods.differentiable import differentiable
+from meshwright.planner.methods.flexflow import flexflow
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.recompute_in_part import recompute_in_part
@@ -84,6 +90,8 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     elif not state.is_over:
         yield from recompute_in_part(problem, state)
         yield from improve(problem, state)
+        for turn in _late_turns(state):
+            yield from _take_turn(turn, _near(problem, state), state, errors)
 
 
 def _resort(
@@ -107,6 +115,14 @@ def _turns(problem: Problem) -> Iterator[_Turn]:
         yield _Turn(pipedream, 0.4)
     if any(setting.sharding.tensor > 1 for setting in problem.settings()) and find_spec("highspy") is not None:
         yield _Turn(alpa, 0.5)
+
+
+def _late_turns(state: SearchState) -> Iterator[_Turn]:
+    """Methods that go on as long as there is time: where it is limited, what is left of it is theirs."""
+    if state.stop_at < float("inf"):
+        yield _Turn(flexflow, 0.5)
+        if find_spec("torch") is not None:
+            yield _Turn(differentiable, 1.0)
 
 
 def _take_turn(turn: _Turn, problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
