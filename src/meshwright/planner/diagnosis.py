@@ -141,8 +141,11 @@ def raise_infeasible(
     best_of: Callable[[Problem], RankedPlan | None],
 ) -> NoReturn:
     """Raise NothingFitsError: memory binds, since `require_possible` has excluded all else."""
-    smallest = _smallest_plan(problem)
-    items = [*rejected, *([evaluate(smallest.whole)] if smallest else [])]
+    items = list(rejected)
+    # The grid has looked at what needs the least of many settings.
+    if not items or not problem.is_wide:
+        smallest = _smallest_plan(problem)
+        items += [evaluate(smallest.whole)] if smallest else []
     if not items:
         sizes = sorted({size for space in problem.spaces() for size in space.microbatch_sizes})
         counts = sorted({space.num_ranks for space in problem.spaces()})

@@ -45,8 +45,8 @@ from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, DEALT_IN_TURN
 
-# More settings than this are told apart by the grid first; of those that it finds, so many are looked at closely.
-FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
+# Of many settings, which the grid tells apart, so many are looked at closely.
+CLOSE_SETTINGS = 3
 # Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
 SMALL = 100_000
 # Simulations that the grid on unequal devices, each way to offload, exact slicing and the changes at the end may take.
@@ -66,7 +66,7 @@ class _Turn(NamedTuple):
 def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
-    is_wide = len(list(problem.settings())) > FEW_SETTINGS
+    is_wide = problem.is_wide
     if is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings()):
         # Uniform plans are far from the best on unequal devices, and their bounds far from them.
         most = MOST_UNEQUAL if len(problem.choices.idle) > 1 else 0
