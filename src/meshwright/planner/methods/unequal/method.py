@@ -100,6 +100,7 @@ def _unequal_spaces(problem: Problem) -> Iterator[Space]:
 def _candidates(problem: Problem, state: SearchState) -> Iterator[_Candidate]:
     """The best mappings of every space of unequal devices, microbatch size and schedule."""
     schedules = [name for name in problem.choices.schedules if name in BASIC_SCHEDULES]
+    least_s = np.inf
     for space in _unequal_spaces(problem):
         devices = find_devices(space)
         for size in space.microbatch_sizes:
@@ -110,17 +111,18 @@ def _candidates(problem: Problem, state: SearchState) -> Iterator[_Candidate]:
             for schedule in schedules[:1] if space.workload.kind == "inference" else schedules:
                 if state.seconds_left() <= 0:
                     return
-                found = list(_mappings(space, size, schedule, devices))
+                found = list(_mappings(space, size, schedule, devices, SLACK * least_s))
+                least_s = min([least_s, *(item.mapping.seconds for item in found)])
                 state.count(considered=len(found))
                 yield from {(item.groups, item.mapping.bounds): item for item in reversed(found)}.values()
 
 
-def _mappings(space: Space, size: int, schedule: str, devices: Devices) -> Iterator[_Candidate]:
-    """The best mapping with all groups, and those with groups of one size each."""
+def _mappings(space: Space, size: int, schedule: str, devices: Devices, cutoff_s: float) -> Iterator[_Candidate]:
+    """The best mapping with all groups, and those with groups of one size each, as far as they are below a cutoff."""
     num_layers = len(space.tables(size).graph.layers)
     for some in (devices, *filter(None, map(devices.of_sizes, divisors(space.num_ranks)))):
         beside = np.zeros((num_layers, num_layers + 1))
-        mapping = solve_mapping(make_mapping_problem(space, size, schedule, some, beside))
+        mapping = solve_mapping(make_mapping_problem(space, size, schedule, some, beside), cutoff_s=cutoff_s)
         if mapping is not None:
             yield _Candidate(space=space, devices=some, size=size, schedule=schedule, mapping=mapping, beside=beside)
 
