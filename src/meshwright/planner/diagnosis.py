@@ -96,10 +96,14 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
     num_microbatches = space.workload.global_batch // size
     most = min(num_layers, space.num_ranks)
     if space.num_stages and not any(1 <= count <= most for count in space.num_stages):
-        many, what = min((num_layers, "layers"), (space.num_ranks, "ranks"))
+        width = space.setting.sharding.width
+        teams = f"teams of {width} devices (tensor times context times expert)"
+        many, what = min((num_layers, "layers"), (space.num_ranks, teams if width > 1 else "ranks"))
+        there = f"there are only {many} {what}" if many > 1 else f"there is only 1 {what.replace('s', '', 1)}"
+        asked = f"Ask for 1 to {many} stages" if many > 1 else "Ask for 1 stage"
         return NoFeasiblePlanError(
-            f"{' or '.join(map(str, space.num_stages))} stages were asked for, but there are only {many} {what}, and "
-            f"every stage needs at least one layer and one rank. Ask for 1 to {many} stages."
+            f"{' or '.join(map(str, space.num_stages))} stages were asked for, but {there}, and every stage needs at "
+            f"least one layer and one {'team' if width > 1 else 'rank'}. {asked}{', or smaller axes' * (width > 1)}."
         )
     size_of_group, possible = space.exchange.shard_size, _stages_of_groups(space)
     if not possible.intersection(space.num_stages or range(1, most + 1)):

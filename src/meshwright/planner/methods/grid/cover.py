@@ -152,9 +152,10 @@ def cover(
         positions = counts[place]
         replicas = num_ranks // positions
         sharing = min(shard_size, replicas) if shard_size else replicas
-        if replicas > num_microbatches or (replicas > 1 and shard_size and replicas % shard_size):
+        # One replica has none to share with, whatever the size of groups is.
+        if replicas > num_microbatches or (shard_size and (replicas == 1 or replicas % shard_size)):
             continue
-        if also_all and shard_size >= replicas:
+        if also_all and shard_size == replicas:
             continue
         rounds, cut = -(-num_microbatches // replicas), 0
         for index in range(len(flights)):
