@@ -43,7 +43,7 @@ from meshwright.planner.methods.unequal.assemble import are_equal
 from meshwright.planner.microbatches import MAX_MICROBATCH_SIZES
 from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, DEALT_IN_TURN
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 
 # Of many settings, which the grid tells apart, so many are looked at closely.
 CLOSE_SETTINGS = 3
@@ -183,9 +183,9 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
         with suppress(MeshwrightError):
             graph = problem.graph_for(size)
             yield replace(plan, num_microbatches=count, graph_hash=graph.content_hash, stages=_unshared(plan))
-    for schedule in problem.choices.schedules:
-        # One position deals nothing out.
-        if schedule != plan.schedule and not (schedule in DEALT_IN_TURN and len(plan.stages) == 1):
+    # On one stage all schedules that flush are one.
+    for schedule in problem.choices.schedules if len(plan.stages) > 1 else ():
+        if schedule != plan.schedule:
             for chunks in problem.choices.num_chunks:
                 with suppress(MeshwrightError):
                     yield adopt_whole(problem, plan, schedule, chunks)

@@ -18,7 +18,7 @@ from meshwright.program.lowering import unlower_plan
 from meshwright.simulator import form_teams
 from meshwright.spec import DeadlockError, MeshwrightError, Plan, PlanError, ScheduleError
 from meshwright.spec.own_code import order_file
-from meshwright.spec.plan import BASIC_SCHEDULES, DEALT_IN_TURN, SCHEDULE_NAMES
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 
 # Instructions that are simulated in all, the first plan apart: building and simulating 100,000 takes about a second
 # (own measurement, one Xeon core), and a plan for a large cluster has some hundred thousand.
@@ -44,7 +44,9 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
     fitting = yield from _simulate(candidates, wanted, state, counts=bool(searched))
     if adopted and fitting:
         errors: list[MeshwrightError] = []
-        followed = yield from _adopt_all(problem, fitting, adopted, errors)
+        # On one stage all schedules that flush are one.
+        followers = [item for item in fitting if len(item.plan.stages) > 1 or not searched]
+        followed = yield from _adopt_all(problem, followers, adopted, errors)
         if not searched and not followed:
             raise _nothing_adopted(adopted, [*errors, *(error for _, error in state.refused)])
 
@@ -159,9 +161,6 @@ def _adopt_all(
     """Propose the plans under each of the schedules, as far as they can follow it (``errors``). Says how many fit."""
     num_fitting = 0
     for item, schedule, num_chunks in product(items, schedules, problem.choices.num_chunks):
-        if schedule in DEALT_IN_TURN and len(item.plan.stages) == 1 and problem.choices.num_stages != (1,):
-            # One position deals nothing out.
-            continue
         try:
             plan = adopt_whole(problem, item.plan, schedule, num_chunks)
         except (PlanError, ScheduleError, DeadlockError) as error:
