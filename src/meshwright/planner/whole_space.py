@@ -99,7 +99,9 @@ def whole_space(
     return Choices(
         num_devices=tuple(num_devices),
         idle=tuple(idle) if idle is not None else idle_sets(cluster, workload) if not num_devices else ((),),
-        shardings=tuple(_shardings(graph, cluster, tensor, context, expert, sequence_parallel, placements)),
+        shardings=tuple(
+            _shardings(graph, cluster, tensor, context, expert, sequence_parallel, placements, num_devices)
+        ),
         zero=tuple(zero),
         shard_sizes=tuple(shard_sizes),
         recompute=tuple(recompute),
@@ -135,6 +137,7 @@ def _shardings(
     expert: Sequence[int] | None,
     sequence_parallel: bool | None,
     placements: tuple[OpPlacement, ...],
+    num_devices: Sequence[int],
 ) -> Iterator[Sharding]:
     """All combinations of what is given, and of what splits the graph where nothing is."""
     given: dict[Axis, Sequence[int] | None] = {"tensor": tensor, "context": context, "expert": expert}
@@ -152,7 +155,7 @@ def _shardings(
     for combined in product(*(dict.fromkeys(sizes[axis]) for axis in AXES)):
         plain = Sharding(tensor=combined[0], context=combined[1], expert=combined[2])
         is_own = all(given[axis] is not None for axis, size in zip(AXES, combined, strict=True) if size > 1)
-        if not is_own and not _are_teams(cluster, plain):
+        if not is_own and not (_are_teams(cluster, plain) and _is_divided(num_devices, plain.width)):
             continue
         if plain.tensor == 1 or not sequence_parallel:
             yield plain
@@ -199,6 +202,11 @@ def _are_teams(cluster: Cluster, sharding: Sharding) -> bool:
     except MeshwrightError:
         return False
     return True
+
+
+def _is_divided(num_devices: Sequence[int], width: int) -> bool:
+    """Whether teams can be made of any of the numbers of devices that are given, if there are such."""
+    return not num_devices or any(count % width == 0 for count in num_devices)
 
 
 def _differs(short: Graph, one: Sharding, other: Sharding) -> bool:

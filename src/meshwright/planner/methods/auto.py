@@ -75,7 +75,8 @@ def auto(problem: Problem, state: SearchState) -> Steps:
         # Bounds know nothing of placements of Alpa's own.
         if not state.is_over and (turn.method is alpa or not _is_proven(state)):
             yield from _take_turn(turn, near, state, errors)
-    if state.best is None and errors:
+    # Where plans were too large, it is memory that binds.
+    if state.best is None and errors and not state.rejected:
         raise errors[0]
     if _is_proven(state):
         state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
