@@ -7,6 +7,7 @@ def plan_row(place, **changes):
         "place": place,
         "num_devices": 8,
         "num_stages": 2,
+        "num_positions": 2,
         "replicas": [4, 4],
         "tensor": 1,
         "sequence_parallel": False,

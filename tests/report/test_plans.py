@@ -37,6 +37,7 @@ def test_a_row_says_layout_step_interval_rate_memory_and_bubble():
         ({"recompute": "full"}, "recompute", ["none", "full"]),
         ({"context": 4}, "cp", ["1", "4"]),
         ({"replicas": [1, 3, 3, 3, 2], "num_stages": 5}, "dp", ["4", "1, 3 ×3, 2"]),
+        ({"schedule": "interleaved", "num_stages": 8}, "sched.", ["1f1b", "interleaved ×4"]),
         ({"schedule": "folder/mine.py:waves"}, "sched.", ["1f1b", "mine.py:waves"]),
         ({"num_devices": 4}, "devices", ["8", "4"]),
     ],

@@ -26,7 +26,7 @@ every_kind = pytest.mark.parametrize("kind", shipped_kinds())
 
 
 def test_what_is_shipped():
-    kinds = "A100 A10G A6000 B200 B300 GB200 H100 H200 L4 L40S MI300X RTX3090 RTX4090 RTX5090 RTXPRO6000 T4 V100 cpu"
+    kinds = "A100 A10G A6000 B200 H100 H200 L4 L40S MI300X RTX3090 RTX4090 RTX5090 T4 V100 cpu"
     assert shipped_kinds() == tuple(kinds.split())
 
 
@@ -66,7 +66,7 @@ def test_published_figures():
 # Lanes of float32 per multiprocessor, two FLOPs per lane and cycle, by the boost clock.
 @pytest.mark.parametrize(
     ("kind", "lanes"),
-    [(kind, 128) for kind in ("A10G", "A6000", "L4", "L40S", "RTX3090", "RTX4090", "RTX5090", "RTXPRO6000")]
+    [(kind, 128) for kind in ("A10G", "A6000", "L4", "L40S", "RTX3090", "RTX4090", "RTX5090")]
     + [("T4", 64)],
 )
 def test_float32_follows_from_multiprocessors_and_clock(kind, lanes):
@@ -76,7 +76,7 @@ def test_float32_follows_from_multiprocessors_and_clock(kind, lanes):
 
 
 @pytest.mark.parametrize(
-    ("written", "kind"), [("2xRTX-4090", "RTX4090"), ("rtx-pro-6000", "RTXPRO6000"), ("4xh-100", "H100")]
+    ("written", "kind"), [("2xRTX-4090", "RTX4090"), ("rtx-3090", "RTX3090"), ("4xh-100", "H100")]
 )
 def test_hyphens_of_kinds_may_be_written(written, kind):
     assert load_cluster(written).device_kinds[0].name == kind

@@ -152,7 +152,7 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("hidden", "99999999999", "hidden: expected at most 1000000; found '99999999999' \\(line 3\\)"),
         ("seq", "100000000", "seq: expected at most 10000000"),
         ("n_microbatches", "1000001", "n_microbatches: expected at most 1000000"),
-        ("device", "cpu", "device: expected one of A100, A10G, A6000, B200, B300, GB200, H100, H200, L4, "),
+        ("device", "cpu", "device: expected one of A100, A10G, A6000, B200, H100, H200, L4, "),
         ("device", "H100 (00W)", "device: expected a power limit from 100W to 700W; found 'H100 \\(00W\\)' \\(line 3"),
         ("device", "H100-SXM5 (0001W)", "device: expected a power limit from 100W to 700W"),
         ("device", "H100 (99 W)", "device: expected a power limit from 100W to 700W"),

@@ -130,6 +130,15 @@ def test_sizes_that_are_asked_for(name, options, shapes):
     assert source.compute_loss().isfinite()
 
 
+def test_the_default_length_is_one_that_people_train_with(tmp_path):
+    """Llama 3.1 has positions for 131,072 tokens."""
+    data = json.loads(Path(tiny("llama")).read_text()) | {"max_position_embeddings": 131_072}
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(data))
+    assert load_model(str(path), fake=True).inputs["input_ids"].shape == (4, 8192)
+    assert load_model(str(path), fake=True, sequence_length=16384).inputs["input_ids"].shape == (4, 16384)
+
+
 def test_the_default_length_leaves_out_the_positions_that_a_table_keeps_for_itself(tmp_path):
     data = {"model_type": "roberta", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}
     data |= {"num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 34}

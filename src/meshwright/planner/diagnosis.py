@@ -80,9 +80,13 @@ def require_possible(problem: Problem) -> None:
                 f"A plan for {count} devices was asked for, but cluster {problem.cluster.name!r} has {everything} "
                 f"devices. Give 1 to {everything} devices or a larger cluster."
             )
-    errors = [error for error in map(_impossible, problem.spaces()) if error is not None]
-    if len(errors) == sum(1 for _ in problem.spaces()):
-        raise errors[0]
+    errors: list[NoFeasiblePlanError] = []
+    for space in problem.spaces():
+        error = _impossible(space)
+        if error is None:
+            return
+        errors.append(error)
+    raise errors[0]
 
 
 def _impossible(space: Space) -> NoFeasiblePlanError | None:
@@ -137,8 +141,11 @@ def raise_infeasible(
     best_of: Callable[[Problem], RankedPlan | None],
 ) -> NoReturn:
     """Raise NothingFitsError: memory binds, since `require_possible` has excluded all else."""
-    smallest = _smallest_plan(problem)
-    items = [*rejected, *([evaluate(smallest.whole)] if smallest else [])]
+    items = list(rejected)
+    # The grid has looked at what needs the least of many settings.
+    if not items or not problem.is_wide:
+        smallest = _smallest_plan(problem)
+        items += [evaluate(smallest.whole)] if smallest else []
     if not items:
         sizes = sorted({size for space in problem.spaces() for size in space.microbatch_sizes})
         counts = sorted({space.num_ranks for space in problem.spaces()})

@@ -83,7 +83,8 @@ class Plans:
     def rows(self) -> list[dict[str, Any]]:
         """One plain row per ranked plan, best first.
 
-        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``replicas`` (per stage),
+        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``num_positions`` (of ranks in
+        line, which hold several stages each under some schedules), ``replicas`` (per stage),
         ``tensor``, ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``,
         ``shard_size`` (0: all replicas), ``recompute``, ``offload``, ``num_microbatches``, ``microbatch_size``,
         ``schedule``, ``step_time_s``, ``step_interval_s`` (80 %; None where it was not simulated),
@@ -271,6 +272,7 @@ def _row(place: int, item: RankedPlan) -> dict[str, Any]:
         "plan": summarise(plan),
         "num_devices": plan.num_devices,
         "num_stages": len(plan.stages),
+        "num_positions": len({stage.ranks for stage in plan.stages}),
         "replicas": [len(stage.ranks) for stage in plan.stages],
         "tensor": sharding.tensor,
         "sequence_parallel": sharding.sequence_parallel,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Literal, cast
 
 from meshwright.cost import CostModel
@@ -35,6 +35,8 @@ from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, name_recompute, word_of_first
 from meshwright.spec.scenario import Scenario
 
+# More settings than this are told apart by bounds first.
+FEW_SETTINGS = 4
 # What the best plan is best in.
 Aim = Literal["throughput", "latency"]
 
@@ -117,6 +119,11 @@ class Problem:
             for count in self.choices.num_devices or (left,):
                 if count <= left:
                     yield idle, count
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether there are too many settings for a close look at each."""
+        return len(list(islice(self.settings(), FEW_SETTINGS + 1))) > FEW_SETTINGS
 
     @property
     def has_own_placements(self) -> bool:

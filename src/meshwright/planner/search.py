@@ -22,6 +22,7 @@ from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_laten
 from meshwright.planner.interval import StepInterval, predict_step_interval
 from meshwright.planner.method import Limits, Method, Proposal, SearchState, checked
 from meshwright.planner.methods import check_shard_sizes, find_method
+from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.plans import Coverage, Plans
 from meshwright.planner.prices import price_plan
@@ -224,15 +225,19 @@ class _Log:
             self.state.fitting.append(item)
             if self.state.best is None or item.aimed_s < self.state.best.aimed_s:
                 self.state.best = item
+                self.state.events.metric("best_step_s", item.aimed_s, self.num_simulated)
         return item
 
 
 def _best_of(problem: Problem) -> RankedPlan | None:
-    """The best plan of a problem by exact slicing; None where nothing fits, or nothing can be laid out so."""
+    """The best plan of a problem; None where nothing fits, or nothing can be laid out.
+
+    By exact slicing, or of many settings the best uniform plan.
+    """
     problem, state = replace(problem, max_latency_s=None), SearchState(max_plans=1)
     log = _Log(problem, state)
     try:
-        log.run(slicing)
+        log.run(grid if problem.is_wide else slicing)
     except MeshwrightError:
         return None
     return state.best

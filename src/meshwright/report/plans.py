@@ -92,19 +92,24 @@ def _percent(share: float | None) -> str:
 
 
 # Heading, the value that goes without saying, and the cell.
+def _schedule(row: Row) -> str:
+    name, each = name_schedule_briefly(row["schedule"]), row["num_stages"] // row["num_positions"]
+    return f"{name} ×{each}" if each > 1 else name
+
+
 _LAYOUT: tuple[tuple[str, str, Cell], ...] = (
     ("devices", "", lambda row: str(row["num_devices"])),
     ("dp", "", _replicas),
-    ("pp", "", lambda row: str(row["num_stages"])),
+    ("pp", "", lambda row: str(row["num_positions"])),
     ("tp", "1", _tensor),
     ("cp", "1", lambda row: str(row["context"])),
     ("ep", "1", lambda row: str(row["expert"])),
     ("zero", "0", lambda row: str(row["zero"])),
     ("shard", "0", lambda row: str(row["shard_size"])),
     ("mbs", "", lambda row: str(row["microbatch_size"])),
-    ("sched.", "", lambda row: name_schedule_briefly(row["schedule"])),
+    ("sched.", "", _schedule),
     ("recompute", "none", lambda row: row["recompute"]),
-    ("offload", "none", lambda row: row["offload"]),
+    ("offload", "none", lambda row: row["offload"].replace("optimizer states", "states").replace(" on the host", "")),
 )
 _ALWAYS = ("dp", "pp", "mbs")
 _WORDS = ("sched.", "recompute", "offload", "tp")

@@ -107,8 +107,8 @@ def predict_reserved(
     The stages are followed as if their states were whole and on the device, and with up to `_FOLLOWED` microbatches in
     flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
     as do those of graphs that cannot be followed, and those with less than half of their limit in use, but for the
-    fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit. What a ``cost`` model has
-    followed it remembers.
+    fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit. A ``cost`` model
+    remembers what it has followed.
     """
     reserved = list(peaks)
     if not _can_follow(graph):

@@ -24,6 +24,9 @@ IGNORED = -100
 MASKED_SHARE = 0.15
 # Where neither the configuration nor the user says it: Raffel et al., "T5" (2019), section 3.1.2.
 LENGTH_WITHOUT_POSITIONS = 512
+# Models may have positions for more than they are trained with: Llama 3 for 131,072 tokens, in pretraining mostly 8,192
+# ("The Llama 3 Herd of Models", 2024, section 3.4).
+LONGEST_BY_DEFAULT = 8192
 DEFAULT_IMAGE_SIZE = 224
 
 
@@ -75,12 +78,12 @@ class _Sequences(Task):
 
     @classmethod
     def of(cls, config: Any, model_class: type) -> _Sequences:
-        """The task with sequences as long as there are positions."""
+        """The task with sequences as long as there are positions, up to `LONGEST_BY_DEFAULT`."""
         limit = _positions(config)
         if limit is None:
             return cls(config=config, model_class=model_class)
         # Tables of positions may hold fewer than they say: RoBERTa's 514 serve 512 tokens.
-        length = limit - limit % 8 if limit > 8 else limit
+        length = min(limit - limit % 8 if limit > 8 else limit, LONGEST_BY_DEFAULT)
         return cls(config=config, model_class=model_class, sequence_length=length)
 
     def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cli.exchanges import load_order
 from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_experts
-from meshwright.cli.output import terminal_sink
+from meshwright.cli.output import note, terminal_sink
 from meshwright.cli.pages import page_path
 from meshwright.cli.plan.choices import read_choices
 from meshwright.cli.plan.files import files_to_write
@@ -54,6 +54,9 @@ def run_plan(request: PlanRequest) -> None:
             found = _replan(request, events) if request.form() == "from" else find_plans(request, events)
     except NothingFitsError as error:
         print_misfit(error, request.as_json)
+        raise
+    except KeyboardInterrupt:
+        note("Interrupted before a plan that fits was found.")
         raise
     plans, remarks = found.plans, list(found.remarks)
     if request.find_orders is not None:

@@ -5,7 +5,11 @@
     those settings       exact slicing, with bounds and the best step known so far
     endless schedules    PipeDream
     split ops            Alpa, where HiGHS is installed
-    then                 changes of the best plan on the simulator: boundaries, microbatches, schedules, layouts
+    nothing fits         the grid again with states or activations on the hosts, where the choices leave that as a last
+                         resort
+    then                 less recompute, as far as memory allows (`recompute_in_part`), and changes of the best plan on
+                         the simulator: boundaries, microbatches, schedules, layouts
+    time is left         with a deadline, FlexFlow's chain and the descent by gradients
 
 With a deadline each method has a share of the time that is left; without one, numbers of simulations end each of them,
 so that the same problem has the same answer. The search ends early where the best plan is about as fast as the bound.
@@ -27,6 +31,8 @@ from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.left_out import unequal_settings
 from meshwright.planner.method import Method, Proposal, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
+from meshwright.planner.methods.differentiable import differentiable
+from meshwright.planner.methods.flexflow import flexflow
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.recompute_in_part import recompute_in_part
@@ -39,12 +45,12 @@ from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, DEALT_IN_TURN
 
-# More settings than this are told apart by the grid first; of those that it finds, so many are looked at closely.
-FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
+# Of many settings, which the grid tells apart, so many are looked at closely.
+CLOSE_SETTINGS = 3
 # Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
 SMALL = 100_000
-# Simulations that each way to offload, exact slicing and the changes at the end may take.
-MOST_RESORTING, MOST_SLICINGS, CHANGES = 32, 200, 120
+# Simulations that the grid on unequal devices, each way to offload, exact slicing and the changes at the end may take.
+MOST_UNEQUAL, MOST_RESORTING, MOST_SLICINGS, CHANGES = 64, 32, 200, 120
 # Within this share of the bound there is nothing left to find.
 _CLOSE = 1e-3
 
@@ -60,10 +66,12 @@ class _Turn(NamedTuple):
 def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
-    is_wide = len(list(problem.settings())) > FEW_SETTINGS
+    is_wide = problem.is_wide
     has_grid = is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings())
     if has_grid:
-        yield from _take_turn(_Turn(grid, 0.4), problem, state, errors)
+        # Uniform plans are far from the best on unequal devices, and their bounds far from them.
+        most = MOST_UNEQUAL if len(problem.choices.idle) > 1 else 0
+        yield from _take_turn(_Turn(grid, 0.4, most), problem, state, errors)
     if has_grid and state.best is None and (yield from _resort(problem, state, errors)):
         problem = problem.resorting()
     near = problem if not is_wide or _is_small(problem) else _near(problem, state)
@@ -85,6 +93,8 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     elif not state.is_over:
         yield from recompute_in_part(problem, state)
         yield from improve(problem, state)
+        for turn in _late_turns(state):
+            yield from _take_turn(turn, _near(problem, state), state, errors)
 
 
 def _resort(
@@ -116,6 +126,14 @@ def _take_turns(problem: Problem, state: SearchState, errors: list[MeshwrightErr
         # Bounds know nothing of placements of Alpa's own.
         if not state.is_over and (turn.method is alpa or not _is_proven(state)):
             yield from _take_turn(turn, problem, state, errors)
+
+
+def _late_turns(state: SearchState) -> Iterator[_Turn]:
+    """Methods that go on as long as there is time: where it is limited, what is left of it is theirs."""
+    if state.stop_at < float("inf"):
+        yield _Turn(flexflow, 0.5)
+        if find_spec("torch") is not None:
+            yield _Turn(differentiable, 1.0)
 
 
 def _take_turn(turn: _Turn, problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:

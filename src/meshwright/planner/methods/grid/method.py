@@ -49,7 +49,8 @@ def grid(problem: Problem, state: SearchState) -> Steps:
         if run.num_simulated and state.seconds_left() <= 0:
             break
         yield from run.simulate(bound_s, configuration)
-    state.note(_summary(found.num_configurations, num_fitting, run, state.best_s))
+    if run.num_simulated:
+        state.note(_summary(found.num_configurations, num_fitting, run, state.best_s))
 
 
 class _Run:

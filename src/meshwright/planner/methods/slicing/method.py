@@ -43,9 +43,10 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
     wanted = max(state.max_plans, LEAST_SIMULATED)
     fitting = yield from _simulate(candidates, wanted, state, counts=bool(searched))
     if adopted and fitting:
-        followed = yield from _adopt_all(problem, fitting, adopted, state)
+        errors: list[MeshwrightError] = []
+        followed = yield from _adopt_all(problem, fitting, adopted, errors)
         if not searched and not followed:
-            raise _nothing_adopted(adopted, state)
+            raise _nothing_adopted(adopted, [*errors, *(error for _, error in state.refused)])
 
 
 def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[Candidate]:
@@ -153,9 +154,9 @@ def num_instructions(plan: Plan) -> int:
 
 
 def _adopt_all(
-    problem: Problem, items: Sequence[RankedPlan], schedules: Sequence[str], state: SearchState
+    problem: Problem, items: Sequence[RankedPlan], schedules: Sequence[str], errors: list[MeshwrightError]
 ) -> Generator[Proposal, RankedPlan | None, int]:
-    """Propose the plans under each of the schedules; those that cannot follow it are noted. Says how many fit."""
+    """Propose the plans under each of the schedules, as far as they can follow it (``errors``). Says how many fit."""
     num_fitting = 0
     for item, schedule, num_chunks in product(items, schedules, problem.choices.num_chunks):
         if schedule in DEALT_IN_TURN and len(item.plan.stages) == 1 and problem.choices.num_stages != (1,):
@@ -164,7 +165,7 @@ def _adopt_all(
         try:
             plan = adopt_whole(problem, item.plan, schedule, num_chunks)
         except (PlanError, ScheduleError, DeadlockError) as error:
-            state.refused.append((item.plan, error))
+            errors.append(error)
             continue
         result = yield Proposal(plan)
         num_fitting += result is not None and result.fits
@@ -186,8 +187,7 @@ def _is_adopted(schedule: str) -> bool:
     return order_file(schedule) is not None or (schedule in SCHEDULE_NAMES and schedule not in BASIC_SCHEDULES)
 
 
-def _nothing_adopted(schedules: Sequence[str], state: SearchState) -> MeshwrightError:
-    errors = [error for _, error in state.refused]
+def _nothing_adopted(schedules: Sequence[str], errors: Sequence[MeshwrightError]) -> MeshwrightError:
     if errors and not isinstance(errors[0], PlanError):
         return errors[0]
     return PlanError(
