@@ -30,6 +30,7 @@ from meshwright.spec import Graph, MeshwrightError
 from meshwright.spec.collective import Axis
 from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.recompute_words import RecomputeName, recompute_choices
 from meshwright.spec.sharding import AXES, Sharding
 from meshwright.spec.teams import team_cluster
 
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 0.95
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 # Compiled layers have one backward for all gradients, and are recomputed as a whole.
-COMPILED_SCHEDULES, COMPILED_RECOMPUTE = ("1f1b", "gpipe", "interleaved"), ("none", "full")
-RECOMPUTE = ("none", "op", "full")
+COMPILED_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+COMPILED_RECOMPUTE: tuple[RecomputeName, ...] = ("none", "full")
+RECOMPUTE: tuple[RecomputeName, ...] = ("none", "op", "full")
 ZERO: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 NUM_CHUNKS = (2, 4)
 # Experts are laid out over so many devices at most.
@@ -91,7 +93,11 @@ def whole_space(
     if shard_sizes is None:
         shard_sizes = _sizes_within_nodes(cluster) if any(zero) else (0,)
     if recompute is None:
-        recompute = (COMPILED_RECOMPUTE if compiled else RECOMPUTE) if training else ("none",)
+        words = (COMPILED_RECOMPUTE if compiled else RECOMPUTE) if training else ("none",)
+        # A model may have no repeated blocks, and blocks no op that is kept.
+        known = recompute_choices(graph)
+        named = {known[word]: word for word in ("op", "full", "none")}
+        recompute = tuple(word for word in words if named[known[word]] == word)
     if schedules is None:
         schedules = (COMPILED_SCHEDULES if compiled else SCHEDULES) if training else BASIC_SCHEDULES
     if num_chunks is None:
