@@ -1,4 +1,4 @@
-"""Graphs of Hugging Face configurations in the user's cache folder: captured once, and nothing that is wrong is read."""
+"""Graphs of Hugging Face configurations in the user's cache folder: captured once, and nothing damaged is read."""
 
 from __future__ import annotations
 

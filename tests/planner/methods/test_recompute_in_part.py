@@ -73,11 +73,10 @@ def proposals_of(problem, *items):
 
 def first_blocks(plan, counts, word):
     """The plan with the first blocks of each stage recomputed as a word says."""
-    layers = [
-        [layer for layer in range(stage.start, stage.stop) if layer in BLOCKS][:count]
-        for stage, count in zip(plan.stages, counts, strict=True)
-    ]
-    mine = recompute_layers(GPT, sorted(sum(layers, [])))
+    layers: list[int] = []
+    for stage, count in zip(plan.stages, counts, strict=True):
+        layers += [layer for layer in range(stage.start, stage.stop) if layer in BLOCKS][:count]
+    mine = recompute_layers(GPT, layers)
     kept = [op for op in read_recompute(GPT, word).keeps if any(start <= op < stop for start, stop in mine)]
     return replace(plan, recompute=mine, keeps=tuple(kept))
 
