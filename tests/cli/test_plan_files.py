@@ -14,7 +14,7 @@ from meshwright.spec import Plan, read_document
 
 PLAN = ["plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", "8"]
 # What other systems have settings for.
-PLAIN = ["--stages", "2", "--schedule", "1f1b", "--recompute", "none", "--zero", "0"]
+PLAIN = ["--stages", "2", "--schedule", "gpipe", "--recompute", "none", "--zero", "0"]
 
 
 @pytest.fixture
