@@ -10,7 +10,8 @@ import pytest
 @pytest.fixture
 def planned(run):
     """Two nodes with one network card each, and sends of two replicas through it."""
-    step = ("--batch", "64", "--stages", "2", "-m", "2", "--schedule", "1f1b")
+    step = ("--batch", "64", "--stages", "2", "-m", "2", "--schedule", "1f1b", "--tensor", "1", "--context", "1")
+    step += ("--zero", "0", "--recompute", "none")
     assert run("plan", "gpt2-small", "--cluster", "2x4xV100", *step, "--out", "plan.json")[0] == 0
     return run
 

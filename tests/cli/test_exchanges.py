@@ -27,7 +27,7 @@ def broken(parts):
 
 @pytest.fixture
 def planned(run, tmp_path):
-    facts = ("--batch", "64", "--stages", "1", "-m", "2", "--schedule", "1f1b", "--out", "plan.json")
+    facts = ("--batch", "64", "--stages", "1", "-m", "2", "--schedule", "1f1b", "--zero", "0", "--out", "plan.json")
     assert run("plan", "gpt-tiny", "--cluster", "2xA100", *facts)[0] == 0
     (tmp_path / "mine.py").write_text(MINE)
     return run

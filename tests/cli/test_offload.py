@@ -63,11 +63,22 @@ def test_an_offloaded_plan_is_simulated_as_it_was_planned(run, described, place,
 
 
 def test_a_model_that_only_fits_without_its_states_is_told_so(run, described):
-    cluster = described(memory_bytes=8 * 2**20)
-    code, _, error = run(*PLAN, "--cluster", cluster, "-m", 1)
+    # Exact slicing keeps nothing away from devices unless it is told to.
+    options = ("--cluster", described(memory_bytes=8 * 2**20), "-m", 1, "--method", "slicing")
+    code, _, error = run(*PLAN, *options)
     assert code == 3
     assert "Keep optimizer states on the host (--offload optimizer=host)" in error
-    assert run(*PLAN, "--cluster", cluster, "-m", 1, "--offload", "optimizer=host")[0] == 0
+    assert run(*PLAN, *options, "--offload", "optimizer=host")[0] == 0
+
+
+def test_what_only_fits_without_its_states_keeps_them_on_the_host(run, described, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("-m", 1, "--ranks", 1, "--zero", 0, "--recompute", "none", "--out", path)
+    for memory_bytes, away in ((8 * 2**20, Offload(optimizer="host")), (2**30, Offload())):
+        code, out, _ = run(*PLAN, *options, "--cluster", described(memory_bytes=memory_bytes))
+        assert code == 0
+        assert read_document(Plan, path).offload == away
+        assert ("optimizer states on the host" in " ".join(out.split())) == (away != Offload())
 
 
 def test_a_model_that_only_fits_without_its_activations_is_told_so(run, described):
@@ -79,7 +90,7 @@ def test_a_model_that_only_fits_without_its_activations_is_told_so(run, describe
         peaks += [row["peak_bytes"] for row in json.loads(out)["ranks"]]
     assert peaks[1] < peaks[0]
     cluster = described(memory_bytes=sum(peaks) // 2)
-    code, _, error = run(*PLAN, "--cluster", cluster, *options)
+    code, _, error = run(*PLAN, "--cluster", cluster, *options, "--method", "slicing")
     assert code == 3
     assert "Keep activations on the host (--offload activations=host)" in error
     assert run(*PLAN, "--cluster", cluster, *options, *away)[0] == 0
@@ -122,7 +133,7 @@ def test_hosts_without_room_are_named(run, described):
         (["--cluster", "2xA100", "--offload", "optimizer=nvme"], "node 'node0' of cluster '2xA100' has no drives"),
         (["--cluster", "2xL40S", "--offload", "optimizer=host"], "Write host_memory_bandwidth_bytes_per_s = 400e9"),
         (["--cluster", "2xA100", "--offload", "weights=host"], "expected WHAT=WHERE"),
-        (["--cluster", "2xA100", "--offload", "optimizer=host,parameters=host"], "expected zero 3"),
+        (["--cluster", "2xA100", "--zero", "1", "--offload", "optimizer=host,parameters=host"], "expected zero 3"),
         (["--cluster", "2xA100", "--offload", "optimizer=host", "--schedule", "pipedream"], "never flushes"),
         (["--cluster", "2xA100", "--offload", "optimizer=host", "--method", "place"], "--offload"),
     ],

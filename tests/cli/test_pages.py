@@ -25,6 +25,9 @@ def folder(tmp_path_factory):
     os.chdir(path)
     try:
         search = ["plan", "gpt2-small", "--cluster", "2x2xA100", "--batch", "16", "--stages", "2", "--top", "3"]
+        # What is followed op by op, and few choices, which take less time.
+        search += ["--schedule", "gpipe", "--schedule", "1f1b", "--tensor", "1", "--context", "1", "--zero", "0"]
+        search += ["--recompute", "none"]
         assert invoke([*search, "--out", "plan.json", "--html", "plan.html"]) == 0
         assert invoke(["simulate", "plan.json", "--out", "predicted.json", "--html", "simulation.html"]) == 0
         write_document(as_measured(read_document(Timeline, "predicted.json"), 1.1), "measured.json")

@@ -13,6 +13,8 @@ import pytest
 from meshwright.spec import Plan, read_document
 
 PLAN = ["plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", "8"]
+# What other systems have settings for.
+PLAIN = ["--stages", "2", "--schedule", "gpipe", "--recompute", "none", "--zero", "0"]
 
 
 @pytest.fixture
@@ -59,14 +61,15 @@ def test_json_has_every_rank_and_the_files(run):
 
 
 def test_nothing_fits_says_which_rank_is_over(run):
-    code, out, err = run(*PLAN, "--memory-limit", "0.01", "--out", "lay")
+    layout = ("--tensor", "1", "--context", "1", "--zero", "0", "--recompute", "none", "--method", "slicing")
+    code, out, err = run(*PLAN, *layout, "--memory-limit", "0.01", "--out", "lay")
     assert code == 3
     assert "Nearest plan: 2 stages" in out
     assert "Does not fit: 1 of 2 ranks over; rank 0" in out
     assert err.startswith("error: No plan fits into memory")
     assert "too much" in err
     assert files() == []
-    code, out, _ = run(*PLAN, "--memory-limit", "0.01", "--json")
+    code, out, _ = run(*PLAN, *layout, "--memory-limit", "0.01", "--json")
     data = json.loads(out)
     assert code == 3
     assert data["plans"] == []
@@ -98,7 +101,7 @@ def test_a_stored_graph_has_nothing_to_start(run):
 
 
 def test_settings_go_to_standard_output_and_what_is_missing_beside_it(run):
-    assert run(*PLAN, "--stages", "2", "--out", "p.json")[0] == 0
+    assert run(*PLAN, *PLAIN, "--out", "p.json")[0] == 0
     code, out, err = run("show", "p.json", "--as", "deepspeed")
     assert code == 0
     assert json.loads(out)["train_batch_size"] == 8
@@ -116,7 +119,7 @@ def test_settings_go_to_standard_output_and_what_is_missing_beside_it(run):
 
 
 def test_settings_of_a_shipped_model_need_no_torch(run):
-    assert run(*PLAN, "--stages", "2", "--out", "p.json")[0] == 0
+    assert run(*PLAN, *PLAIN, "--out", "p.json")[0] == 0
     code = (
         "import sys; sys.modules['torch'] = None; from meshwright.cli.main import invoke; "
         "sys.exit(invoke(['show', 'p.json', '--as', 'torchtitan']))"

@@ -124,6 +124,10 @@ def request_of(line):
     return REQUESTS[verb](given=given_options(context), **context.params)
 
 
+# A plan chooses among schedules and among teams, unless they are given.
+ALONE = {("simulate", "--seed"), ("plan", "--virtual-stages"), ("plan", "--sequence-parallel")}
+
+
 @pytest.mark.parametrize(("verb", "form", "name"), TAKEN)
 def test_an_option_with_effect_is_taken(folder, monkeypatch, verb, form, name):
     monkeypatch.chdir(folder)
@@ -131,7 +135,7 @@ def test_an_option_with_effect_is_taken(folder, monkeypatch, verb, form, name):
     line = shlex.split(LINES[verb, form])
     if name not in line:
         line += words_of(verb, name)
-    with_others = shlex.split(WITH.get(name, "") if (verb, name) != ("simulate", "--seed") else "")
+    with_others = shlex.split(WITH.get(name, "") if (verb, name) not in ALONE else "")
     if option.of.needs:
         with_others += words_of(verb, option.of.needs)
     if not set(with_others) <= set(line):

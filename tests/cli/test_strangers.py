@@ -22,8 +22,8 @@ def folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trap.py").write_text(TRAP)
     assert invoke(["capture", "gpt-tiny", "--out", "graph.json"]) == 0
-    line = "plan gpt-tiny --cluster 2xcpu --batch 4 --stages 2 --precision float32 --out plan.json"
-    assert invoke(line.split()) == 0
+    line = "plan gpt-tiny --cluster 2xcpu --batch 4 --stages 2 --precision float32 --schedule 1f1b --zero 0"
+    assert invoke([*line.split(), "--out", "plan.json"]) == 0
     data = json.loads((tmp_path / "plan.json").read_text())
     (tmp_path / "strange.json").write_text(json.dumps({**data, "model": "trap.py:build"}))
     capsys.readouterr()

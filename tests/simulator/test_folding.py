@@ -13,8 +13,9 @@ from meshwright.cost import CostModel
 from meshwright.program import with_schedule
 from meshwright.simulator import explain_step, simulate_plan
 from meshwright.simulator.folding import find_fold
-from meshwright.spec import Opcode, PlanError
-from tests.graphs import chain_graph
+from meshwright.spec import GradientExchange, Opcode, PlanError, load_cluster, load_shipped_graph
+from tests.graphs import chain_graph, even_bounds
+from tests.graphs import make_plan as chain_plan
 from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.simulator.replicas import cases, grid, make_plan, with_kinds
@@ -44,6 +45,18 @@ def assert_same(found, whole):
 def test_folded_is_unfolded(case, contention):
     plan, graph, cluster, options = case
     assert_same(*simulate_both(plan, graph, cluster, contention=contention, **options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("zero", "size"), [(2, 2), (1, 2), (3, 2), (2, 4)])
+def test_replicas_that_share_in_groups_are_as_unfolded(zero, size):
+    """Groups of replicas that share states need whole groups in a fold, or no fold."""
+    graph, cluster = load_shipped_graph("gpt2-large"), load_cluster("2x4xA100")
+    plan = chain_plan(graph, even_bounds(len(graph.layers), 2), [4, 4], 8, schedule="zb-h1", microbatch_size=1)
+    plan = replace(plan, exchange=GradientExchange(zero=zero, shard_size=size).suited_to("zb-h1"))
+    found, whole = simulate_both(plan, graph, cluster)
+    assert_same(found, whole)
+    assert found.step_time_s > 0
 
 
 def test_errors_name_the_ranks_of_the_plan():

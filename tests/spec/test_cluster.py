@@ -66,8 +66,7 @@ def test_published_figures():
 # Lanes of float32 per multiprocessor, two FLOPs per lane and cycle, by the boost clock.
 @pytest.mark.parametrize(
     ("kind", "lanes"),
-    [(kind, 128) for kind in ("A10G", "A6000", "L4", "L40S", "RTX3090", "RTX4090", "RTX5090")]
-    + [("T4", 64)],
+    [(kind, 128) for kind in ("A10G", "A6000", "L4", "L40S", "RTX3090", "RTX4090", "RTX5090")] + [("T4", 64)],
 )
 def test_float32_follows_from_multiprocessors_and_clock(kind, lanes):
     (device,) = load_cluster(kind).device_kinds
@@ -75,9 +74,7 @@ def test_float32_follows_from_multiprocessors_and_clock(kind, lanes):
     assert device.peak_flops_per_s["float32"] == pytest.approx(rate, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("written", "kind"), [("2xRTX-4090", "RTX4090"), ("rtx-3090", "RTX3090"), ("4xh-100", "H100")]
-)
+@pytest.mark.parametrize(("written", "kind"), [("2xRTX-4090", "RTX4090"), ("rtx-3090", "RTX3090"), ("4xh-100", "H100")])
 def test_hyphens_of_kinds_may_be_written(written, kind):
     assert load_cluster(written).device_kinds[0].name == kind
 

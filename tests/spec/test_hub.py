@@ -81,7 +81,8 @@ def meshwright(folder, port, *arguments):
 
 
 def test_a_model_of_the_hub_is_planned_and_read_from_the_cache_from_then_on(hub, tmp_path):
-    ask = ("plan", "acme/tiny-gpt", "--cluster", "2xcpu", "--batch", "8", "--json")
+    few = "--zero", "0", "--recompute", "none"
+    ask = ("plan", "acme/tiny-gpt", "--cluster", "2xcpu", "--batch", "8", *few, "--json")
     code, out, error = meshwright(tmp_path, hub.server_port, *ask)
     assert code == 0, error
     workload = json.loads(out)["workload"]

@@ -73,6 +73,19 @@ def test_every_second_block_layers_and_stages():
     assert read_recompute(GPT, "op@0:2", bounds) == op
 
 
+@pytest.mark.parametrize("graph", [GPT, LLAMA])
+def test_words_for_layers(graph):
+    op, found = read_recompute(graph, "op"), read_recompute(graph, "op[1:3],full[3:5]")
+    assert found.ranges == op.ranges
+    assert found.keeps == tuple(item for item in op.keeps if item < graph.layers[3].start)
+    # In any order; layers that are not blocks have nothing that is computed again.
+    assert read_recompute(graph, "full[3:6],op[0:3]") == found
+    assert read_recompute(graph, "full[1,3]").ranges == recompute_layers(graph, (1, 3))
+    assert read_recompute(graph, "op[1:3],none[3:5]") == read_recompute(graph, "op[1:3]")
+    # Their meaning does not depend on where the model is cut.
+    assert read_recompute(graph, "op[1:3],full[3:5]", [(0, 2), (2, 6)]) == found
+
+
 def test_own_lists_of_ops():
     kept = read_recompute(LLAMA, "keep=silu_*+aten.scaled_dot*").keeps
     assert set(kinds(LLAMA, kept)) == {"silu", "scaled_dot_product_attention"}
@@ -92,6 +105,15 @@ def test_own_lists_of_ops():
         ("full@0,op@0:2", "names stage 0 twice"),
         ("full@0,none@1", "it is not known where the model is cut"),
         ("3:2", "start below stop"),
+        ("op[1:3],full[2:5]", "names a layer twice"),
+        ("op[3:1]", "start below stop"),
+        ("op[1:30]", "the graph has layers 0 to 5"),
+        ("opp[1:3]", "did you mean 'op'"),
+        ("op[1::3]", "'1::3' does not say what to compute again"),
+        ("op[]", "words for layers as op"),
+        ("op[1:3],full", "words for layers as op"),
+        ("op[1:3]full[3:5]", "words for layers as op"),
+        ("every-2[1:3]", "did you mean 'every-2'"),
     ],
 )
 def test_what_means_nothing_is_refused(text, words):
@@ -113,8 +135,15 @@ def test_unrepeated_models_have_no_blocks():
 
 
 def test_what_a_plan_computes_again_has_its_word():
-    for word in ("none", "op", "attention", "full", "every-2", "1,3"):
+    in_layers = "op[1:3],full[3:5]", "full[1,3],op[2,4]", "op[2]", "full[1],op[2:4]"
+    for word in ("none", "op", "attention", "full", "every-2", "1,3", *in_layers):
         assert name_recompute(GPT, read_recompute(GPT, word)) == word
+    # Where a shorter word means the same, it is that.
+    for text, word in (("op[1:5]", "op"), ("full[1:3],full[3:5]", "full"), ("full[1:3]", "1:3"), ("none[1:3]", "none")):
+        assert name_recompute(GPT, read_recompute(GPT, text)) == word
+    # Some of what op keeps of a block is no word.
+    op = read_recompute(GPT, "op[1:3],full[3:5]")
+    assert not name_recompute(GPT, Recompute(op.ranges, op.keeps[1:]))
     assert not name_recompute(GPT, read_recompute(GPT, "keep=aten.gelu"))
     assert not name_recompute(GPT, Recompute(((3, 5),)))
 

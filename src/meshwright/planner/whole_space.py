@@ -30,6 +30,7 @@ from meshwright.spec import Graph, MeshwrightError
 from meshwright.spec.collective import Axis
 from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.recompute_words import RecomputeName, recompute_choices
 from meshwright.spec.sharding import AXES, Sharding
 from meshwright.spec.teams import team_cluster
 
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 _LEAST_GAIN = 0.95
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 # Compiled layers have one backward for all gradients, and are recomputed as a whole.
-COMPILED_SCHEDULES, COMPILED_RECOMPUTE = ("1f1b", "gpipe", "interleaved"), ("none", "full")
-RECOMPUTE = ("none", "op", "full")
+COMPILED_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+COMPILED_RECOMPUTE: tuple[RecomputeName, ...] = ("none", "full")
+RECOMPUTE: tuple[RecomputeName, ...] = ("none", "op", "full")
 ZERO: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 NUM_CHUNKS = (2, 4)
 # Experts are laid out over so many devices at most.
@@ -91,7 +93,11 @@ def whole_space(
     if shard_sizes is None:
         shard_sizes = _sizes_within_nodes(cluster) if any(zero) else (0,)
     if recompute is None:
-        recompute = (COMPILED_RECOMPUTE if compiled else RECOMPUTE) if training else ("none",)
+        words = (COMPILED_RECOMPUTE if compiled else RECOMPUTE) if training else ("none",)
+        # A model may have no repeated blocks, and blocks no op that is kept.
+        known = recompute_choices(graph)
+        named = {known[word]: word for word in ("op", "full", "none")}
+        recompute = tuple(word for word in words if named[known[word]] == word)
     if schedules is None:
         schedules = (COMPILED_SCHEDULES if compiled else SCHEDULES) if training else BASIC_SCHEDULES
     if num_chunks is None:
@@ -99,7 +105,9 @@ def whole_space(
     return Choices(
         num_devices=tuple(num_devices),
         idle=tuple(idle) if idle is not None else idle_sets(cluster, workload) if not num_devices else ((),),
-        shardings=tuple(_shardings(graph, cluster, tensor, context, expert, sequence_parallel, placements)),
+        shardings=tuple(
+            _shardings(graph, cluster, tensor, context, expert, sequence_parallel, placements, num_devices)
+        ),
         zero=tuple(zero),
         shard_sizes=tuple(shard_sizes),
         recompute=tuple(recompute),
@@ -135,6 +143,7 @@ def _shardings(
     expert: Sequence[int] | None,
     sequence_parallel: bool | None,
     placements: tuple[OpPlacement, ...],
+    num_devices: Sequence[int],
 ) -> Iterator[Sharding]:
     """All combinations of what is given, and of what splits the graph where nothing is."""
     given: dict[Axis, Sequence[int] | None] = {"tensor": tensor, "context": context, "expert": expert}
@@ -152,7 +161,7 @@ def _shardings(
     for combined in product(*(dict.fromkeys(sizes[axis]) for axis in AXES)):
         plain = Sharding(tensor=combined[0], context=combined[1], expert=combined[2])
         is_own = all(given[axis] is not None for axis, size in zip(AXES, combined, strict=True) if size > 1)
-        if not is_own and not _are_teams(cluster, plain):
+        if not is_own and not (_are_teams(cluster, plain) and _is_divided(num_devices, plain.width)):
             continue
         if plain.tensor == 1 or not sequence_parallel:
             yield plain
@@ -199,6 +208,11 @@ def _are_teams(cluster: Cluster, sharding: Sharding) -> bool:
     except MeshwrightError:
         return False
     return True
+
+
+def _is_divided(num_devices: Sequence[int], width: int) -> bool:
+    """Whether teams can be made of any of the numbers of devices that are given, if there are such."""
+    return not num_devices or any(count % width == 0 for count in num_devices)
 
 
 def _differs(short: Graph, one: Sharding, other: Sharding) -> bool:

@@ -176,7 +176,7 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         run=shown,
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
-        step_time_s=to_seconds(window[1] - window[0]) / averaged / program.body_steps,
+        step_time_s=to_seconds((window[1] - window[0]) / averaged) / program.body_steps,
         seconds=tuple(
             replace(item.per_step(program.body_steps), exchanged_inside_s=each, copied_inside_s=copied, host_s=host)
             for item, each, copied, host in zip(

@@ -46,7 +46,7 @@ def to_picoseconds(seconds: float) -> int:
     return round(picoseconds)
 
 
-def to_seconds(picoseconds: int) -> float:
+def to_seconds(picoseconds: float) -> float:
     """Picoseconds as float seconds."""
     return picoseconds / PICOSECONDS_PER_SECOND
 

@@ -41,7 +41,8 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
         "sequence_parallel": request.sequence_parallel,
         "context": request.context,
         "expert": request.expert,
-        "zero": request.zero,
+        # An own order is one of plain sums of gradients.
+        "zero": request.zero or (None if request.exchange is None else (0,)),
         "shard_sizes": request.shard,
         "recompute": request.recompute,
         "offload": None if request.offload is None else (read_offload(request.offload),),

@@ -67,11 +67,12 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
     is_wide = problem.is_wide
-    if is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings()):
+    has_grid = is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings())
+    if has_grid:
         # Uniform plans are far from the best on unequal devices, and their bounds far from them.
         most = MOST_UNEQUAL if len(problem.choices.idle) > 1 else 0
         yield from _take_turn(_Turn(grid, 0.4, most), problem, state, errors)
-    if state.best is None and problem.choices.last_resorts and (yield from _resort(problem, state, errors)):
+    if has_grid and state.best is None and (yield from _resort(problem, state, errors)):
         problem = problem.resorting()
     near = problem if not is_wide or _is_small(problem) else _near(problem, state)
     if len(problem.choices.idle) > 1 or not all(map(are_equal, near.spaces())):
@@ -79,11 +80,13 @@ def auto(problem: Problem, state: SearchState) -> Steps:
         mapped = problem.under(unequal_settings(near.only or settings[:1], problem.choices)) if is_wide else near
         yield from _take_turn(_Turn(unequal, 0.5), mapped, state, errors)
         near = _near(problem, state) if is_wide else near
-    for turn in _turns(near):
-        # Bounds know nothing of placements of Alpa's own.
-        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
-            yield from _take_turn(turn, near, state, errors)
-    if state.best is None and errors:
+    yield from _take_turns(near, state, errors)
+    # Of few settings it takes a closer look to say that none fits.
+    if not has_grid and state.best is None and (yield from _resort(problem, state, errors)):
+        problem = problem.resorting()
+        yield from _take_turns(_near(problem, state), state, errors)
+    # Where plans were too large, it is memory that binds.
+    if state.best is None and errors and not state.rejected:
         raise errors[0]
     if _is_proven(state):
         state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
@@ -115,6 +118,14 @@ def _turns(problem: Problem) -> Iterator[_Turn]:
         yield _Turn(pipedream, 0.4)
     if any(setting.sharding.tensor > 1 for setting in problem.settings()) and find_spec("highspy") is not None:
         yield _Turn(alpa, 0.5)
+
+
+def _take_turns(problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
+    """Let the methods that look closely propose one after the other, until the best plan is proven."""
+    for turn in _turns(problem):
+        # Bounds know nothing of placements of Alpa's own.
+        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
+            yield from _take_turn(turn, problem, state, errors)
 
 
 def _late_turns(state: SearchState) -> Iterator[_Turn]:

@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
 def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, ...]:
     """Replicas of teams of ``width`` devices on each submesh: 1, 2, 4, ... devices of a node, or whole nodes."""
-    in_node = min(node.num_devices for node in cluster.nodes)
+    in_node = min(node.num_devices for node in cluster.nodes if node.num_devices)
     powers = {2**p for p in range(in_node.bit_length()) if 2**p <= in_node}
     sizes = powers | set(range(in_node, num_devices + 1, in_node))
     return tuple(sorted(size // width for size in sizes if size % width == 0 and size <= num_devices))
