@@ -54,8 +54,8 @@ def rank_plans(
 def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
     """The first plan of each layout, and of those that differ in nothing but names.
 
-    One microbatch on each rank is run alike under all schedules, one replica under all stages of ZeRO, and blocks of one
-    op with and without recompute.
+    One microbatch on each rank runs alike under all schedules, one replica under all stages of ZeRO, and blocks of
+    one op with and without recompute.
     """
     known: set[Hashable] = set()
     found: list[RankedPlan] = []
