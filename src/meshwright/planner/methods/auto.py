@@ -61,10 +61,11 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
     is_wide = len(list(problem.settings())) > FEW_SETTINGS
+    may_resort = bool(problem.choices.last_resorts)
     if is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings()):
         yield from _take_turn(_Turn(grid, 0.4), problem, state, errors)
-    if state.best is None and problem.choices.last_resorts and (yield from _resort(problem, state, errors)):
-        problem = problem.resorting()
+        if state.best is None and may_resort and (yield from _resort(problem, state, errors)):
+            problem = problem.resorting()
     near = problem if not is_wide or _is_small(problem) else _near(problem, state)
     if len(problem.choices.idle) > 1 or not all(map(are_equal, near.spaces())):
         settings = list(problem.settings())
@@ -75,6 +76,8 @@ def auto(problem: Problem, state: SearchState) -> Steps:
         # Bounds know nothing of placements of Alpa's own.
         if not state.is_over and (turn.method is alpa or not _is_proven(state)):
             yield from _take_turn(turn, near, state, errors)
+    if state.best is None and may_resort and not is_wide and (yield from _resort(problem, state, errors)):
+        problem = problem.resorting()
     if state.best is None and errors:
         raise errors[0]
     if _is_proven(state):
