@@ -49,7 +49,7 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
         "num_chunks": None if request.virtual_stages is None else (request.virtual_stages,),
     }
     # An empty list is not given; --no-sequence-parallel is.
-    chosen = {
+    chosen: dict[str, Any] = {
         name: value if value or value is False else None if is_open else closed[name] for name, value in given.items()
     }
     return whole_space(
