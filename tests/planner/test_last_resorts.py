@@ -12,8 +12,9 @@ def test_a_restricted_search_offloads_nothing_that_fits():
     """Few settings, which the grid does not look at first."""
     cluster, workload = load_cluster("2xcpu"), Workload(global_batch=8)
     graph = load_shipped_graph("gpt-tiny")
-    one = {"tensor": (1,), "context": (1,), "expert": (1,), "zero": (0,), "recompute": ("none",)}
-    choices = whole_space(graph, cluster, workload, microbatch_sizes=(2,), **one)
+    choices = whole_space(
+        graph, cluster, workload, tensor=(1,), context=(1,), zero=(0,), recompute=("none",), microbatch_sizes=(2,)
+    )
     assert choices.last_resorts
     cost = CostModel(cluster=cluster, precision="float32")
     problem = Problem(graph_for=lambda _: graph, cluster=cluster, workload=workload, cost=cost, choices=choices)
