@@ -33,6 +33,15 @@ def test_no_two_rows_are_of_one_layout(plans):
     assert len({layout_of(item) for item in plans.ranked}) == len(plans.ranked) > 3
 
 
+def test_of_plans_that_differ_in_names_alone_the_simplest_is_listed(plans):
+    first = timed(plans.ranked[0], 1.0, 0.9, 1.1, 50)
+    sharded = replace(first, plan=replace(first.plan, exchange=replace(first.plan.exchange, zero=1)))
+    recomputed = replace(first, recompute="full")
+    assert rank_plans([sharded, first, recomputed], 3, None) == (first,)
+    slower = replace(sharded, step_time_s=1.5)
+    assert rank_plans([slower, first], 3, None) == (first, slower)
+
+
 def test_what_errs_together_cancels(plans):
     first, second, third = plans.ranked[:3]
     fastest = timed(first, 1.0, 0.8, 1.5, 50)

@@ -38,7 +38,8 @@ def rank_plans(
 
     At least `LEAST_RANKED` plans are put in order, however few are asked for: how many are listed decides nothing.
     """
-    left = distinct_layouts(sorted(items, key=lambda item: item.aimed_s))[: max(max_plans, LEAST_RANKED)]
+    ordered_by_time = sorted(items, key=lambda item: (item.aimed_s, _num_mechanisms(item)))
+    left = distinct_layouts(ordered_by_time)[: max(max_plans, LEAST_RANKED)]
     if predict_interval is not None:
         left = _with_intervals(left, predict_interval)
     ordered: list[RankedPlan] = []
@@ -51,16 +52,20 @@ def rank_plans(
 
 
 def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
-    """The first plan of each layout, and of those that differ in nothing but the name of a schedule."""
+    """The first plan of each layout, and of those that differ in nothing but names.
+
+    One microbatch on each rank runs alike under all schedules, one replica under all stages of ZeRO, and blocks of
+    one op with and without recompute.
+    """
     known: set[Hashable] = set()
     found: list[RankedPlan] = []
     for item in items:
-        schedule, *rest = layout_of(item)
-        # One microbatch on each rank is run alike under all schedules.
-        alike = (*rest, item.step_time_s, item.reserved_bytes)
-        if (schedule, *rest) not in known and alike not in known:
+        layout = layout_of(item)
+        _, replicas, devices, microbatches, sharding, placed, _, _, offload = layout
+        alike = (replicas, devices, microbatches, sharding, placed, offload, item.step_time_s, item.reserved_bytes)
+        if layout not in known and alike not in known:
             found.append(item)
-        known |= {(schedule, *rest), alike}
+        known |= {layout, alike}
     return found
 
 
@@ -104,17 +109,23 @@ def _with_intervals(items: Sequence[RankedPlan], predict_interval: Callable[[Pla
     return found
 
 
-def _burden(item: RankedPlan) -> tuple[int, int, int, float]:
-    plan, rank = item.plan, item.fullest_rank
-    sharding = plan.sharding
-    mechanisms = (
-        len(plan.stages) > 1,
-        sharding.tensor > 1,
-        sharding.context > 1,
-        sharding.expert > 1,
-        plan.exchange.zero > 0,
-        bool(plan.recompute),
-        plan.offload != ON_DEVICE,
+def _num_mechanisms(item: RankedPlan) -> int:
+    """How many mechanisms a plan uses."""
+    plan, sharding = item.plan, item.plan.sharding
+    return sum(
+        (
+            len(plan.stages) > 1,
+            sharding.tensor > 1,
+            sharding.context > 1,
+            sharding.expert > 1,
+            plan.exchange.zero > 0,
+            bool(plan.recompute),
+            plan.offload != ON_DEVICE,
+        )
     )
+
+
+def _burden(item: RankedPlan) -> tuple[int, int, int, float]:
+    rank = item.fullest_rank
     hundredths = round(100 * item.reserved_bytes[rank] / max(item.memory_limit_bytes[rank], 1))
-    return hundredths, sum(mechanisms), len(plan.stages), item.aimed_s
+    return hundredths, _num_mechanisms(item), len(item.plan.stages), item.aimed_s

@@ -49,7 +49,10 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
         "schedules": schedules,
         "num_chunks": None if request.virtual_stages is None else (request.virtual_stages,),
     }
-    chosen = {name: value or (None if is_open else closed[name]) for name, value in given.items()}
+    # An empty list is not given; --no-sequence-parallel is.
+    chosen: dict[str, Any] = {
+        name: value if value or value is False else None if is_open else closed[name] for name, value in given.items()
+    }
     return whole_space(
         graph,
         request.machine,

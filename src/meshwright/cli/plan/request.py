@@ -152,7 +152,7 @@ class PlanRequest(Request):
         list[str] | None,
         typer.Option(
             help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or orders.csv; "
-            "repeat for several. By default gpipe and 1f1b."
+            "repeat for several. By default 1f1b, gpipe, interleaved and zb-h1."
         ),
         Of("search"),
     ] = None

@@ -1,0 +1,20 @@
+"""Options of `plan` restrict what it searches."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.cli.plan.choices import read_choices
+from meshwright.cli.published import read_request
+from meshwright.spec import Workload
+from meshwright.spec.shipped import load_shipped_graph
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), {False, True}), (("--no-sequence-parallel",), {False}), (("--sequence-parallel",), {True})],
+)
+def test_sequence_parallelism_is_searched_unless_an_option_says_which(options, expected):
+    request = read_request(("gpt-tiny", "--cluster", "2xcpu", "--tensor", "2", *options))
+    choices = read_choices(request, load_shipped_graph("gpt-tiny"), Workload(global_batch=8), ())
+    assert {sharding.sequence_parallel for sharding in choices.shardings} == expected
