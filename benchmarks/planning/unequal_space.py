@@ -23,7 +23,7 @@ from meshwright.cost import CostModel
 from meshwright.planner import Limits, Problem, Proposal, search_plans, whole_space
 from meshwright.planner.bounds import bound_space
 from meshwright.planner.layouts import Layout
-from meshwright.planner.methods.grid.method import plans_of
+from meshwright.planner.methods.grid.method import needs_no_more, plans_of
 from meshwright.planner.methods.grid.sheet import bound_grid
 from meshwright.spec import MeshwrightError, Workload, load_cluster, load_shipped_graph
 
@@ -118,17 +118,15 @@ def uniform_method(proven):
             proven["left_s"] = bound_s
             if bound_s >= best_s or time.monotonic() > stop:
                 return
-            # What needs too much memory does so with larger microbatches, less shared, and less computed again.
-            place = needs_of(problem, configuration)
             known = too_large.setdefault(shape_of(configuration), [])
-            if any(all(a >= b for a, b in zip(place, other, strict=True)) for other in known):
+            if any(needs_no_more(other, configuration) for other in known):
                 continue
             for plan in (item for given in plans_of(problem, configuration) for item in in_both_orders(given)):
                 item = yield Proposal(plan, bound_s)
                 if item is not None and item.fits:
                     best_s = min(best_s, item.step_time_s)
                 elif item is not None:
-                    known.append(place)
+                    known.append(configuration)
         proven["left_s"] = best_s
 
     return propose
@@ -137,11 +135,6 @@ def uniform_method(proven):
 def shape_of(it):
     """What of a configuration is compared alike."""
     return it.idle, it.sharding, it.shard_size, it.positions, it.schedule, it.chunks
-
-
-def needs_of(problem, it):
-    """Numbers that grow with the memory that a configuration needs."""
-    return it.microbatch_size, -it.zero, -problem.choices.recompute.index(it.recompute)
 
 
 def in_both_orders(plan):

@@ -25,7 +25,7 @@ from meshwright.spec.shipped import MAX_UNPACKED_BYTES, SUFFIX, pack, unpack
 # The oldest files beyond these go.
 MAX_FILES = 64
 # Who captures: modules of ours with all that they import, and libraries.
-_MODULES = ("meshwright.capture", "meshwright.zoo")
+_MODULES = ("meshwright.capture", "meshwright.zoo", "meshwright.zoo.huggingface_classes")
 _LIBRARIES = ("torch", "transformers")
 
 

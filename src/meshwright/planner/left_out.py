@@ -41,7 +41,7 @@ def unequal_settings(settings: Sequence[Setting], choices: Choices) -> list[Sett
     all of them are used, states are shared as far as replicas may have unequal shares (ZeRO 0 and 1), and all ways to
     compute again are tried.
     """
-    found = list(settings)
+    found = [item for item in settings if item.zero <= 1 and not item.shard_size]
     shardings = dict.fromkeys([*(item.sharding for item in settings), UNSHARDED])
     zero = [stage for stage in choices.zero if stage <= 1]
     for item, sharding in product(settings[:1], shardings):

@@ -75,7 +75,7 @@ def open_choices(problem: Problem) -> list[bool]:
     """Which choices have more than one value, in the order of `Values`."""
     chosen = problem.choices
     counts = (
-        len(set(chosen.num_devices)),
+        max(len(set(chosen.num_devices)), len(chosen.idle)),
         len({item.tensor for item in chosen.shardings}),
         len({item.sequence_parallel for item in chosen.shardings}),
         len({item.context for item in chosen.shardings}),
@@ -112,6 +112,8 @@ def restricted(chosen: Choices, free: Collection[int], plain: Values) -> Choices
     ):
         if name in fixed:
             changes[field] = (fixed[name],)
+    if "devices" in fixed:
+        changes["idle"] = chosen.idle[:1]
     if fixed.get("zero") == 0:
         changes["shard_sizes"] = (0,)
     if "schedule" in fixed:

@@ -31,6 +31,8 @@ from meshwright.spec import (
     Workload,
     read_recompute,
 )
+from meshwright.spec.exchange import ZeroStage
+from meshwright.spec.offload import Offload
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, name_recompute, word_of_first
 from meshwright.spec.scenario import Scenario
@@ -110,6 +112,8 @@ class Problem:
         chosen = self.choices
         for item in product(self.devices(), chosen.shardings, chosen.sharing(), chosen.recompute, chosen.offload):
             (idle, num_devices), sharding, (zero, shard_size), recompute, offload = item
+            if zero < 3 and offload.parameters == "host" and 3 in chosen.zero:
+                continue
             yield Setting(num_devices, sharding, zero, recompute, offload, shard_size, idle)
 
     def devices(self) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -184,10 +188,11 @@ class Problem:
         }
         return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
 
-    def resorting(self) -> Problem:
-        """The same problem where what its choices leave as last resorts is taken."""
-        chosen = self.choices
-        return replace(self, choices=replace(chosen, offload=chosen.last_resorts, last_resorts=()), only=())
+    def resorting(self, ways: tuple[Offload, ...] = ()) -> Problem:
+        """The same problem where what its choices leave as last resorts is taken, or some ``ways`` of these."""
+        chosen, ways = self.choices, ways or self.choices.last_resorts
+        zero: tuple[ZeroStage, ...] = (3,) if all(away.parameters == "host" for away in ways) else chosen.zero
+        return replace(self, choices=replace(chosen, offload=ways, last_resorts=(), zero=zero), only=())
 
     def _word_of(self, plan: Plan) -> str | None:
         """What of a plan is computed again, in the words of the choices or for layers; None if they do not allow it."""

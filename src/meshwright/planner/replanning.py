@@ -68,6 +68,8 @@ def replan(
     cost = _in_whole_teams(cost, plan.sharding.width)
     left_out = given - cost.cluster.num_ranks
     schedule = plan.schedule if plan.schedule in BASIC_SCHEDULES else "1f1b"
+    # On other machines the numbers of devices are other devices'.
+    idle = plan.idle if len(plan.idle) + plan.num_devices == cost.cluster.num_ranks else ()
     problem = Problem(
         graph_for=graph_for,
         cluster=cost.cluster,
@@ -79,6 +81,7 @@ def replan(
             shard_sizes=(plan.exchange.shard_size,),
             recompute=(_recompute_of(plan, graph),),
             offload=(plan.offload,),
+            idle=(idle,),
             schedules=(schedule,),
             microbatch_sizes=() if graph.batch_size is None else (graph.batch_size,),
         ),
@@ -90,11 +93,13 @@ def replan(
         may_idle=True,
         compiled=plan.compiled,
     )
-    begun = replace(plan, schedule=schedule, schedule_hash="")
+    begun = replace(plan, schedule=schedule, schedule_hash="", idle=idle)
 
     def replanning(problem: Problem, state: SearchState) -> Steps:
         if schedule != plan.schedule:
             state.note(f"The schedule {plan.schedule} was left for {schedule}: plans are made anew for such alone.")
+        if plan.idle and not idle:
+            state.note("The plan left devices of other machines out; of these all may be used.")
         if left_out:
             state.note(
                 f"{format_count(left_out, 'device')} of nodes that make no whole team of {plan.sharding.width} were "

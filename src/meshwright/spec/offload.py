@@ -14,7 +14,7 @@ What it means for a step stands in `program.offload` and `program.saved`, what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -76,10 +76,15 @@ def _listed(words: list[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def read_offload(choices: Iterable[str]) -> Offload:
-    """What ``optimizer=host`` says, one choice or several with commas in each text. Raises PlanError for another."""
+def read_offload(choices: Sequence[str]) -> Offload:
+    """What ``optimizer=host`` says, one choice or several with commas in each text; ``none``: all is on the devices.
+
+    Raises PlanError for another.
+    """
     known = tuple(field.name for field in fields(Offload))
     given: dict[str, str] = {}
+    if [choice.strip() for choice in choices] == ["none"]:
+        return ON_DEVICE
     for choice in ",".join(choices).split(",") if choices else ():
         what, equals, where = choice.strip().partition("=")
         if not equals or what not in known:

@@ -48,7 +48,9 @@ def _unless_waves(request: PlanRequest) -> str:
 
 
 def _unless_dealt(request: PlanRequest) -> str:
-    names = request.schedule or DEALT_IN_TURN
+    from meshwright.planner.methods import OPEN_METHODS
+
+    names = request.schedule or (DEALT_IN_TURN if request.method in OPEN_METHODS and not request.inference else ())
     return "" if set(names) & set(DEALT_IN_TURN) else f"without --schedule {' or '.join(DEALT_IN_TURN)}"
 
 
@@ -252,7 +254,7 @@ class PlanRequest(Request):
             metavar="WHAT=WHERE",
             help="What is kept away from the devices: optimizer=host or optimizer=nvme, whose states are there then "
             "while the host makes the step; parameters=host, with --zero 3; activations=host, until the backward. "
-            "Repeat for several, or put a comma between.",
+            "Repeat for several, or put a comma between. none: nothing; by default what nothing else fits for.",
         ),
         Of("search", unless=_unless_trained),
     ] = None

@@ -104,8 +104,7 @@ def _resort(
     for away in problem.choices.last_resorts:
         # Parameters on the host cost more than all else.
         if away.parameters == "device" or state.best is None:
-            one = replace(problem, choices=replace(problem.choices, offload=(away,), last_resorts=()))
-            yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), one, state, errors)
+            yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), problem.resorting((away,)), state, errors)
     if state.best is not None:
         state.note("Nothing fits the devices alone: what is named is kept on the hosts.")
     return state.best is not None

@@ -24,8 +24,8 @@ from meshwright.spec import Graph, Plan
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import RecomputeName, recompute_choices
 
-# Plans that are made lighter so, the most promising first.
-MOST_PAIRS = 4
+# Plans that are recomputed more until they fit, and plans that fit which are recomputed less, the fastest first.
+MOST_PAIRS, MOST_LIGHTENED = 4, 2
 # Steps that narrow the numbers of one pair down.
 MOST_STEPS = 6
 # What a plan must be expected to gain.
@@ -55,6 +55,10 @@ def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
         pair = yield from _with_heavier(problem, item, heavier)
         if pair is not None:
             pairs.append(pair)
+    for item in sorted(state.fitting, key=lambda item: item.step_time_s)[:MOST_LIGHTENED]:
+        if item.recompute in allowed[1:] and state.seconds_left() > 0:
+            pair = yield from _with_lighter(problem, item, allowed[: [*map(str, allowed)].index(item.recompute)])
+            pairs += [pair] if pair is not None else []
     for pair in sorted(pairs, key=lambda pair: pair.expected_s):
         if state.seconds_left() > 0 and pair.expected_s < state.best_s * (1 - _LEAST_GAIN):
             yield from _narrow(problem, pair, state)
@@ -79,10 +83,24 @@ def _with_heavier(
         heavier = yield Proposal(replace(item.plan, recompute=again.ranges, keeps=again.keeps))
         if heavier is None or not heavier.fits:
             continue
-        # As if all blocks took and freed alike, on the fullest rank.
-        share = item.excess_bytes / max(item.excess_bytes - heavier.excess_bytes, 1)
-        return _Pair(item, heavier, item.step_time_s + share * (heavier.step_time_s - item.step_time_s))
+        return _pair(item, heavier)
     return None
+
+
+def _with_lighter(
+    problem: Problem, item: RankedPlan, words: Sequence[RecomputeName]
+) -> Generator[Proposal, RankedPlan | None, _Pair | None]:
+    """A plan that fits beside the same one in the next lighter way, which bounds may have ruled out unseen."""
+    graph = problem.graph_for(item.plan.microbatch_size)
+    again = recompute_choices(graph)[words[-1]]
+    lighter = yield Proposal(replace(item.plan, recompute=again.ranges, keeps=again.keeps))
+    return None if lighter is None or lighter.fits else _pair(lighter, item)
+
+
+def _pair(lighter: RankedPlan, heavier: RankedPlan) -> _Pair:
+    """Both, with the step between them as if all blocks took and freed alike, on the fullest rank."""
+    share = lighter.excess_bytes / max(lighter.excess_bytes - heavier.excess_bytes, 1)
+    return _Pair(lighter, heavier, lighter.step_time_s + share * (heavier.step_time_s - lighter.step_time_s))
 
 
 class _Group:

@@ -14,6 +14,7 @@ from typing import cast
 from meshwright.planner.choices import Setting
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, ONE_EACH, SPLIT
 from meshwright.planner.methods.grid.sheet import Configuration, bound_grid
 from meshwright.planner.problem import Problem
 from meshwright.spec import Plan, StagePlan, format_count, format_percent, format_seconds
@@ -30,10 +31,12 @@ MOST_SIMULATED, _OTHERS, _MUCH_SLOWER = 256, 2, 1.5
 
 def grid(problem: Problem, state: SearchState) -> Steps:
     """Enumerate, bound, and simulate what may still be the best; where nothing may fit, what needs the least."""
-    found = bound_grid(problem)
+    found = bound_grid(problem, state.seconds_left)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
     run = _Run(problem, state)
+    # Fewer devices are slower, and cost less.
+    alike = len(set(problem.choices.num_devices)) < 2
     # Of what does not fit anyway, it is said what lacks least.
     rows = found.by_bound() if num_fitting or state.fitting or state.rejected else found.leanest(_LEANEST)
     for bound_s, configuration in rows:
@@ -41,7 +44,7 @@ def grid(problem: Problem, state: SearchState) -> Steps:
             # What follows is not the best; of other kinds of layouts people want to see one each.
             if len(run.kinds) >= state.max_plans or run.num_others >= _OTHERS * state.max_plans:
                 break
-            if _kind(configuration) in run.kinds or bound_s > _MUCH_SLOWER * state.best_s:
+            if _kind(configuration) in run.kinds or (alike and bound_s > _MUCH_SLOWER * state.best_s):
                 continue
         elif bound_s >= state.best_s * (1 - _CLOSE):
             run.prove(bound_s)
@@ -49,6 +52,9 @@ def grid(problem: Problem, state: SearchState) -> Steps:
         if run.num_simulated and state.seconds_left() <= 0:
             break
         yield from run.simulate(bound_s, configuration)
+    else:
+        # All were looked at.
+        run.prove(max(run.left_s, state.best_s))
     if run.num_simulated:
         state.note(_summary(found.num_configurations, num_fitting, run, state.best_s))
 
@@ -104,7 +110,7 @@ class _Misfits:
 
     def need_less_than(self, configuration: Configuration) -> bool:
         """Whether one is known that needs no more than this one does."""
-        return any(_needs_no_more(one, configuration) for one in self._known.get(_likeness(configuration), ()))
+        return any(needs_no_more(one, configuration) for one in self._known.get(_likeness(configuration), ()))
 
 
 def _likeness(wanted: Configuration) -> Hashable:
@@ -119,12 +125,18 @@ def _likeness(wanted: Configuration) -> Hashable:
     )
 
 
-def _needs_no_more(one: Configuration, other: Configuration) -> bool:
-    """Whether no rank of one needs more than in another of the same stages, ranks and schedule."""
+def needs_no_more(one: Configuration, other: Configuration) -> bool:
+    """Whether no rank of one needs more than in another of the same stages, ranks and schedule.
+
+    ZeRO stages are not compared: what 2 and 3 gather may be more than what they share.
+    """
     ranks = one.num_ranks
+    # A multiple leaves no fewer samples under way, unless all microbatches are, each with what it keeps besides.
+    sizes = other.microbatch_size, one.microbatch_size
+    larger = sizes[0] == sizes[1] or (sizes[0] % sizes[1] == 0 and FLIGHTS[one.schedule] in (ONE_EACH, SPLIT, IN_TURN))
     return (
-        one.microbatch_size <= other.microbatch_size
-        and one.zero >= other.zero
+        larger
+        and one.zero == other.zero
         and (one.shard_size or ranks) >= (other.shard_size or ranks)
         and (one.recompute == other.recompute or other.recompute == "none")
     )
@@ -135,6 +147,8 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
     wanted, positions = configuration, configuration.positions
     num_devices = wanted.num_ranks * wanted.sharding.width
     for away in problem.choices.offload:
+        if away.parameters == "host" and wanted.zero < 3 and 3 in problem.choices.zero:
+            continue
         zero = cast("ZeroStage", wanted.zero)
         setting = Setting(num_devices, wanted.sharding, zero, wanted.recompute, away, wanted.shard_size, wanted.idle)
         space = problem.space(setting)

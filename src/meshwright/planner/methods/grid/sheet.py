@@ -7,7 +7,7 @@ know of it yet, and raises the bounds of that sheet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -160,12 +160,17 @@ class Grid:
         return np.concatenate([*seconds, np.empty(0)]), np.concatenate([*places, empty]), np.concatenate([*rows, empty])
 
 
-def bound_grid(problem: Problem) -> Grid:
-    """Bound all uniform configurations of a problem. Raises what is wrong with its shardings if none is possible."""
+def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None) -> Grid:
+    """Bound all uniform configurations of a problem. Raises what is wrong with its shardings if none is possible.
+
+    Where no time is left, those of the first shardings alone.
+    """
     short = _figures_graph(problem, 1) if _is_symbolic(problem) else None
     sheets: list[Sheet] = []
     errors: list[MeshwrightError] = []
     for idle, sharding in product(problem.choices.idle, problem.choices.shardings):
+        if sheets and seconds_left is not None and seconds_left() <= 0:
+            break
         try:
             sheets.append(_make_sheet(problem, short, sharding, idle))
         except MeshwrightError as error:
