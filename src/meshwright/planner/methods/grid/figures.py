@@ -201,11 +201,13 @@ class Figures:
         return tuple(min(values) for values in zip(*found, strict=True))
 
     def _groups(self, replicas: int, positions: int) -> list[tuple[int, ...]]:
-        """Ranks of the replicas of a position: a group for each sort of nodes that it may lie on, and across nodes."""
+        """Ranks of the replicas of a position: a group for each way in which these may lie on nodes, and across nodes."""
         groups: dict[object, tuple[int, ...]] = {}
+        nodes = self.cluster.columns().node
         for position in range(positions):
             ranks = tuple(range(position * replicas, (position + 1) * replicas))
-            groups.setdefault(tuple(self._sorts_of_ranks[rank] for rank in ranks), ranks)
+            shape = (nodes[list(ranks)] - nodes[ranks[0]]).tolist()
+            groups.setdefault((tuple(self._sorts_of_ranks[rank] for rank in ranks), *shape), ranks)
         if positions > 1 and len(self.cluster.nodes) > 1:
             groups["across"] = tuple(range(0, replicas * positions, positions))
         return list(groups.values())
