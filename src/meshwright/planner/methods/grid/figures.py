@@ -201,7 +201,7 @@ class Figures:
         return tuple(min(values) for values in zip(*found, strict=True))
 
     def _groups(self, replicas: int, positions: int) -> list[tuple[int, ...]]:
-        """Ranks of the replicas of a position: a group for each way in which these may lie on nodes, and across nodes."""
+        """Ranks of the replicas of a position: one group for each way to lie on nodes, and across."""
         groups: dict[object, tuple[int, ...]] = {}
         nodes = self.cluster.columns().node
         for position in range(positions):
