@@ -41,14 +41,16 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
         "sequence_parallel": request.sequence_parallel,
         "context": request.context,
         "expert": request.expert,
-        # An own order is one of plain sums of gradients.
-        "zero": request.zero or (None if request.exchange is None else (0,)),
+        "zero": request.zero,
         "shard_sizes": request.shard,
         "recompute": request.recompute,
         "offload": None if request.offload is None else (read_offload(request.offload),),
         "schedules": schedules,
         "num_chunks": None if request.virtual_stages is None else (request.virtual_stages,),
     }
+    if request.exchange is not None:
+        # An own order is one of plain sums of gradients among replicas.
+        given |= {name: given[name] or closed[name] for name in ("tensor", "context", "expert", "zero")}
     # An empty list is not given; --no-sequence-parallel is.
     chosen: dict[str, Any] = {
         name: value if value or value is False else None if is_open else closed[name] for name, value in given.items()
