@@ -99,11 +99,11 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
         width = space.setting.sharding.width
         teams = f"teams of {width} devices (tensor times context times expert)"
         many, what = min((num_layers, "layers"), (space.num_ranks, teams if width > 1 else "ranks"))
-        there = f"there are only {many} {what}" if many > 1 else f"there is only 1 {what.replace('s', '', 1)}"
-        asked = f"Ask for 1 to {many} stages" if many > 1 else "Ask for 1 stage"
+        what = what.replace("s", "", 1) if many == 1 else what
         return NoFeasiblePlanError(
-            f"{' or '.join(map(str, space.num_stages))} stages were asked for, but {there}, and every stage needs at "
-            f"least one layer and one {'team' if width > 1 else 'rank'}. {asked}{', or smaller axes' * (width > 1)}."
+            f"{' or '.join(map(str, space.num_stages))} stages were asked for, but there are only {many} {what}, and "
+            f"every stage needs at least one layer and one {'team' if width > 1 else 'rank'}. Ask for "
+            f"{'1' if many == 1 else f'1 to {many}'} stages{', or smaller axes' * (width > 1)}."
         )
     size_of_group, possible = space.exchange.shard_size, _stages_of_groups(space)
     if not possible.intersection(space.num_stages or range(1, most + 1)):
