@@ -115,7 +115,7 @@ def _turns(problem: Problem) -> Iterator[_Turn]:
     yield _Turn(slicing, 0.7, MOST_SLICINGS)
     if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
         yield _Turn(pipedream, 0.4)
-    if any(setting.sharding.tensor > 1 for setting in problem.settings()) and find_spec("highspy") is not None:
+    if any(setting.sharding.tensor > 1 for setting in problem.settings()) and _is_installed("highspy"):
         yield _Turn(alpa, 0.5)
 
 
@@ -131,7 +131,7 @@ def _late_turns(state: SearchState) -> Iterator[_Turn]:
     """Methods that go on as long as there is time: where it is limited, what is left of it is theirs."""
     if state.stop_at < float("inf"):
         yield _Turn(flexflow, 0.5)
-        if find_spec("torch") is not None:
+        if _is_installed("torch"):
             yield _Turn(differentiable, 1.0)
 
 
@@ -153,6 +153,13 @@ def _take_turn(turn: _Turn, problem: Problem, state: SearchState, errors: list[M
     finally:
         steps.close()
         state.turn_ends_at = float("inf")
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return find_spec(library) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _is_small(problem: Problem) -> bool:
