@@ -67,7 +67,7 @@ def test_other_layouts_are_compared(found):
     [
         ({"tokns": 5}, "did you mean 'tokens'"),
         ({"out": "plan.json"}, "no option 'out'"),
-        ({"sequence_parallel": True}, "sequence_parallel has no effect without tensor above 1"),
+        ({"sequence_parallel": True, "tensor": 1}, "sequence_parallel has no effect with tensor 1"),
         ({"inference": True, "optimizer": "sgd"}, "optimizer has no effect with inference"),
         ({"batch": 7, "microbatch_size": 2}, "does not divide into microbatches"),
         ({"tokens": 100}, "nearest is 128"),
