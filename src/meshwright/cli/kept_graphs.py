@@ -22,7 +22,7 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.parsing import parse_data
 from meshwright.spec.shipped import MAX_UNPACKED_BYTES, SUFFIX, pack, unpack
 
-# The oldest files beyond these go.
+# Of more files than these, those that were not used for the longest time go.
 MAX_FILES = 64
 # Who captures: modules of ours with all that they import, and libraries.
 _MODULES = ("meshwright.capture", "meshwright.zoo", "meshwright.zoo.huggingface_classes")
@@ -53,6 +53,8 @@ def read_kept(path: Path | None) -> Graph | None:
         return None
     try:
         text = unpack(read_regular(path, MAX_UNPACKED_BYTES), path.name)
+        with suppress(OSError):
+            path.touch()
         return decode_document(Graph, parse_data(text, Path("graph.json")), path.name)
     except (MeshwrightError, OSError):
         return None

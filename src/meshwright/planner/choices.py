@@ -66,7 +66,7 @@ class Choices:
 
     @property
     def ways_to_offload(self) -> tuple[Offload, ...]:
-        """All that plans may keep away from devices, last resorts behind the others."""
+        """The ways to offload, and behind them those that are last resorts."""
         return tuple(dict.fromkeys((*self.offload, *self.last_resorts)))
 
     def allows_recompute(self, word: str) -> bool:

@@ -37,7 +37,7 @@ from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, name_recompute, word_of_first
 from meshwright.spec.scenario import Scenario
 
-# More settings than this are told apart by bounds first.
+# Of more settings than this, bounds choose which ones get a close look.
 FEW_SETTINGS = 4
 # What the best plan is best in.
 Aim = Literal["throughput", "latency"]
@@ -92,8 +92,8 @@ class Problem:
     def recomputed(self, graph: Graph, recompute: str, bounds: tuple[tuple[int, int], ...] | None = None) -> Recompute:
         """What the recompute of a setting means for a graph of this problem, read once (`spec.read_recompute`).
 
-        ``bounds`` are the layers of a plan's stages. Before they are known, words for stages mean what the first of
-        them is told, for all: it mostly has the most microbatches under way, so that what fits there is not left out.
+        ``bounds`` are the layers of a plan's stages. Before they are known, all stages take the word of the first: it
+        mostly has the most microbatches under way, so that what fits there is not left out.
         """
         if not is_by_stage(recompute):
             bounds = None

@@ -58,7 +58,7 @@ class Space:
 
     @property
     def offload(self) -> Offload:
-        """What its plans keep away from devices."""
+        """What its plans offload."""
         return self.setting.offload
 
     def graph_for(self, microbatch_size: int) -> Graph:

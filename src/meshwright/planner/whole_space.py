@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from meshwright.spec.exchange import ZeroStage
     from meshwright.spec.sharding import OpPlacement
 
-# A size of an axis is taken where it leaves at most this share of what the size before leaves.
+# A size of an axis is taken where it leaves at most this share of what the size before leaves: half the work where all
+# ops are split, nearly all of it where none is.
 _LEAST_GAIN = 0.95
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 # Compiled layers have one backward for all gradients, and are recomputed as a whole.
@@ -47,9 +48,11 @@ COMPILED_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 COMPILED_RECOMPUTE: tuple[RecomputeName, ...] = ("none", "full")
 RECOMPUTE: tuple[RecomputeName, ...] = ("none", "op", "full")
 ZERO: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+# Each more halves the bubble and doubles the transfers (Narayanan et al. 2021, section 2.2).
 NUM_CHUNKS = (2, 4)
-# Experts are laid out over so many devices at most.
+# Experts are laid out over so many devices at most, as DeepSeek-V3 was trained (technical report, 2024, section 3.2).
 MAX_EXPERT_RANKS = 64
+# The ways that cost less first.
 LAST_RESORTS = (
     Offload(optimizer="host"),
     Offload(activations="host"),

@@ -1,5 +1,6 @@
 """The uniform grid: bounds that no simulated configuration beats, and the best of all configurations."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,3 +181,24 @@ def test_axes_are_choices(gpt):
     best = solve(problem, "grid", max_plans=3).best
     whole = solve(replace(problem, choices=replace(problem.choices, shardings=(UNSHARDED,))), "grid", max_plans=1).best
     assert best.step_time_s <= whole.step_time_s
+
+
+@pytest.mark.parametrize(("most", "is_proven"), [(1, False), (256, True)])
+def test_only_a_search_that_went_on_until_bounds_ended_it_says_that_it_proves(monkeypatch, most, is_proven):
+    """The first configuration by bound is not the last that may be the best; each has plans in one or two layouts."""
+    module = sys.modules["meshwright.planner.methods.grid.method"]
+    monkeypatch.setattr(module, "MOST_SIMULATED", most)
+    graph = weighted_graph([10**8 * amount for amount in (4, 1, 1, 1, 9)], width=256)
+    found = solve(problem_of(graph, cluster_of(2, 2, slow_nic=1e8), 8), "grid")
+    assert ("No other uniform configuration is faster" in found.explain()) == is_proven
+    assert ("No uniform configuration takes less than" in found.explain()) != is_proven
+
+
+def test_a_clock_that_ends_before_all_is_bounded_proves_nothing():
+    graph = load_shipped_graph("gpt-tiny")
+    shardings = list_shardings(tensor=(1, 2), context=(1, 2))
+    problem = problem_of(graph, load_cluster("4xA100"), 8, shardings=shardings)
+    assert bound_grid(problem).is_complete
+    some = bound_grid(problem, lambda: 0.0)
+    assert not some.is_complete
+    assert 0 < some.num_configurations < bound_grid(problem).num_configurations

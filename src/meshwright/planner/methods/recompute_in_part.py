@@ -12,7 +12,7 @@ least n that fits is sought between a number that is too small and one that is e
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -47,18 +47,22 @@ def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
     allowed = [word for word in _BY_WEIGHT if word in problem.choices.recompute]
     if "none" not in allowed or len(allowed) == 1 or state.best is None:
         return
+    weight = {str(word): place for place, word in enumerate(allowed)}
     pairs: list[_Pair] = []
     for item in _promising(state, allowed):
         if state.seconds_left() <= 0 or len(pairs) == MOST_PAIRS:
             break
-        heavier = allowed[[*map(str, allowed)].index(item.recompute) + 1 :]
-        pair = yield from _with_heavier(problem, item, heavier)
-        if pair is not None:
-            pairs.append(pair)
+        for word in allowed[weight[item.recompute] + 1 :]:
+            heavier = yield _with_recompute(problem, item, word)
+            if heavier is not None and heavier.fits:
+                pairs.append(_pair(item, heavier))
+                break
     for item in sorted(state.fitting, key=lambda item: item.step_time_s)[:MOST_LIGHTENED]:
+        # The next lighter way, which bounds may have ruled out unseen.
         if item.recompute in allowed[1:] and state.seconds_left() > 0:
-            pair = yield from _with_lighter(problem, item, allowed[: [*map(str, allowed)].index(item.recompute)])
-            pairs += [pair] if pair is not None else []
+            lighter = yield _with_recompute(problem, item, allowed[weight[item.recompute] - 1])
+            if lighter is not None and not lighter.fits:
+                pairs.append(_pair(lighter, item))
     for pair in sorted(pairs, key=lambda pair: pair.expected_s):
         if state.seconds_left() > 0 and pair.expected_s < state.best_s * (1 - _LEAST_GAIN):
             yield from _narrow(problem, pair, state)
@@ -73,28 +77,10 @@ def _promising(state: SearchState, allowed: Sequence[str]) -> Iterator[RankedPla
             yield item
 
 
-def _with_heavier(
-    problem: Problem, item: RankedPlan, words: Sequence[RecomputeName]
-) -> Generator[Proposal, RankedPlan | None, _Pair | None]:
-    """The plan with the first of the heavier ways with which it fits."""
-    graph = problem.graph_for(item.plan.microbatch_size)
-    for word in words:
-        again = recompute_choices(graph)[word]
-        heavier = yield Proposal(replace(item.plan, recompute=again.ranges, keeps=again.keeps))
-        if heavier is None or not heavier.fits:
-            continue
-        return _pair(item, heavier)
-    return None
-
-
-def _with_lighter(
-    problem: Problem, item: RankedPlan, words: Sequence[RecomputeName]
-) -> Generator[Proposal, RankedPlan | None, _Pair | None]:
-    """A plan that fits beside the same one in the next lighter way, which bounds may have ruled out unseen."""
-    graph = problem.graph_for(item.plan.microbatch_size)
-    again = recompute_choices(graph)[words[-1]]
-    lighter = yield Proposal(replace(item.plan, recompute=again.ranges, keeps=again.keeps))
-    return None if lighter is None or lighter.fits else _pair(lighter, item)
+def _with_recompute(problem: Problem, item: RankedPlan, word: RecomputeName) -> Proposal:
+    """The same plan, recomputed by another word."""
+    again = recompute_choices(problem.graph_for(item.plan.microbatch_size))[word]
+    return Proposal(replace(item.plan, recompute=again.ranges, keeps=again.keeps))
 
 
 def _pair(lighter: RankedPlan, heavier: RankedPlan) -> _Pair:
@@ -163,8 +149,7 @@ def _narrow(problem: Problem, pair: _Pair, state: SearchState) -> Steps:
 
 def _mixed(plan: Plan, graph: Graph, light: Recompute, heavy: Recompute, layers: Set[int]) -> Plan:
     """The plan with these layers recomputed in the heavier way, and all others in the lighter one."""
-    inside = [op for layer in layers for op in range(graph.layers[layer].start, graph.layers[layer].stop)]
-    ops = set(inside)
+    ops = {op for layer in layers for op in range(graph.layers[layer].start, graph.layers[layer].stop)}
     ranges = (*(r for r in light.ranges if r[0] not in ops), *(r for r in heavy.ranges if r[0] in ops))
     keeps = (*(op for op in light.keeps if op not in ops), *(op for op in heavy.keeps if op in ops))
     return replace(plan, recompute=tuple(sorted(ranges)), keeps=tuple(sorted(keeps)))

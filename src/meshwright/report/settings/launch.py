@@ -1,9 +1,9 @@
 """Scripts that start a plan: by hand with torchrun on every node, or by Slurm.
 
-Rank r of a plan is device r of its cluster, those that it leaves out not counted, so node n starts as many ranks as the
-plan uses of its devices, and torchrun numbers the ranks node by node in the order of the node ranks. Paths in a script
-are relative: it changes to the folder in which the plan was made, as seen from its own, for the plan's own references
-(the model's file) are relative to it.
+Ranks count the devices of the cluster that the plan does not leave out. Each node starts one rank for each of its
+devices that the plan uses, and torchrun numbers the ranks node by node in the order of the node ranks. Paths in a
+script are relative: it changes to the folder in which the plan was made, as seen from its own, for the plan's own
+references (the model's file) are relative to it.
 
 Options of sbatch and srun: Slurm 25.05, sbatch(1) and srun(1); of torchrun: torch 2.13, torch.distributed.run.
 """

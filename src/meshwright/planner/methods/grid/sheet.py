@@ -113,9 +113,10 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grid:
-    """All uniform configurations of a problem."""
+    """All uniform configurations of a problem; ``is_complete``: not those of its first shardings alone."""
 
     sheets: tuple[Sheet, ...]
+    is_complete: bool = True
 
     @property
     def num_configurations(self) -> int:
@@ -168,8 +169,10 @@ def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None
     short = _figures_graph(problem, 1) if _is_symbolic(problem) else None
     sheets: list[Sheet] = []
     errors: list[MeshwrightError] = []
+    is_complete = True
     for idle, sharding in product(problem.choices.idle, problem.choices.shardings):
         if sheets and seconds_left is not None and seconds_left() <= 0:
+            is_complete = False
             break
         try:
             sheets.append(_make_sheet(problem, short, sharding, idle))
@@ -177,7 +180,7 @@ def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None
             errors.append(error)
     if not sheets:
         raise errors[0]
-    return Grid(sheets=tuple(sheets))
+    return Grid(sheets=tuple(sheets), is_complete=is_complete)
 
 
 def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
