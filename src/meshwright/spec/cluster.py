@@ -263,9 +263,9 @@ class Cluster:
 
         Raises ClusterError where none is left.
         """
-        nodes, rank = list[Node](), 0
+        nodes, rank, gone = list[Node](), 0, frozenset(devices)
         for node in self.nodes:
-            kept = [self.device_kind(each).name for each in range(rank, rank + node.num_devices) if each not in devices]
+            kept = [self.device_kind(each).name for each in range(rank, rank + node.num_devices) if each not in gone]
             groups = tuple(DeviceGroup(kind=name, count=len(list(same))) for name, same in groupby(kept))
             nodes.append(replace(node, devices=groups))
             rank += node.num_devices

@@ -126,7 +126,8 @@ class Plan:
     @property
     def devices(self) -> tuple[int, ...]:
         """Devices that take part, as the cluster numbers them."""
-        return tuple(islice((device for device in count() if device not in self.idle), self.num_devices))
+        idle = frozenset(self.idle)
+        return tuple(islice((device for device in count() if device not in idle), self.num_devices))
 
     @property
     def has_shares(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli.output import note
 from meshwright.spec.offload import ON_DEVICE, read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import read_placement
@@ -21,40 +22,33 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
     from meshwright.planner.methods import OPEN_METHODS
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
-    schedules = request.schedule
-    is_open = request.method in OPEN_METHODS and set(schedules or FLIGHTS) <= {*FLIGHTS}
-    # Other methods have spaces of their own.
-    closed: dict[str, Any] = {
-        "tensor": (1,),
-        "sequence_parallel": False,
-        "context": (1,),
-        "expert": (1,),
-        "zero": (0,),
-        "shard_sizes": (0,),
-        "recompute": ("none",),
-        "offload": (ON_DEVICE,),
-        "schedules": BASIC_SCHEDULES,
-        "num_chunks": (DEFAULT_CHUNKS,),
+    in_grid = set(request.schedule or ()) <= {*FLIGHTS}
+    is_open = request.method in OPEN_METHODS and in_grid
+    if request.method in OPEN_METHODS and not in_grid:
+        note(
+            f"With other schedules than {', '.join(FLIGHTS)} only what options name is searched: --tensor, --zero, "
+            "--recompute and the like."
+        )
+    # What is given, and what other methods take where nothing is.
+    choices: dict[str, tuple[Any, Any]] = {
+        "tensor": (request.tensor, (1,)),
+        "sequence_parallel": (request.sequence_parallel, False),
+        "context": (request.context, (1,)),
+        "expert": (request.expert, (1,)),
+        "zero": (request.zero, (0,)),
+        "shard_sizes": (request.shard, (0,)),
+        "recompute": (request.recompute, ("none",)),
+        "offload": (None if request.offload is None else (read_offload(request.offload),), (ON_DEVICE,)),
+        "schedules": (request.schedule, BASIC_SCHEDULES),
+        "num_chunks": (None if request.virtual_stages is None else (request.virtual_stages,), (DEFAULT_CHUNKS,)),
     }
-    given: dict[str, Any] = {
-        "tensor": request.tensor,
-        "sequence_parallel": request.sequence_parallel,
-        "context": request.context,
-        "expert": request.expert,
-        "zero": request.zero,
-        "shard_sizes": request.shard,
-        "recompute": request.recompute,
-        "offload": None if request.offload is None else (read_offload(request.offload),),
-        "schedules": schedules,
-        "num_chunks": None if request.virtual_stages is None else (request.virtual_stages,),
-    }
-    if request.exchange is not None:
-        # An own order is one of plain sums of gradients among replicas.
-        given |= {name: given[name] or closed[name] for name in ("tensor", "context", "expert", "zero")}
-    # An empty list is not given; --no-sequence-parallel is.
-    chosen: dict[str, Any] = {
-        name: value if value or value is False else None if is_open else closed[name] for name, value in given.items()
-    }
+    # An own order is one of plain sums of gradients among replicas.
+    closed = () if request.exchange is None else ("tensor", "context", "expert", "zero")
+    chosen: dict[str, Any] = {}
+    for name, (given, usual) in choices.items():
+        # An empty list is not given; --no-sequence-parallel is.
+        is_given = given not in (None, [], ())
+        chosen[name] = given if is_given else None if is_open and name not in closed else usual
     return whole_space(
         graph,
         request.machine,
