@@ -14,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright.compiled import contents_digest
 from meshwright.spec.codec import decode_document, dump_json, encode_document
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.files import read_regular, write_bytes
@@ -34,6 +33,8 @@ def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
 
     The folder is MESHWRIGHT_CACHE, else ``meshwright`` in the user's cache folder; nothing is kept where it is empty.
     """
+    from meshwright.compiled import contents_digest
+
     folder = os.environ.get("MESHWRIGHT_CACHE")
     if folder == "":
         return None
