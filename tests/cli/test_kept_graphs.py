@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshwright import compiled
 from meshwright.cli import kept_graphs, models
 from meshwright.cli.kept_graphs import MAX_FILES, keep, kept_file, read_kept
 from meshwright.cli.main import invoke
@@ -82,7 +83,7 @@ def test_other_libraries_and_other_code_are_other_files(kept, monkeypatch):
         patch.setattr(kept_graphs.metadata, "version", lambda name: "0.0.1")
         found.append(kept_file({"a": 1}, "model"))
     with monkeypatch.context() as patch:
-        patch.setattr(kept_graphs, "contents_digest", lambda module: f"another {module}")
+        patch.setattr(compiled, "contents_digest", lambda module: f"another {module}")
         found.append(kept_file({"a": 1}, "model"))
     assert len(set(found)) == 3
     assert kept_file({"a": 1}, "model") == found[0]
