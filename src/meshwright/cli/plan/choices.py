@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.output import note
 from meshwright.spec.offload import ON_DEVICE, read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import read_placement
@@ -20,15 +19,8 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
     from meshwright.planner import whole_space
     from meshwright.planner.adoption import DEFAULT_CHUNKS
     from meshwright.planner.methods import OPEN_METHODS
-    from meshwright.planner.methods.grid.cover import FLIGHTS
 
-    in_grid = set(request.schedule or ()) <= {*FLIGHTS}
-    is_open = request.method in OPEN_METHODS and in_grid
-    if request.method in OPEN_METHODS and not in_grid:
-        note(
-            f"With other schedules than {', '.join(FLIGHTS)} only what options name is searched: --tensor, --zero, "
-            "--recompute and the like."
-        )
+    is_open = request.method in OPEN_METHODS and not remark_on_schedules(request)
     # What is given, and what other methods take where nothing is.
     choices: dict[str, tuple[Any, Any]] = {
         "tensor": (request.tensor, (1,)),
@@ -60,3 +52,16 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
         microbatch_sizes=request.microbatch_size or (),
         **chosen,
     )
+
+
+def remark_on_schedules(request: PlanRequest) -> list[str]:
+    """That schedules without bounds close the space; nothing where all have bounds, or the method searches no space."""
+    from meshwright.planner.methods import OPEN_METHODS
+    from meshwright.planner.methods.grid.cover import FLIGHTS
+
+    if request.method not in OPEN_METHODS or set(request.schedule or ()) <= {*FLIGHTS}:
+        return []
+    return [
+        f"With other schedules than {', '.join(FLIGHTS)} only what options name is searched: --tensor, --zero, "
+        "--recompute and the like."
+    ]

@@ -12,7 +12,7 @@ from meshwright.cli.exchanges import load_order
 from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_experts
 from meshwright.cli.output import note, terminal_sink
 from meshwright.cli.pages import page_path
-from meshwright.cli.plan.choices import read_choices
+from meshwright.cli.plan.choices import read_choices, remark_on_schedules
 from meshwright.cli.plan.files import files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
@@ -99,7 +99,7 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
     problem = make_problem(request, graph_for)
     limits = Limits(max_plans=request.top, deadline_s=request.deadline, seed=request.seed, events=events)
     plans = search_plans(problem, request.method, limits)
-    remarks: Sequence[str] = ()
+    remarks = remark_on_schedules(request)
     if request.rewrite:
 
         def again(graph_for: GraphFor, sizes: Sequence[int]) -> Plans:
@@ -107,13 +107,14 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
             return search_plans(replace(problem, graph_for=graph_for, choices=choices), request.method, limits)
 
         graphs = partial(graphs_of, request.model, request.sizes, mode=problem.workload.kind)
-        plans, graph_for, remarks = plan_rewritten(plans, graph_for, again, graphs, request.machine)
+        plans, graph_for, said = plan_rewritten(plans, graph_for, again, graphs, request.machine)
+        remarks += said
     shares = None
     if request.shares:
         try:
             shares = find_shares(problem, plans, events)
         except KeyboardInterrupt:
-            remarks = ("An interrupt ended the comparison of choices: their shares are not known.",)
+            remarks.append("An interrupt ended the comparison of choices: their shares are not known.")
     return Found(plans, graph_for, problem.cost, request.measurements, remarks, request.software, shares)
 
 
