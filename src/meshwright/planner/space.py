@@ -86,11 +86,20 @@ class Space:
 
     def make_plan(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
         """A plan of the local graph; its ranks are teams."""
+        graph = self.graph_for(microbatch_size)
+        return self._make_plan(stages, microbatch_size, schedule, graph.content_hash)
+
+    def make_whole(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
+        """The same plan of the whole graph, for which no graph is made."""
+        graph = self.problem.graph_for(microbatch_size)
+        return self.whole(self._make_plan(stages, microbatch_size, schedule, graph.content_hash))
+
+    def _make_plan(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str, graph_hash: str) -> Plan:
         problem = self.problem
         return Plan(
             model=problem.model,
             model_sizes=problem.model_sizes,
-            graph_hash=self.graph_for(microbatch_size).content_hash,
+            graph_hash=graph_hash,
             cluster=self.cluster.name,
             workload=self.workload,
             stages=stages,

@@ -24,6 +24,7 @@ SHARDINGS = (
     Sharding(context=2),
     Sharding(tensor=2, context=2),
 )
+OFFLOADS = (Offload(optimizer="host"), Offload(activations="host"), Offload(optimizer="host", activations="host"))
 
 
 def draw_problem(random):
@@ -41,7 +42,7 @@ def draw_problem(random):
             *nodes, **({"rates": rates} if len(nodes) == 1 else {"slow_nic": 10.0 ** random.uniform(8, 10)})
         )
     precision = str(random.choice(["mixed", "bfloat16", "float32"])) if is_gpt else "float32"
-    on_host = is_gpt and random.random() < 0.2
+    away = OFFLOADS[random.integers(len(OFFLOADS))] if is_gpt and random.random() < 0.3 else ON_DEVICE
     choices = Choices(
         shardings=tuple(SHARDINGS[i] for i in random.choice(len(SHARDINGS), 2, replace=False))
         if is_gpt
@@ -49,7 +50,7 @@ def draw_problem(random):
         zero=tuple(sorted({int(stage) for stage in random.choice([0, 1, 2, 3], 2)})),
         shard_sizes=(0, 2) if random.random() < 0.3 else (0,),
         recompute=tuple({str(word) for word in random.choice(["none", "op", "full"], 2)}) if is_gpt else ("none",),
-        offload=(Offload(optimizer="host") if on_host else ON_DEVICE,),
+        offload=(away,),
         schedules=tuple({str(name) for name in random.choice(SCHEDULES, 3)}),
         num_chunks=(int(random.choice([2, 3])),),
     )
@@ -59,7 +60,10 @@ def draw_problem(random):
 
 
 def draws(seed):
-    """Bounds of seconds and bytes, each with the plan that they are of, simulated; problems are drawn without end."""
+    """Bounds of seconds and bytes, and the sharper one of bytes, each with the plan that they are of, simulated.
+
+    Problems are drawn without end.
+    """
     random = np.random.default_rng(seed)
     while True:
         try:
@@ -80,7 +84,8 @@ def draws(seed):
                     item = evaluate_plan(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
                 except MeshwrightError:
                     continue
-                yield float(sheet.seconds[row]), float(sheet.bytes[row]), configuration, item
+                least_bytes = max(float(sheet.bytes[row]), found.share_needed(configuration) * sheet.limit_bytes)
+                yield float(sheet.seconds[row]), least_bytes, configuration, item
 
 
 def check(seed, count):

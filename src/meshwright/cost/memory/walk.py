@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
 from meshwright.cost.memory.away_blocks import follow_away
-from meshwright.cost.memory.backward import (
-    Backend,
-    backward_workspace_bytes,
-    forward_workspace_bytes,
-    library_workspaces,
-    passes_on,
-)
-from meshwright.cost.memory.kept import as_kept, casts_within
+from meshwright.cost.memory.backward import Backend, library_workspaces
+from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
+from meshwright.cost.memory.op_memory import OpMemory, op_memories
 from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
-from meshwright.cost.memory.sizes import OtherSizes, measure_tensors
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
 from meshwright.spec import passed_again
 from meshwright.spec.memory import (
@@ -34,7 +27,6 @@ from meshwright.spec.memory import (
     WORKSPACE,
 )
 from meshwright.spec.recompute import kept_within
-from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence, Set
@@ -84,7 +76,8 @@ class StageWalk:
         graph = as_kept(graph, workload.numbers, device)
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
-        self._sizes, self._elements = measure_tensors(graph, batch_size, workload.float_bytes, device)
+        self._ops = op_memories(graph, batch_size, workload.numbers, workload.float_bytes, device)
+        self._sizes, self._elements = self._ops.sizes, self._ops.elements
         self.trains = stage.has_backward and workload.kind == "training"
         # Whether gradients are added up in a wider type than backwards make them in.
         self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
@@ -131,7 +124,7 @@ class StageWalk:
             self.ledger.begin(f"forward of {op.name}")
             self._units.before_forward(index)
             self._away.forward(index, values, self.ledger)
-            self._compute(index, op, values, kept, keeps_internals=index not in self._lives.recomputed)
+            self._compute(index, values, kept, keeps_internals=index not in self._lives.recomputed)
             self._units.after_forward(index)
         self._away.end_forward(values, self.ledger)
         if not self.trains:
@@ -156,12 +149,12 @@ class StageWalk:
                 self._recompute(self._lives.starts[index + 1], index + 1, values)
             op = self._graph.ops[index]
             self.ledger.begin(f"backward of {op.name}")
-            made = self._differentiate(op, values)
+            made = self._differentiate(index, values)
             # A node of autograd lets go of what it saved before the next one, which may cast, begins.
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
             self._away.release(index, values, self.ledger)
-            self._hand_on(op, made)
+            self._hand_on(index, made)
             if self._bucketed:
                 self._fill_buckets(index)
             if unit := self._units.unit_done(index):
@@ -216,32 +209,28 @@ class StageWalk:
         self._in_buckets.clear()
         self._units.end_step()
 
-    def _compute(self, index: int, op: Op, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
+    def _compute(self, index: int, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
         """Take the outputs of an op; free what had its last use, unless it is kept."""
-        tensors = self._graph.tensors
+        memory, sizes, ledger = self._ops[index], self._sizes, self.ledger
         results = self._lives.results.get(index, frozenset())
         # Those are there when a range runs again.
         there = results if blocks is self._again else frozenset()
-        own = [i for i in op.outputs if tensors[i].storage == i and i not in there]
-        for i in own:
-            part = WORKSPACE if i not in kept else SENT if i in self._lives.sent else SAVED
-            blocks[i] = self.ledger.take(self._sizes[i], part)
-        saved = op.saved if self.trains else ()
-        internal = [i for i in saved if tensors[i].role == "saved" and tensors[i].storage == i and i not in there]
+        for i in memory.made:
+            if i not in there:
+                part = WORKSPACE if i not in kept else SENT if i in self._lives.sent else SAVED
+                blocks[i] = ledger.take(sizes[i], part)
+        internal = [i for i in memory.kept if i not in there] if self.trains else []
         for i in internal:
-            blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals or i in results else WORKSPACE)
-        cast = self._cast_sizes(op)
+            blocks[i] = ledger.take(sizes[i], SAVED if keeps_internals or i in results else WORKSPACE)
         # Copies that the backward keeps are among the internals.
-        passing = sum(cast.values()) - sum(self._sizes[i] for i in kept_copies(self._graph, op) if i in internal)
-        workspace = forward_workspace_bytes(self._graph, op, OtherSizes(self._sizes, cast), self._device)
-        workspace = 0 if there else workspace
-        self._borrow(workspace + passing)
+        passing = memory.cast_bytes - sum(sizes[i] for i in memory.copies if i in internal)
+        self._borrow(passing if there else passing + memory.forward_workspace)
         if not keeps_internals:
             for i in set(internal).difference(results):
-                self.ledger.free(blocks.pop(i))
+                ledger.free(blocks.pop(i))
         for storage in self._lives.last_used.get(index, ()):
             if storage in blocks and storage not in kept:
-                self.ledger.free(blocks.pop(storage))
+                ledger.free(blocks.pop(storage))
 
     def _recompute(self, start: int, stop: int, values: dict[int, int]) -> None:
         """Compute a range again, up to the last value that its backward reads; results that were kept are taken."""
@@ -252,74 +241,60 @@ class StageWalk:
             self.ledger.begin(f"forward of {op.name} again")
             for storage in self._lives.results.get(index, ()):
                 self._again[storage] = values.pop(storage)
-            self._compute(index, op, self._again, needed, keeps_internals=True)
+            self._compute(index, self._again, needed, keeps_internals=True)
         # Results that the range did not come to go (`runtime.recompute`).
         for index in kept_within(self._graph, start, stop):
             self._release(values, self._lives.results[index])
         for storage in [storage for storage in self._again if storage not in needed]:
             self.ledger.free(self._again.pop(storage))
 
-    def _differentiate(self, op: Op, values: dict[int, int]) -> list[tuple[int, _Gradient]]:
+    def _differentiate(self, index: int, values: dict[int, int]) -> list[tuple[int, _Gradient]]:
         """The backward of one op: gradients of its inputs are made or passed on, those of its outputs go.
 
         They are of the type that the op computes in.
         """
-        tensors, sizes = self._graph.tensors, self._sizes
+        op, ledger = self._graph.ops[index], self.ledger
         arrived = {i: self._gradients.pop(i) for i in op.outputs if i in self._gradients}
         if not arrived:
             return []
-        first, cast = next(iter(arrived)), self._cast_sizes(op)
-        between = self._narrow_loss(op, values) if self._narrows(op) else None
+        memory, sizes, first = self._ops[index], self._sizes, next(iter(arrived))
+        between = self._narrow_loss(memory, op.inputs[0], values) if memory.narrows else None
         made: list[tuple[int, _Gradient]] = []
-        for i in dict.fromkeys(op.inputs):
-            if not tensors[i].requires_grad:
-                continue
-            if len(arrived) == 1 and passes_on(self._graph, op, i, self._elements[i], self._elements[first]):
+        for i in memory.differentiated:
+            if len(arrived) == 1 and (i, first) in memory.passing:
                 arrived[first].holders += 1
                 made.append((i, arrived[first]))
-            elif i in cast and between is None:
-                made.append((i, _Gradient(self.ledger.take(cast[i], WORKSPACE))))
+            elif i in memory.cast and between is None:
+                made.append((i, _Gradient(ledger.take(memory.cast[i], WORKSPACE))))
             else:
-                made.append((i, _Gradient(self.ledger.take(sizes[i], self._part_of_gradient(i)))))
+                made.append((i, _Gradient(ledger.take(sizes[i], self._part_of_gradient(i)))))
         if between is None:
-            self._borrow(backward_workspace_bytes(self._graph, op, OtherSizes(sizes, cast), self._device))
+            self._borrow(memory.backward_workspace)
         else:
-            self.ledger.free(between)
+            ledger.free(between)
         for gradient in arrived.values():
             self._drop(gradient)
         return made
 
-    def _hand_on(self, op: Op, made: Sequence[tuple[int, _Gradient]]) -> None:
+    def _hand_on(self, index: int, made: Sequence[tuple[int, _Gradient]]) -> None:
         """Deliver the gradients of an op's inputs, each in the type of its input."""
-        cast = {} if self._narrows(op) else self._cast_sizes(op)
+        memory = self._ops[index]
         for i, gradient in made:
-            if i in cast and gradient.holders == 1:
+            if i in memory.cast and not memory.narrows and gradient.holders == 1:
                 whole = _Gradient(self.ledger.take(self._sizes[i], self._part_of_gradient(i)))
                 self._drop(gradient)
                 self._deliver(i, whole)
             else:
                 self._deliver(i, gradient)
 
-    def _narrows(self, op: Op) -> bool:
-        """Whether the op casts on its way on this device."""
-        return self._device == "cuda" and casts_within(op) and bool(kept_copies(self._graph, op))
-
-    def _narrow_loss(self, op: Op, values: dict[int, int]) -> int:
+    def _narrow_loss(self, memory: OpMemory, logits: int, values: dict[int, int]) -> int:
         """The gradient of what a loss cast within, in the type that it was cast from; what was cast goes meanwhile."""
-        (copy,), logits = kept_copies(self._graph, op), op.inputs[0]
+        (copy,) = memory.copies
         wide = self.ledger.take(self._sizes[copy], WORKSPACE)
         self._release(self._again if copy in self._again else values, [copy])
         narrow = self.ledger.take(self._sizes[logits], WORKSPACE)
         self.ledger.free(wide)
         return narrow
-
-    def _cast_sizes(self, op: Op) -> dict[int, int]:
-        """Bytes of an op's inputs in the type that autocast casts them to."""
-        lower = self._workload.numbers.autocast
-        if not lower:
-            return {}
-        width = DTYPE_BYTES[compute_type(self._graph, op, lower)]
-        return {i: self._elements[i] * width for i in cast_inputs(self._graph, op, lower)}
 
     def _fill_buckets(self, index: int) -> None:
         """Gradients that no earlier op adds to are copied into their buckets."""

@@ -4,7 +4,7 @@
 `make_tables`      their seconds on every kind of device, and their bytes, at one microbatch size
 """
 
-from meshwright.planner.stage_tables.bytes import StageBytes, as_kept_least
+from meshwright.planner.stage_tables.bytes import StageBytes, as_kept_least, sent_to_several, weigh_alone
 from meshwright.planner.stage_tables.seconds import StageSeconds
 from meshwright.planner.stage_tables.structure import Structure, find_structure
 from meshwright.planner.stage_tables.tables import Tables, make_tables, settle_stage
@@ -17,5 +17,7 @@ __all__ = [
     "as_kept_least",
     "find_structure",
     "make_tables",
+    "sent_to_several",
     "settle_stage",
+    "weigh_alone",
 ]

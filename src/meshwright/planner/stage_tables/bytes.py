@@ -179,7 +179,7 @@ def _lower_bounds(
     own = np.array([sum(int(gradients[i]) for i in layer.parameters if users[i] == 1) for layer in layers], np.float64)
     held = np.array([sum(int(gradients[i]) for i in layer.parameters) for layer in layers], np.float64)
     # Gradients of a value that come back from several stages are added up, within one stage perhaps not.
-    summed = np.array([_sum(sizes, _sent_to_several(layer)) for layer in layers], np.float64)
+    summed = np.array([_sum(sizes, sent_to_several(layer)) for layer in layers], np.float64)
     most = np.zeros((2, count, count + 1, NUM_MOMENTS))
     inside = fullest[:, FORWARD] - brought
     before = saved[:, :-1] if saved is not None else np.zeros((count, count), np.int64)
@@ -201,7 +201,7 @@ def _lower_bounds(
     return most
 
 
-def _sent_to_several(layer: StageSlice) -> list[int]:
+def sent_to_several(layer: StageSlice) -> list[int]:
     """Values whose gradients come back on more than one channel."""
     counts = Counter(i for channel in layer.outgoing for i in channel.gradients)
     return [tensor for tensor, count in counts.items() if count > 1]

@@ -84,7 +84,7 @@ class _Option:
             StagePlan(start=start, stop=stop, ranks=taken)
             for start, stop, taken in zip(edges[:-1], edges[1:], ranks, strict=True)
         )
-        return self.space.whole(self.space.make_plan(stages, self.size, self.schedule))
+        return self.space.make_whole(stages, self.size, self.schedule)
 
     def learn(self, layout: StageLayout, result: RankedPlan) -> None:
         """Correct what the closed form thinks of this option."""

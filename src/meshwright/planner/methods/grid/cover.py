@@ -105,7 +105,7 @@ class _Positions(NamedTuple):
     largest: Floats
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """One configuration: its shape, and what the exchange of its replicas takes; ``sharing`` replicas share states."""
 
     positions: int
@@ -179,7 +179,7 @@ def cover(
                 # As `spec.stage_plan.takes_part_alike` has it.
                 if zero >= 2 and num_microbatches % replicas:
                     continue
-                form = _Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)
+                form = Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)
                 rows.positions[made], rows.schedule[made], rows.zero[made] = positions, index, zero
                 rows.seconds[made] = _seconds(sums, exchanges, kind_of, form)
                 rows.bytes[made] = _bytes(layers, sums, edges, form)
@@ -223,7 +223,7 @@ def _add_up(layers: Layers, edges: Integers, positions: int, chunks: int, sums: 
 
 
 @compiled
-def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: _Form) -> float:
+def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: Form) -> float:
     """A bound of the step time."""
     num_kinds, replicas = len(sums.work), form.replicas
     longest, before = 0.0, 0.0
@@ -251,7 +251,7 @@ def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: _F
 
 
 @compiled
-def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: float) -> tuple[float, float]:
+def _exchange(exchanges: Exchanges, form: Form, parameters: float, gradients: float) -> tuple[float, float]:
     """Seconds per microbatch of gathers and scatters, and those of the sum at the end of a step."""
     if form.replicas == 1:
         return 0.0, 0.0
@@ -267,13 +267,13 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
 
 
 @compiled
-def _shared_out(form: _Form, num_bytes: float, tied: float) -> float:
+def _shared_out(form: Form, num_bytes: float, tied: float) -> float:
     """Bytes that replicas share out at least: what several stages read is not."""
     return num_bytes if form.positions * form.chunks == 1 else max(num_bytes - tied, 0.0)
 
 
 @compiled
-def _copied_bytes(form: _Form, parameters: float, largest: float) -> float:
+def _copied_bytes(form: Form, parameters: float, largest: float) -> float:
     """What passes copy to where ops read it, and gradients to where they are scattered from."""
     if form.replicas == 1 or form.zero < 2:
         return 0.0
@@ -282,7 +282,7 @@ def _copied_bytes(form: _Form, parameters: float, largest: float) -> float:
 
 
 @compiled
-def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> float:
+def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form) -> float:
     """A bound of the bytes of the fullest rank."""
     fullest, shared = 0.0, form.sharing
     for position in range(form.positions):
@@ -296,7 +296,7 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> fl
         for chunk in range(form.chunks):
             place = chunk * form.positions + position
             kept = _between(layers.kept, edges[place], edges[place + 1])
-            held += kept * _in_flight(form, position, chunk)
+            held += kept * in_flight(form, position, chunk)
             if form.flight == SPLIT:
                 behind = min(form.rounds, position + 1)
                 waiting += behind * _between(layers.waiting, edges[place], edges[place + 1]) - kept
@@ -308,7 +308,7 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> fl
 
 
 @compiled
-def _in_flight(form: _Form, position: int, chunk: int) -> int:
+def in_flight(form: Form, position: int, chunk: int) -> int:
     """Microbatches of a chunk that are under way at once, after as many forwards as come before the first backward."""
     if form.flight in (ONE_EACH, SPLIT):
         return min(form.rounds, form.positions - position)

@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import backend_of
+from meshwright.cost.memory.backward import library_workspaces
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.optimizers import state_bytes
 from meshwright.cost.without import without_devices
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
-from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure
+from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure, sent_to_several, weigh_alone
 from meshwright.program import lower_graph, own_workload
 from meshwright.simulator.stage_costs import weights_shares
-from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
+from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute, slice_graph
+from meshwright.spec.memory import GRADIENTS, SENT
 from meshwright.spec.recompute_words import is_by_stage, words_of
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -62,6 +65,18 @@ class LayerBytes:
     kept_per_sample: Floats
 
 
+class Moment(NamedTuple):
+    """Bytes that the backward of a layer needs where it is a stage's last one, gradients of parameters left out.
+
+    ``first`` and ``later``: beyond what is in use at its start, of a step's first backward and of another. ``kept``:
+    what the layer keeps of a microbatch, whatever is kept before it.
+    """
+
+    kept: float
+    first: float
+    later: float
+
+
 class Figures:
     """Figures of a problem's layers by sharding, way of computing again, and microbatch size, each found once."""
 
@@ -73,15 +88,16 @@ class Figures:
         # Where something may be kept away from devices, nothing of it bounds them.
         chosen = self._offload = problem.choices.offload
         self._counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
-        self._steps_on_device = all(away.optimizer == "device" for away in chosen)
+        self.steps_on_device = all(away.optimizer == "device" for away in chosen)
         self._on_device = all(away.parameters == "device" for away in chosen)
-        self._keeps_on_device = all(away.activations == "device" for away in chosen)
+        self.keeps_on_device = all(away.activations == "device" for away in chosen)
         self._local = as_computed(lower_graph(short.graph, sharding, ()), self.workload.numbers)
         self._structure = find_structure(self._local)
         self._bytes: dict[str, LayerBytes] = {}
         self._seconds: dict[tuple[int, str], LayerSeconds] = {}
         self._optimizer: dict[str, Floats] = {}
         self._waiting: dict[int, Floats] = {}
+        self._moments: dict[tuple[int, str, int], Moment] = {}
         self._exchanges: dict[tuple[int, tuple[int, ...], int, int], Exchanges] = {}
 
     @cached_property
@@ -105,6 +121,13 @@ class Figures:
         """The first rank of each kind of device."""
         found: list[int] = np.unique(self.cluster.columns().kind, return_index=True)[1].tolist()
         return found
+
+    @cached_property
+    def library_bytes(self) -> int:
+        """What libraries keep on the devices that take least."""
+        devices = {backend_of(kind) for kind in self.cluster.device_kinds}
+        trains = self.workload.kind == "training"
+        return min(sum(library_workspaces(device, trains=trains)) for device in devices)
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
         """Price several sizes at once."""
@@ -130,7 +153,7 @@ class Figures:
                 ops = computed_again(graph, start, stop)
                 again[start] = prices.forward_s[np.array(ops, np.int64)].sum()
             # Where gradients go to the host, nothing is added to them here.
-            added = prices.accumulate_s * (training and self._steps_on_device)
+            added = prices.accumulate_s * (training and self.steps_on_device)
             backward = (prices.backward_s + again) * training + added
             for column, values in zip(columns, (prices.forward_s, backward, added), strict=False):
                 # Ops that no stage needs are not in the structure.
@@ -243,7 +266,7 @@ class Figures:
         if microbatch_size not in self._waiting:
             graph, width = self._local, self.workload.float_bytes
             found = np.zeros(len(graph.layers))
-            if self.workload.kind == "training" and self._keeps_on_device:
+            if self.workload.kind == "training" and self.keeps_on_device:
                 for index, made in enumerate(self._made_for_weights):
                     found[index] = sum(graph.tensors[i].num_bytes(microbatch_size, width) for i in made)
             self._waiting[microbatch_size] = self._short.spread(found)
@@ -281,15 +304,41 @@ class Figures:
         elements = self._trained_elements()
         each = state_bytes(self.workload.optimizer, self.workload.precision)
         gradient = self.workload.numbers.gradient_bytes
-        is_kept = training and self._keeps_on_device
+        is_kept = training and self.keeps_on_device
         kept = [_added(structure, structure.saved.table(size)) * is_kept for size in sizes]
         spread, parameters = self._short.spread, _added(structure, structure.parameters.table(sizes[0]))
         return LayerBytes(
             parameters=spread(parameters) * self._on_device,
-            states=spread(_added(structure, structure.parameters.table(elements * each))) * self._steps_on_device,
+            states=spread(_added(structure, structure.parameters.table(elements * each))) * self.steps_on_device,
             gradients=spread(_added(structure, structure.parameters.table(elements * gradient))) * self._on_device,
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
+        )
+
+    def moment(self, microbatch_size: int, recompute: str, layer: int) -> Moment:
+        """What the backward of a layer needs at least."""
+        key = microbatch_size, recompute, int(self._short.stands_for[layer])
+        if key not in self._moments:
+            found = [self._walk(microbatch_size, word, key[-1]) for word in words_of(recompute)]
+            self._moments[key] = Moment(*map(min, zip(*found, strict=True)))
+        return self._moments[key]
+
+    def _walk(self, microbatch_size: int, recompute: str, layer: int) -> Moment:
+        graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
+        stage = slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))])[layer]
+        away = not self.keeps_on_device
+        memory = weigh_alone(
+            graph, stage, microbatch_size, self.workload, self.cost, exchanges=True, activations_away=away
+        )
+        elsewhere = memory.received_bytes + sum(
+            graph.tensors[i].num_bytes(microbatch_size, self.workload.float_bytes) for i in sent_to_several(stage)
+        )
+        phases = memory.phases
+        first, later = (phase.most_bytes - max(phase.most[GRADIENTS], 0) for phase in (phases.first, phases.later))
+        return Moment(
+            kept=max(phases.forward.after_bytes - phases.forward.after[SENT], 0),
+            first=max(first - elsewhere, 0),
+            later=max(later - elsewhere, 0),
         )
 
     def _with(self, recompute: str) -> Graph:
@@ -300,7 +349,7 @@ class Figures:
 
     def _step_seconds(self, kind: DeviceKind) -> Floats:
         """What each layer adds to the optimizer's step, which begins when a rank's last computation has ended."""
-        if self._steps_on_device:
+        if self.steps_on_device:
             return self._optimizer_seconds(kind)
         if any(away.optimizer != "host" for away in self._offload):
             return np.zeros(len(self._local.layers))

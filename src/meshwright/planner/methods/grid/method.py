@@ -8,15 +8,19 @@ among uniform configurations.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
+from itertools import islice
 from typing import cast
 
 from meshwright.planner.choices import Setting
+from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, ONE_EACH, SPLIT
 from meshwright.planner.methods.grid.sheet import Configuration, Grid, bound_grid
 from meshwright.planner.problem import Problem
+from meshwright.simulator import form_teams
+from meshwright.simulator.host_memory import node_memory
 from meshwright.spec import Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 
@@ -34,7 +38,7 @@ def grid(problem: Problem, state: SearchState) -> Steps:
     found = bound_grid(problem, state.seconds_left)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
-    run = _Run(problem, state)
+    run = _Run(problem, state, found)
     # Fewer devices are slower, and cost less.
     alike = len(set(problem.choices.num_devices)) < 2
     # Of what does not fit anyway, it is said what lacks least.
@@ -48,12 +52,14 @@ def grid(problem: Problem, state: SearchState) -> Steps:
                 break
             if _kind(configuration) in run.kinds or (alike and bound_s > _MUCH_SLOWER * state.best_s):
                 continue
-        if run.num_simulated and state.seconds_left() <= 0:
+        if run.num_seen and state.seconds_left() <= 0:
             break
         yield from run.simulate(bound_s, configuration)
     else:
         if not run.is_settled and found.is_complete:
             run.prove(math.inf)
+    if not run.num_simulated and not state.fitting:
+        yield from run.simulate_leanest()
     if run.num_simulated:
         state.note(_summary(found, run, state.best_s))
 
@@ -61,8 +67,10 @@ def grid(problem: Problem, state: SearchState) -> Steps:
 class _Run:
     """What came of the configurations that were simulated so far."""
 
-    def __init__(self, problem: Problem, state: SearchState) -> None:
-        self._problem, self._state, self._misfits = problem, state, _Misfits()
+    def __init__(self, problem: Problem, state: SearchState, found: Grid) -> None:
+        self._problem, self._state, self._misfits, self._found = problem, state, _Misfits(), found
+        # What cannot fit and was not simulated, by the share of the limit that it needs at least.
+        self._ruled_out: list[tuple[float, float, Configuration]] = []
         self.kinds: set[Hashable] = set()
         self.num_simulated = self.num_others = 0
         self.left_s = math.inf
@@ -78,23 +86,56 @@ class _Run:
         self.is_proven, self.left_s = True, bound_s
 
     def simulate(self, bound_s: float, configuration: Configuration) -> Steps:
-        """Propose the plans of a configuration, unless one that needs no more did not fit."""
+        """Propose the plans of a configuration, unless it cannot fit or one that needs no more did not."""
         if self._misfits.need_less_than(configuration):
             return
-        settled = self.is_settled
-        if not settled:
-            self.left_s = bound_s
+        share = self._found.share_needed(configuration)
+        if share > 1:
+            self._rule_out(share, bound_s, configuration)
+            return
         for plan in plans_of(self._problem, configuration):
-            self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
-            self.num_simulated += 1
-            self.num_others += settled
-            result = yield Proposal(plan, bound_s)
+            share = _share_of_hosts(self._problem, plan)
+            if share > 1:
+                self._rule_out(share, bound_s, configuration)
+                return
+            result = yield from self._propose(bound_s, plan)
             if result is not None and result.fits:
                 self.kinds.add(_kind(configuration))
             elif result is not None:
                 # Its other layouts hold as much.
                 self._misfits.add(configuration)
-                break
+                return
+
+    def simulate_leanest(self) -> Steps:
+        """Propose some of what cannot fit, that which lacks least, so that it can be said what is missing."""
+        for _, bound_s, configuration in sorted(self._ruled_out, key=lambda item: item[0])[:_LEANEST]:
+            for plan in islice(plans_of(self._problem, configuration), 1):
+                yield from self._propose(bound_s, plan)
+
+    @property
+    def num_seen(self) -> int:
+        """Plans that were simulated, and configurations that were ruled out."""
+        return self.num_simulated + len(self._ruled_out)
+
+    def _rule_out(self, share: float, bound_s: float, configuration: Configuration) -> None:
+        self._misfits.add(configuration)
+        self._ruled_out.append((share, bound_s, configuration))
+
+    def _propose(self, bound_s: float, plan: Plan) -> Generator[Proposal, RankedPlan | None, RankedPlan | None]:
+        settled = self.is_settled
+        if not settled:
+            self.left_s = bound_s
+        self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
+        self.num_simulated += 1
+        self.num_others += settled
+        return (yield Proposal(plan, bound_s))
+
+
+def _share_of_hosts(problem: Problem, plan: Plan) -> float:
+    """The part of the fullest host or of its drives that a plan takes."""
+    graph = problem.graph_for(plan.microbatch_size)
+    seen = form_teams(plan, graph, problem.cluster, problem.cost)
+    return max((node.share for node in node_memory(seen.plan, seen.graph, seen.cost.cluster)), default=0.0)
 
 
 def _kind(configuration: Configuration) -> Hashable:
@@ -167,7 +208,7 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
                 StagePlan(start=start, stop=stop, ranks=own)
                 for (start, stop), own in zip(wanted.bounds, ranks, strict=True)
             )
-            yield space.whole(space.make_plan(stages, wanted.microbatch_size, wanted.schedule))
+            yield space.make_whole(stages, wanted.microbatch_size, wanted.schedule)
 
 
 def _summary(found: Grid, run: _Run, best_s: float) -> str:

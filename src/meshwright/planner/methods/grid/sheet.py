@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -19,6 +20,7 @@ from meshwright.planner.even_slices import slice_evenly
 from meshwright.planner.layouts import memory_limit
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, SPLIT, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
 from meshwright.planner.methods.grid.figures import Figures
+from meshwright.planner.methods.grid.floors import floor_bytes
 from meshwright.planner.microbatches import divisors
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph
@@ -111,7 +113,7 @@ class Sheet:
         self.bytes = np.concatenate([rows.bytes for rows in self.rows] or [np.empty(0)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Grid:
     """All uniform configurations of a problem; ``is_complete``: not those of its first shardings alone."""
 
@@ -127,6 +129,17 @@ class Grid:
     def num_fitting(self) -> int:
         """How many may fit into memory."""
         return sum(int((sheet.bytes <= sheet.limit_bytes).sum()) for sheet in self.sheets)
+
+    def share_needed(self, wanted: Configuration) -> float:
+        """What a configuration needs at least, over the limit: a sharper bound than that of its sheet (`floors`)."""
+        sheet = self._by_axes[wanted.idle, wanted.sharding]
+        figures = next(cell.figures for cell in sheet.cells if cell.microbatch_size == wanted.microbatch_size)
+        return floor_bytes(figures, wanted) / sheet.limit_bytes
+
+    @cached_property
+    def _by_axes(self) -> dict[tuple[tuple[int, ...], Sharding], Sheet]:
+        sheets = (sheet for sheet in self.sheets if sheet.cells)
+        return {(sheet.cells[0].figures.idle, sheet.cells[0].figures.sharding): sheet for sheet in sheets}
 
     def by_bound(self) -> Iterator[tuple[float, Configuration]]:
         """Those that may fit with their bounds, the lowest first."""
