@@ -68,9 +68,9 @@ def alpa(problem: Problem, state: SearchState, objectives: Sequence[Objective] =
 
 def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, tuple[int, ...]]]:
     """The settings with the microbatch sizes to look at (none: all), those with placements of our own last."""
-    yield from ((setting, ()) for setting in problem.settings())
-    placed: dict[tuple[int, Sharding], Sharding | None] = {}
     near = _near_sizes(state)
+    yield from ((setting, near) for setting in problem.settings())
+    placed: dict[tuple[int, Sharding], Sharding | None] = {}
     for setting in problem.settings():
         given = setting.sharding
         if given.tensor == 1 or given.tensor != given.width or given.placements:
@@ -88,10 +88,10 @@ def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, t
         yield from ((setting._replace(sharding=own), tuple(sizes)) for own, sizes in by_sharding.items())
 
 
-def _near_sizes(state: SearchState) -> set[int]:
+def _near_sizes(state: SearchState) -> tuple[int, ...]:
     """Microbatch sizes of the best plans that other methods found; an integer program takes as long as a search."""
     best = sorted(state.fitting, key=lambda item: item.aimed_s)
-    return set(list(dict.fromkeys(item.plan.microbatch_size for item in best))[:NEAR_SIZES])
+    return tuple(dict.fromkeys(item.plan.microbatch_size for item in best))[:NEAR_SIZES]
 
 
 def _place(problem: Problem, microbatch_size: int, width: int, num_devices: int) -> Sharding | None:

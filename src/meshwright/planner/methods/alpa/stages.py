@@ -78,14 +78,16 @@ def without_communication(problem: SlicingProblem) -> SlicingProblem:
 def merge_layers(problem: SlicingProblem, edges: tuple[int, ...]) -> SlicingProblem:
     """The problem whose layers are runs of layers, from one edge to the next."""
     starts, stops = np.array(edges[:-1]), np.array(edges)
+    # Loops are compiled for each layout in memory.
     of_stages = {
-        name: getattr(problem, name)[..., starts[:, None], stops[None, :]]
+        name: np.ascontiguousarray(getattr(problem, name)[..., starts[:, None], stops[None, :]])
         for name in problem._fields
         if name in ("seconds", "backward_s", "optimizer_s") or (name.endswith("_bytes") and name != "bucket_bytes")
         if name != "most_bytes"
     }
-    most = problem.most_bytes[:, starts[:, None], stops[None, :]]
-    return problem._replace(**of_stages, most_bytes=most, transfer_s=problem.transfer_s[:, starts])
+    most = np.ascontiguousarray(problem.most_bytes[:, starts[:, None], stops[None, :]])
+    transfers = np.ascontiguousarray(problem.transfer_s[:, starts])
+    return problem._replace(**of_stages, most_bytes=most, transfer_s=transfers)
 
 
 def _edges(space: Space, microbatch_size: int) -> tuple[int, ...]:
