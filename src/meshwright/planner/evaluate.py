@@ -30,6 +30,7 @@ from meshwright.simulator import (
     simulate_plan,
     simulate_plans,
 )
+from meshwright.simulator.host_memory import node_memory
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
 from meshwright.spec.used_devices import used_of
 
@@ -187,6 +188,12 @@ def evaluate_plan(
         only_fitting=only_fitting,
     )
     return replace(item, plan=plan, sequence_length=graph.sequence_length)
+
+
+def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
+    """The part of the fullest host, or of its drives, that a plan takes; found without simulating it."""
+    seen = form_teams(plan, graph, cluster, cost)
+    return max((node.share for node in node_memory(seen.plan, seen.graph, seen.cost.cluster)), default=0.0)
 
 
 def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:

@@ -13,14 +13,12 @@ from itertools import islice
 from typing import cast
 
 from meshwright.planner.choices import Setting
-from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.evaluate import RankedPlan, share_of_hosts
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, ONE_EACH, SPLIT
 from meshwright.planner.methods.grid.sheet import Configuration, Grid, bound_grid
 from meshwright.planner.problem import Problem
-from meshwright.simulator import form_teams
-from meshwright.simulator.host_memory import node_memory
 from meshwright.spec import Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 
@@ -94,7 +92,8 @@ class _Run:
             self._rule_out(share, bound_s, configuration)
             return
         for plan in plans_of(self._problem, configuration):
-            share = _share_of_hosts(self._problem, plan)
+            graph = self._problem.graph_for(plan.microbatch_size)
+            share = share_of_hosts(plan, graph, self._problem.cluster, self._problem.cost)
             if share > 1:
                 self._rule_out(share, bound_s, configuration)
                 return
@@ -129,13 +128,6 @@ class _Run:
         self.num_simulated += 1
         self.num_others += settled
         return (yield Proposal(plan, bound_s))
-
-
-def _share_of_hosts(problem: Problem, plan: Plan) -> float:
-    """The part of the fullest host or of its drives that a plan takes."""
-    graph = problem.graph_for(plan.microbatch_size)
-    seen = form_teams(plan, graph, problem.cluster, problem.cost)
-    return max((node.share for node in node_memory(seen.plan, seen.graph, seen.cost.cluster)), default=0.0)
 
 
 def _kind(configuration: Configuration) -> Hashable:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.bounds import bound_space
-from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.evaluate import RankedPlan, share_of_hosts
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.slicing.candidates import Candidate, CandidateSearch
 from meshwright.planner.problem import Problem
@@ -103,6 +103,10 @@ def _simulate(
             if plan in seen or (fitting and num_done + num_instructions(plan) > MAX_INSTRUCTIONS):
                 break
             seen.add(plan)
+            # What the hosts have no room for is not simulated, but where it may have to be said what is missing.
+            if state.fitting and _lacks_hosts(candidate, plan):
+                num_rejected += 1
+                break
             num_done += num_instructions(plan)
             state.events.progress("simulate plans", len(fitting), wanted)
             item = yield Proposal(plan, candidate.estimate_s, counts)
@@ -119,6 +123,11 @@ def _simulate(
             candidate = candidate.search.next_best(candidate, item.reserved_bytes)
     state.events.progress("simulate plans", wanted, wanted)
     return fitting
+
+
+def _lacks_hosts(candidate: Candidate, plan: Plan) -> bool:
+    problem = candidate.search.space.problem
+    return share_of_hosts(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost) > 1
 
 
 class Shaped(Protocol):
