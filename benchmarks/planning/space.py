@@ -157,12 +157,14 @@ def cache_path(spec):
 
 
 def _configurations(problem):
-    """Of each layout: its name, the configuration, its bound in seconds, and whether its bound in bytes may fit."""
-    for sheet in bound_grid(problem).sheets:
+    """Of each layout: its name, the configuration, its bound in seconds, and whether its bounds in bytes may fit."""
+    grid = bound_grid(problem)
+    for sheet in grid.sheets:
         sheet.refine()
         for row in range(len(sheet.seconds)):
             configuration = sheet.configuration(row)
-            yield repr(configuration), configuration, float(sheet.seconds[row]), sheet.bytes[row] <= sheet.limit_bytes
+            may_fit = sheet.bytes[row] <= sheet.limit_bytes and grid.share_needed(configuration) <= 1
+            yield repr(configuration), configuration, float(sheet.seconds[row]), may_fit
 
 
 def _simulate(problem, configuration):
