@@ -133,13 +133,15 @@ def cover(
     zeros: Integers,
     shard_size: int,
     also_all: bool,
+    has_masters: bool,
 ) -> Rows:
     """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
 
     ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
     having ranks p · R on. Those that cannot be are left out: more stages than layers, fewer microbatches than replicas,
     rounds that do not divide, replicas that ``shard_size`` does not divide, or that have unequal rounds with ZeRO 2 and
-    3; and doubles: ``also_all`` says that sharing among all replicas is covered elsewhere.
+    3; and doubles: ``also_all`` says that sharing among all replicas is covered elsewhere. ``has_masters``: ranks have
+    master weights.
     """
     num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
@@ -182,7 +184,7 @@ def cover(
                 form = Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)
                 rows.positions[made], rows.schedule[made], rows.zero[made] = positions, index, zero
                 rows.seconds[made] = _seconds(sums, exchanges, kind_of, form)
-                rows.bytes[made] = _bytes(layers, sums, edges, form)
+                rows.bytes[made] = _bytes(layers, sums, edges, form, has_masters)
                 made += 1
     return Rows(rows.positions[:made], rows.schedule[:made], rows.zero[:made], rows.seconds[:made], rows.bytes[:made])
 
@@ -282,16 +284,14 @@ def _copied_bytes(form: Form, parameters: float, largest: float) -> float:
 
 
 @compiled
-def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form) -> float:
+def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form, has_masters: bool) -> float:
     """A bound of the bytes of the fullest rank."""
     fullest, shared = 0.0, form.sharing
     for position in range(form.positions):
         parameters, gradients = sums.parameters[position], sums.gradients[position]
         static = sums.states[position] / (shared if form.zero >= 1 else 1)
-        if form.zero >= 3:
-            static += parameters / shared + sums.largest[position] * (1.0 - 1.0 / shared)
-        else:
-            static += parameters
+        static += parameters_of_rank(parameters, form.zero, shared, has_masters)
+        static += sums.largest[position] * (1.0 - 1.0 / shared) if form.zero >= 3 else 0.0
         held, waiting = 0.0, 0.0
         for chunk in range(form.chunks):
             place = chunk * form.positions + position
@@ -305,6 +305,14 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form) -> flo
             fullest, static + held + max(waiting, 0.0), static + gradients / (shared if form.zero >= 2 else 1)
         )
     return fullest
+
+
+@compiled
+def parameters_of_rank(num_bytes: float, zero: int, shared: int, has_masters: bool) -> float:
+    """What a rank keeps of parameters; with ZeRO 3 its part of the master weights stands for its part of them."""
+    if zero < 3 or shared == 1:
+        return num_bytes
+    return 0.0 if has_masters else num_bytes / shared
 
 
 @compiled

@@ -129,6 +129,11 @@ class Figures:
         trains = self.workload.kind == "training"
         return min(sum(library_workspaces(device, trains=trains)) for device in devices)
 
+    @cached_property
+    def has_masters(self) -> bool:
+        """Whether ranks have master weights, in whose parts ZeRO 3 keeps the parameters."""
+        return self.steps_on_device and self.workload.numbers.master_bytes > 0
+
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
         """Price several sizes at once."""
         for kind in self.cluster.device_kinds:

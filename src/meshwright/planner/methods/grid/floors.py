@@ -13,7 +13,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.planner.methods.grid.cover import ALL_IN_FLIGHT, FLIGHTS, ONE_EACH, SPLIT, Form, in_flight
+from meshwright.planner.methods.grid.cover import (
+    ALL_IN_FLIGHT,
+    FLIGHTS,
+    ONE_EACH,
+    SPLIT,
+    Form,
+    in_flight,
+    parameters_of_rank,
+)
 
 if TYPE_CHECKING:
     from meshwright.planner.methods.grid.figures import Figures
@@ -39,7 +47,7 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
         parameters, states = (
             sum(float(column[start:stop].sum()) for start, stop in mine) for column in (weights.parameters, weights.states)
         )
-        static = figures.library_bytes + parameters / (shared if wanted.zero >= 3 else 1)
+        static = figures.library_bytes + parameters_of_rank(parameters, wanted.zero, shared, figures.has_masters)
         static += states / (shared if wanted.zero else 1)
         held = 0.0
         for chunk, (start, stop) in enumerate(mine):

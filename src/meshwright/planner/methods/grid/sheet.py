@@ -295,6 +295,7 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         np.array([zero for zero, size in problem.choices.sharing() if size == cell.shard_size], np.int64),
         cell.shard_size,
         cell.shard_size > 0 and 0 in problem.choices.shard_sizes,
+        cell.figures.has_masters,
     )
 
 

@@ -40,6 +40,8 @@ def make_problem(
         # What is there of both is in passes alone: stages stand at a lower bound.
         most = np.maximum(most - gradients[..., None], 0.0)
         parameters, gradients = np.zeros_like(parameters), np.zeros_like(gradients)
+    has_masters = on_device and workload.numbers.master_bytes > 0
+    shared, alone = _shared_bytes(parameters, states, exchange.zero, has_masters=has_masters)
     mixed = [[tables.seconds[name] for name in names] for names in places.kind_sets]
     return SlicingProblem(
         num_microbatches=tables.num_microbatches,
@@ -55,7 +57,8 @@ def make_problem(
         passes_wait=all(backend_of(kind) == "cpu" for kind in cost.cluster.device_kinds),
         pass_bytes=_pass_bytes(tables.bytes, exchange.zero),
         static_bytes=tables.bytes.static - (tables.bytes.states - states) - (tables.bytes.parameters - parameters),
-        shared_bytes=_shared_bytes(parameters, states, exchange.zero),
+        shared_bytes=shared,
+        alone_bytes=alone,
         flight_bytes=tables.bytes.flight,
         leaving_bytes=tables.bytes.leaving,
         input_bytes=tables.bytes.inputs,
@@ -78,11 +81,17 @@ def _pass_bytes(stages: StageBytes, zero: int) -> Floats:
     return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
 
 
-def _shared_bytes(parameters: Floats, states: Floats, zero: int) -> Floats:
-    """What replicas of stages share out of what is there all the time: states; with zero 3 parameters, too."""
+def _shared_bytes(parameters: Floats, states: Floats, zero: int, *, has_masters: bool) -> tuple[Floats, Floats]:
+    """What replicas share out of what is there all the time, and what is there only without other replicas.
+
+    States; with zero 3 parameters, too: a rank's part of them is its part of the master weights, where it has these.
+    """
+    nothing = np.zeros_like(states)
     if zero == 0:
-        return np.zeros_like(states)
-    return states if zero < 3 else states + parameters
+        return nothing, nothing
+    if zero < 3:
+        return states, nothing
+    return (states, parameters) if has_masters else (states + parameters, nothing)
 
 
 def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:

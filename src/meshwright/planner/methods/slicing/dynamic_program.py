@@ -29,9 +29,9 @@ class SlicingProblem(NamedTuple):
     ``most_bytes`` (2, L, L + 1, 4), without and with an exchange of gradients (`cost.memory.fullest`);
     ``transfer_s`` (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``,
     ``latency_s``, ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out
-    ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all); what they gather and scatter in the
-    passes of a microbatch takes as long as the sum of ``pass_bytes``, beside the ops or, where ``passes_wait``,
-    before them. Entries with j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``,
+    ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all), and ``alone_bytes`` are there only where
+    there is one replica; what they gather and scatter in the passes of a microbatch takes as long as the sum of
+    ``pass_bytes``, beside the ops or, where ``passes_wait``, before them. Entries with j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``,
     ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of the best
     place must not grow with r, if there is more than one r.
     """
@@ -50,6 +50,7 @@ class SlicingProblem(NamedTuple):
     pass_bytes: Floats
     static_bytes: Floats
     shared_bytes: Floats
+    alone_bytes: Floats
     flight_bytes: Floats
     leaving_bytes: Floats
     input_bytes: Floats
@@ -151,7 +152,8 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 @compiled
 def static_of(p: SlicingProblem, i: int, j: int, r: int) -> float:
     """Bytes that are there all the time on a rank of stage i:j with r replicas."""
-    return float(p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / parts_of(p, r)))
+    alone = p.alone_bytes[i, j] if r > 1 else 0.0
+    return float(p.static_bytes[i, j] - alone - p.shared_bytes[i, j] * (1.0 - 1.0 / parts_of(p, r)))
 
 
 @compiled
