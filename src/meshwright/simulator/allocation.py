@@ -14,6 +14,8 @@ from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator
 from meshwright.program import build_program, gradient_buckets, num_bucket_copies
 from meshwright.program.schedules.layouts import num_active
 from meshwright.simulator.buffers import compute_orders
+from meshwright.simulator.stage_bytes import shared_units
+from meshwright.simulator.state_shards import ALONE, StateShards, find_shards
 from meshwright.spec import Opcode, check_plan, slice_graph
 
 if TYPE_CHECKING:
@@ -104,8 +106,8 @@ def predict_reserved(
 
         reserved = peak + what the allocator holds beyond the peak of the rank's stages, followed op by op
 
-    The stages are followed as if their states were whole and on the device, and with up to `_FOLLOWED` microbatches in
-    flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
+    The stages are followed as if their states were on the device, and with up to `_FOLLOWED` microbatches in flight:
+    what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
     as do those of graphs that cannot be followed, and those with less than half of their limit in use, but for the
     fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit. A ``cost`` model
     remembers what it has followed.
@@ -117,13 +119,14 @@ def predict_reserved(
     fullest, slices, buckets = spare.index(min(spare)), slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
 
     def unused(index: int) -> int:
-        stage = slices[index]
+        stage, shards = slices[index], find_shards(plan, index, cluster)
         if cost is None:
-            return _unused_bytes(plan, graph, stage, buckets)
+            return _unused_bytes(plan, graph, stage, buckets, shards)
         count = max(plan.stages[index].counts(plan.num_microbatches))
         key = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
         held, away = any(index in bucket.stages for bucket in buckets), plan.offload.activations
-        return cost.remember("unused", graph, (*key, held, away), lambda: _unused_bytes(plan, graph, stage, buckets))
+        key = (*key, held, away, shards.is_cut and shards.zero, shards.states)
+        return cost.remember("unused", graph, key, lambda: _unused_bytes(plan, graph, stage, buckets, shards))
 
     known: dict[tuple[int, ...], int] = {}
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
@@ -138,7 +141,9 @@ def predict_reserved(
     return tuple(reserved)
 
 
-def _unused_bytes(plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence[Bucket]) -> int:
+def _unused_bytes(
+    plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence[Bucket], shards: StateShards
+) -> int:
     """What the allocator holds beyond the peak of a stage with a few microbatches in flight."""
     count = max(plan.stages[stage.index].counts(plan.num_microbatches))
     # Whatever the schedule: how many there are matters little for what is unused.
@@ -148,7 +153,7 @@ def _unused_bytes(plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence
     if kept < count:
         order += [(True, 0), (False, kept)]
     order += [(True, i) for i in range(int(kept < count), kept + int(kept < count))]
-    events = _trace(plan, graph, stage, buckets, order, "cuda")
+    events = _trace(plan, graph, stage, buckets, order, "cuda", shards)
     return max(follow_allocator(events).reserved_bytes - find_peak(events).num_bytes, 0)
 
 
@@ -163,8 +168,10 @@ def _trace(
     buckets: Sequence[Bucket],
     order: Sequence[tuple[bool, int]],
     device: Backend,
+    shards: StateShards = ALONE,
 ) -> MemoryEvents:
     held = [bucket for bucket in buckets if stage.index in bucket.stages]
+    bucketed = frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters)
     return trace_stage(
         graph,
         stage,
@@ -173,9 +180,11 @@ def _trace(
         order,
         device=device,
         bucket_bytes=num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in held),
-        bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
+        bucketed=bucketed,
         num_inputs=max(plan.stages[stage.index].counts(plan.num_microbatches)),
         activations_away=plan.offload.activations == "host",
+        shared=shared_units(graph, plan, stage, bucketed, shards),
+        state_parts=shards.states,
     )
 
 

@@ -72,9 +72,7 @@ def stage_bytes(
 ) -> StageBytes:
     """Weigh a stage for the plan's microbatches on one kind of device; arguments as of `stage_costs`."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
-    # Where the host steps, it has the weights in the type of the optimizer.
-    wide_bytes = 0 if steps_on_host(plan) else plan.workload.numbers.master_bytes
-    shared = _shared_units(graph, plan, stage, bucketed, shards, wide_bytes) if shards.is_cut else None
+    wide_bytes, shared = _wide_bytes(plan), shared_units(graph, plan, stage, bucketed, shards)
     memory = cost.stage_memory(
         graph,
         stage,
@@ -172,11 +170,18 @@ def _shared_workspace(phase: Phase, shards: int) -> Phase:
     return Phase(most=most, after=phase.after)
 
 
-def _shared_units(
-    graph: Graph, plan: Plan | Placement, stage: StageSlice, kept: frozenset[int], shards: StateShards, wide_bytes: int
-) -> SharedUnits:
-    """The units of what replicas cut; ``wide_bytes`` are of a master weight that a rank steps itself."""
-    numbers, parts = plan.workload.numbers, 0 if shards.on_host else len(shards.ranks)
+def _wide_bytes(plan: Plan | Placement) -> int:
+    """Bytes of a master weight that a rank steps itself: a host that steps has the weights in the optimizer's type."""
+    return 0 if steps_on_host(plan) else plan.workload.numbers.master_bytes
+
+
+def shared_units(
+    graph: Graph, plan: Plan | Placement, stage: StageSlice, kept: frozenset[int], shards: StateShards
+) -> SharedUnits | None:
+    """The units of what replicas cut, None if they cut nothing; ``kept`` are parameters that stay whole."""
+    if not shards.is_cut:
+        return None
+    numbers, parts, wide_bytes = plan.workload.numbers, 0 if shards.on_host else len(shards.ranks), _wide_bytes(plan)
 
     def shared(unit: Unit) -> SharedUnit:
         trained = [i for i in unit.parameters if graph.tensors[i].requires_grad]

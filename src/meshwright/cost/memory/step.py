@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.memory.backward import Backend
     from meshwright.cost.memory.ledger import MemoryEvents
+    from meshwright.cost.memory.shared_units import SharedUnits
     from meshwright.cost.memory.walk import OptimizerLoop
     from meshwright.spec import Graph, StageSlice, Workload
 
@@ -80,6 +81,8 @@ def trace_stage(
     bucketed: Set[int] = frozenset(),
     num_inputs: int | None = None,
     activations_away: bool = False,
+    shared: SharedUnits | None = None,
+    state_parts: int = 1,
 ) -> MemoryEvents:
     """Events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
 
@@ -95,6 +98,8 @@ def trace_stage(
         bucketed: Parameters whose gradients are.
         num_inputs: Microbatches of a step, whose inputs are there all the time (default: those of the order).
         activations_away: Whether what layers keep is on the host until the backward (`away`).
+        shared: Units of parameters that replicas gather and scatter; what is there all the time is whole all the same.
+        state_parts: Replicas that share the optimizer's step and its states.
 
     Raises GraphError as `trace_step` does.
     """
@@ -104,7 +109,9 @@ def trace_stage(
             "ends in a loss. Capture the model with its loss, for training."
         )
     loop = loop or default_loop(device)
-    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, activations_away=activations_away)
+    walk = StageWalk(
+        graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away, state_parts
+    )
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
     for index in range(_NUM_STEPS):
         for is_backward, microbatch in order:

@@ -55,7 +55,7 @@ class StageWalk:
 
     ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and lets go;
     later ones add to the buckets (runtime/exchange.py). ``shared`` are units of parameters that replicas share;
-    ``activations_away``: see `away`.
+    ``activations_away``: see `away`. ``state_parts``: replicas that share the optimizer's step and its states.
     Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
     """
 
@@ -70,8 +70,9 @@ class StageWalk:
         bucketed: Set[int] = frozenset(),
         shared: SharedUnits | None = None,
         activations_away: bool = False,
+        state_parts: int = 1,
     ) -> None:
-        self.ledger = Ledger()
+        self.ledger, self._state_parts = Ledger(), state_parts
         self._units = UnitMemory(shared or NOTHING_SHARED, self.ledger, device)
         graph = as_kept(graph, workload.numbers, device)
         self._graph, self._stage, self._workload = graph, stage, workload
@@ -177,12 +178,13 @@ class StageWalk:
         """One step of the optimizer over all trained parameters, then the gradients go."""
         optimizer, numbers = self._workload.optimizer, self._workload.numbers
         trained = [i for i in self._stage.parameters if self._graph.tensors[i].requires_grad]
-        sizes = {i: self._elements[i] * numbers.state_bytes for i in trained}
+        counts = {i: -(-self._elements[i] // self._state_parts) for i in trained}
+        sizes = {i: count * numbers.state_bytes for i, count in counts.items()}
         for parameter, size in sizes.items():
             self.ledger.begin(f"optimizer step of {self._graph.tensors[parameter].name}")
             if first:
                 if numbers.master_bytes:
-                    self.ledger.take(self._elements[parameter] * numbers.master_bytes, OPTIMIZER)
+                    self.ledger.take(counts[parameter] * numbers.master_bytes, OPTIMIZER)
                 for _ in range(optimizer.num_states):
                     self.ledger.take(size, OPTIMIZER)
                 if optimizer.kind == "adamw":
@@ -190,14 +192,16 @@ class StageWalk:
             if optimizer.kind == "adamw" and self._loop == "tensors":
                 for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
                     self.ledger.free(copy)
-        # Copies of all of them at a time: of gradients in the type of the master weights, and of what foreach computes.
-        for is_made, moment in (
-            (numbers.gradient_bytes < numbers.master_bytes, "gradients widened"),
-            (optimizer.kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
+        # Copies of all of them at a time: of gradients in the type of the master weights, which those of units have
+        # since they were scattered, and of what foreach computes.
+        narrow = [size for i, size in sizes.items() if i not in self._units.parameters]
+        for copies, is_made, moment in (
+            (narrow, numbers.gradient_bytes < numbers.master_bytes, "gradients widened"),
+            (sizes.values(), optimizer.kind == "adamw" and self._loop == "foreach", "optimizer step of all parameters"),
         ):
             if is_made:
                 self.ledger.begin(moment)
-                for copy in [self.ledger.take(size, WORKSPACE) for size in sizes.values()]:
+                for copy in [self.ledger.take(size, WORKSPACE) for size in copies]:
                     self.ledger.free(copy)
         self._drop_gradients()
 
