@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from meshwright.cost.memory import backend_of, weigh_stage
-from meshwright.program import build_program
+from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits
+from meshwright.program import build_program, gradient_buckets
 from meshwright.program.transfers import RECEIVE_LOOKAHEAD
 from meshwright.simulator import allocate_rank, simulate_plan
-from meshwright.simulator.allocation import MAX_VISITS, repeat_free
+from meshwright.simulator.allocation import MAX_VISITS, repeat_free, trace_rank
 from meshwright.simulator.buffers import MAX_GRADIENT_SENDS, compute_orders
-from meshwright.spec import Opcode, load_cluster, load_shipped_graph, slice_graph
+from meshwright.simulator.state_shards import find_shards
+from meshwright.spec import GradientExchange, Opcode, Workload, load_cluster, load_shipped_graph, slice_graph
+from meshwright.spec.memory import BUCKETS, GRADIENTS, OPTIMIZER, WORKSPACE
 from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import make_plan
 from tests.marks import left_to_ci
@@ -102,3 +107,30 @@ def test_what_cannot_be_followed_is_none():
     many = MAX_VISITS // len(graph.ops)
     assert allocate_rank(plan_of(graph, 1, "gpipe", many), graph, cluster, 0) is None
     assert allocate_rank(plan_of(graph, 1, "1f1b", many), graph, cluster, 0) is not None
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_allocator_is_followed_with_a_ranks_part_of_the_states(zero):
+    """Whole ones fill the blocks that activations left, and later activations find no room."""
+    graph = load_shipped_graph("gpt2-small")
+    plan = replace(plan_of(graph, 1, "1f1b", 16, replicas=8, size=2), exchange=GradientExchange(zero=zero))
+    (stage,) = slice_graph(graph, plan.bounds)
+    shards = find_shards(plan, 0, load_cluster("8xH100"))
+    events = trace_rank(plan, graph, stage, gradient_buckets(graph, plan), [(False, 0), (True, 0)], "cuda", shards)
+    taken = events.num_bytes[(events.part == OPTIMIZER) & (events.num_bytes > 0)].sum()
+    counters = 4 * len(graph.parameters)
+    assert taken == pytest.approx(8 * graph.num_parameters() / 8 + counters, rel=1e-3)
+    # Units are scattered: their gradients are whole at no time.
+    gradients = events.num_bytes[np.isin(events.part, (GRADIENTS, BUCKETS))].cumsum().max()
+    assert (gradients < 4 * graph.num_parameters() / 2) == (zero >= 2)
+
+
+def test_parts_of_gradients_are_as_wide_as_the_master_weights():
+    """FSDP2 casts a rank's part of a sum to the type of its parameters: nothing is widened in the optimizer's step."""
+    graph = load_shipped_graph("gpt2-small")
+    (stage,) = slice_graph(graph, [(0, len(graph.layers))])
+    workload = Workload(global_batch=2, precision="mixed-bf16-gradients")
+    root = SharedUnit(0, len(graph.ops) - 1, graph.parameters, 0, 2, 2)
+    for shared, widened in ((None, 4 * graph.num_parameters()), (SharedUnits(root, (), stay_gathered=True), 0)):
+        phases = weigh_stage(graph, stage, 2, workload, device="cuda", shared=shared).phases
+        assert phases.optimizer.most[WORKSPACE] == widened

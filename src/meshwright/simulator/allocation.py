@@ -82,7 +82,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     if len(order) * len(stage.ops) > MAX_VISITS:
         return None
     device = backend_of(cluster.device_kind(rank))
-    events = _trace(plan, graph, stage, gradient_buckets(graph, plan), order, device)
+    events = trace_rank(plan, graph, stage, gradient_buckets(graph, plan), order, device)
     peak = find_peak(events)
     if device == "cpu":
         return RankAllocation(rank=rank, peak=peak, allocated_bytes=peak.num_bytes, reserved_bytes=None)
@@ -141,9 +141,7 @@ def predict_reserved(
     return tuple(reserved)
 
 
-def _unused_bytes(
-    plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence[Bucket], shards: StateShards
-) -> int:
+def _unused_bytes(plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence[Bucket], shards: StateShards) -> int:
     """What the allocator holds beyond the peak of a stage with a few microbatches in flight."""
     count = max(plan.stages[stage.index].counts(plan.num_microbatches))
     # Whatever the schedule: how many there are matters little for what is unused.
@@ -153,7 +151,7 @@ def _unused_bytes(
     if kept < count:
         order += [(True, 0), (False, kept)]
     order += [(True, i) for i in range(int(kept < count), kept + int(kept < count))]
-    events = _trace(plan, graph, stage, buckets, order, "cuda", shards)
+    events = trace_rank(plan, graph, stage, buckets, order, "cuda", shards)
     return max(follow_allocator(events).reserved_bytes - find_peak(events).num_bytes, 0)
 
 
@@ -161,7 +159,7 @@ def _can_follow(graph: Graph) -> bool:
     return graph.has_loss and graph.mode == "training" and not any(op.phase == "backward" for op in graph.ops)
 
 
-def _trace(
+def trace_rank(
     plan: Plan,
     graph: Graph,
     stage: StageSlice,
@@ -170,6 +168,7 @@ def _trace(
     device: Backend,
     shards: StateShards = ALONE,
 ) -> MemoryEvents:
+    """Events of a rank's stage over two steps, in the order given (`cost.memory.trace_stage`)."""
     held = [bucket for bucket in buckets if stage.index in bucket.stages]
     bucketed = frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters)
     return trace_stage(

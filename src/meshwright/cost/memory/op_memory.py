@@ -43,7 +43,9 @@ class OpMemory(NamedTuple):
 class OpMemories:
     """The memory of the ops of a graph for one batch size, each found when it is asked for the first time."""
 
-    def __init__(self, graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend) -> None:
+    def __init__(
+        self, graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
+    ) -> None:
         self._graph, self._numbers, self._device = graph, numbers, device
         self.sizes, self.elements = measure_tensors(graph, batch_size, float_bytes, device)
         self._found: dict[int, OpMemory] = {}

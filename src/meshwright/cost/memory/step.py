@@ -109,9 +109,7 @@ def trace_stage(
             "ends in a loss. Capture the model with its loss, for training."
         )
     loop = loop or default_loop(device)
-    walk = StageWalk(
-        graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away, state_parts
-    )
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away, state_parts)
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
     for index in range(_NUM_STEPS):
         for is_backward, microbatch in order:

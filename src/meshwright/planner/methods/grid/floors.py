@@ -45,7 +45,8 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
     for position in range(positions):
         mine = [wanted.bounds[chunk * positions + position] for chunk in range(chunks)]
         parameters, states = (
-            sum(float(column[start:stop].sum()) for start, stop in mine) for column in (weights.parameters, weights.states)
+            sum(float(column[start:stop].sum()) for start, stop in mine)
+            for column in (weights.parameters, weights.states)
         )
         static = figures.library_bytes + parameters_of_rank(parameters, wanted.zero, shared, figures.has_masters)
         static += states / (shared if wanted.zero else 1)
