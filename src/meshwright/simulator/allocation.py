@@ -123,9 +123,9 @@ def predict_reserved(
         if cost is None:
             return _unused_bytes(plan, graph, stage, buckets, shards)
         count = max(plan.stages[index].counts(plan.num_microbatches))
-        key = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
+        alike = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
         held, away = any(index in bucket.stages for bucket in buckets), plan.offload.activations
-        key = (*key, held, away, shards.is_cut and shards.zero, shards.states)
+        key = (*alike, held, away, shards.is_cut and shards.zero, shards.states)
         return cost.remember("unused", graph, key, lambda: _unused_bytes(plan, graph, stage, buckets, shards))
 
     known: dict[tuple[int, ...], int] = {}

@@ -82,7 +82,7 @@ plan.__name__ = "plan"
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Look for cycles of garbage rarely: a search keeps millions of objects and leaves few cycles (10 % of its time)."""
+    """Collect garbage rarely: a search keeps millions of objects, few of them in cycles (a tenth of its time)."""
     usual = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:

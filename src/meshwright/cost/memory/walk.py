@@ -31,7 +31,7 @@ from meshwright.spec.recompute import kept_within
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence, Set
 
-    from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
+    from meshwright.spec import Channel, Graph, StageSlice, Workload
 
 # How torch goes over the parameters in an optimizer's step: one by one, all at once, or in one kernel.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]

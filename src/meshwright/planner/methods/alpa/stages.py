@@ -11,7 +11,7 @@ all devices used, 1F1B's microbatches in flight and memory included. Two objecti
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -79,7 +79,7 @@ def merge_layers(problem: SlicingProblem, edges: tuple[int, ...]) -> SlicingProb
     """The problem whose layers are runs of layers, from one edge to the next."""
     starts, stops = np.array(edges[:-1]), np.array(edges)
     # Loops are compiled for each layout in memory.
-    of_stages = {
+    of_stages: dict[str, Any] = {
         name: np.ascontiguousarray(getattr(problem, name)[..., starts[:, None], stops[None, :]])
         for name in problem._fields
         if name in ("seconds", "backward_s", "optimizer_s") or (name.endswith("_bytes") and name != "bucket_bytes")

@@ -4,7 +4,7 @@ To what `cover` counts comes what a backward needs that begins: that of the last
 by a walk through this layer alone. With f of n microbatches in flight, a rank needs at least
 
     static + f · kept + first(last layer)                  when the first backward of a step begins
-    static + f' · kept + gradients + later(last layer)     when a later one does (GPipe, 1F1B): f' = f, or f - 1 if f = n
+    static + f' · kept + gradients + later(last layer)     when a later one does (GPipe, 1F1B); f' = f < n, else n - 1
 
 Of activations that are on the hosts in between, those of a stage's last layer stay.
 """

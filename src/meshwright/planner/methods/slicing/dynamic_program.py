@@ -29,11 +29,11 @@ class SlicingProblem(NamedTuple):
     ``most_bytes`` (2, L, L + 1, 4), without and with an exchange of gradients (`cost.memory.fullest`);
     ``transfer_s`` (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``,
     ``latency_s``, ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out
-    ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all), and ``alone_bytes`` are there only where
-    there is one replica; what they gather and scatter in the passes of a microbatch takes as long as the sum of
-    ``pass_bytes``, beside the ops or, where ``passes_wait``, before them. Entries with j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``,
-    ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of the best
-    place must not grow with r, if there is more than one r.
+    ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all), and ``alone_bytes`` are there only
+    where there is one replica; what they gather and scatter in the passes of a microbatch takes as long as the sum
+    of ``pass_bytes``, beside the ops or, where ``passes_wait``, before them. Entries with j <= i or a + r > D are
+    not read. Of the tables over stages ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone
+    may decrease with j; ``in_flight`` of the best place must not grow with r, if there is more than one r.
     """
 
     num_microbatches: int
