@@ -32,6 +32,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.host_memory import node_memory
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.used_devices import used_of
 
 # Seconds are sums of whole picoseconds; what is less in their differences is rounding.
@@ -191,8 +192,16 @@ def evaluate_plan(
 
 
 def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """The part of the fullest host, or of its drives, that a plan takes; found without simulating it."""
-    seen = form_teams(plan, graph, cluster, cost)
+    """The part of the fullest host, or of its drives, that a plan takes; found without simulating it.
+
+    0 where all is on the devices, and for a plan that cannot be laid out: `evaluate_plan` says why.
+    """
+    if plan.offload == ON_DEVICE:
+        return 0.0
+    try:
+        seen = form_teams(plan, graph, cluster, cost)
+    except MeshwrightError:
+        return 0.0
     return max((node.share for node in node_memory(seen.plan, seen.graph, seen.cost.cluster)), default=0.0)
 
 
