@@ -31,9 +31,9 @@ from meshwright.spec import MeshwrightError
 
 SPLIT = json.loads((BENCHMARKS / "splits" / "planner_space.json").read_text())
 CACHE = BENCHMARKS / "cache" / "space"
-# Of 16 problems 14 are to be at most 1 % behind, all at most 3 %.
 # Steps of one simulator, but for the order in which numbers were added.
 _ALIKE = 1e-9
+# Of 16 problems 14 are to be at most 1 % behind, all at most 3 %.
 CLOSE, MOST_BEHIND, MOST_APART = 1.01, 1.03, 2
 
 

@@ -211,7 +211,7 @@ PLAN_OF_FOUR = "plan gpt-tiny --cluster 2xcpu --batch 8 -m 1 --stages 2 --schedu
 def test_orders_go_out_as_a_file_and_come_back(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert invoke([*PLAN_OF_FOUR.split(), "zb-v", "--out", "plan.json"]) == 0
-    capsys.readouterr()
+    assert "only what options name is searched" in " ".join(capsys.readouterr().out.split())
     assert invoke(["show", "plan.json", "--as", "torch-csv"]) == 0
     shown = capsys.readouterr()
     assert "usual name of the file: orders.csv" in shown.err

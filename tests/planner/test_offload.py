@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
-from meshwright.planner import NothingFitsError
+from meshwright.planner import Choices, NothingFitsError, Problem
+from meshwright.planner.evaluate import share_of_hosts
 from meshwright.spec import GradientExchange, Offload, Workload, load_cluster, load_shipped_graph
-from tests.planner.searching import search_plans
+from tests.planner.searching import search_plans, solve
 
 GPT = load_shipped_graph("gpt-tiny")
 WORKLOAD = Workload(global_batch=8, precision="bfloat16")
@@ -61,3 +63,36 @@ def test_hosts_without_room_leave_nothing():
         search(Offload(optimizer="host"), 1, 2, small)
     assert raised.value.nearest.excess_bytes < 0
     assert not raised.value.nearest.fits
+
+
+OPTIMIZER_AWAY, MORE_AWAY = Offload(optimizer="host"), Offload(optimizer="host", activations="host")
+
+
+@pytest.mark.parametrize("offload", [Offload(), OPTIMIZER_AWAY, MORE_AWAY])
+def test_the_share_of_hosts_is_that_of_the_simulated_plan(offload):
+    cluster = load_cluster("2xA100")
+    cost = CostModel(cluster=cluster, precision=WORKLOAD.precision)
+    item = search(offload, 1, 2).best
+    share = max((node.share for node in item.nodes), default=0.0)
+    assert share_of_hosts(item.plan, GPT, cluster, cost) == share
+    assert (share > 0) == (offload != Offload())
+
+
+def test_where_hosts_have_room_for_one_way_alone_it_is_found():
+    """A way to offload that lacks room does not hide another one of the same layout."""
+    cluster = load_cluster("2xA100")
+    cost = CostModel(cluster=cluster, precision=WORKLOAD.precision)
+    ways = MORE_AWAY, OPTIMIZER_AWAY
+    plans = [search(away, 1, 2).best.plan for away in ways]
+    much, little = (share_of_hosts(plan, GPT, cluster, cost) for plan in plans)
+    assert much > little
+    room = int(cluster.nodes[0].host_memory_bytes * (much + little) / 2)
+    small = replace(cluster, nodes=(replace(cluster.nodes[0], host_memory_bytes=room),))
+    problem = Problem(
+        graph_for=lambda _: GPT,
+        cluster=small,
+        workload=WORKLOAD,
+        cost=cost.on_machines(small),
+        choices=Choices(zero=(1,), offload=ways, num_stages=(1,), microbatch_sizes=(plans[0].microbatch_size,)),
+    )
+    assert solve(problem, "grid").best.plan.offload == ways[1]

@@ -99,8 +99,9 @@ def test_what_is_scored_is_what_the_plan_command_says(drawn, place, tmp_path):
     ours, theirs = evaluate_step(planned), plan_command(planned, tmp_path)
     assert to_picoseconds(ours.step_time_s) == to_picoseconds(theirs.step_time_s)
     assert ours.peak_memory_bytes == theirs.peak_memory_bytes
-    # A search does not ask what the allocator adds on a rank whose peak is far above its limit.
-    kept = [peak <= limit for peak, limit in zip(theirs.peak_memory_bytes, theirs.memory_limit_bytes, strict=True)]
+    # A search does not ask what the allocator adds on a rank whose peak is more than a tenth above its limit.
+    limits = zip(theirs.peak_memory_bytes, theirs.memory_limit_bytes, strict=True)
+    kept = [peak <= 1.1 * limit for peak, limit in limits]
     assert list(compress(ours.reserved_bytes, kept)) == list(compress(theirs.reserved_bytes, kept))
 
 

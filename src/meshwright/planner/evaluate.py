@@ -200,9 +200,9 @@ def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) 
         return 0.0
     try:
         seen = form_teams(plan, graph, cluster, cost)
+        return max((node.share for node in node_memory(seen.plan, seen.graph, seen.cost.cluster)), default=0.0)
     except MeshwrightError:
         return 0.0
-    return max((node.share for node in node_memory(seen.plan, seen.graph, seen.cost.cluster)), default=0.0)
 
 
 def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:

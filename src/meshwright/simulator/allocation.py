@@ -106,11 +106,11 @@ def predict_reserved(
 
         reserved = peak + what the allocator holds beyond the peak of the rank's stages, followed op by op
 
-    The stages are followed as if their states were on the device, and with up to `_FOLLOWED` microbatches in flight:
-    what is unused lies between the temporary values of an op and gradients. Ranks on CPUs reserve their peak,
-    as do those of graphs that cannot be followed, and those with less than half of their limit in use, but for the
-    fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit. A ``cost`` model
-    remembers what it has followed.
+    The stages are followed as if their parameters and states were on the device, and with up to `_FOLLOWED`
+    microbatches in flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs
+    reserve their peak, as do those of graphs that cannot be followed, and those with less than half of their limit
+    in use, but for the fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit.
+    A ``cost`` model remembers what it has followed.
     """
     reserved = list(peaks)
     if not _can_follow(graph):
@@ -119,14 +119,13 @@ def predict_reserved(
     fullest, slices, buckets = spare.index(min(spare)), slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
 
     def unused(index: int) -> int:
-        stage, shards = slices[index], find_shards(plan, index, cluster)
+        stage, shards, order = slices[index], find_shards(plan, index, cluster), _followed_order(plan, index)
         if cost is None:
-            return _unused_bytes(plan, graph, stage, buckets, shards)
-        count = max(plan.stages[index].counts(plan.num_microbatches))
-        alike = (likeness(graph, stage), plan.microbatch_size, plan.workload, min(count, _FOLLOWED + 1))
-        held, away = any(index in bucket.stages for bucket in buckets), plan.offload.activations
-        key = (*alike, held, away, shards.is_cut and shards.zero, shards.states)
-        return cost.remember("unused", graph, key, lambda: _unused_bytes(plan, graph, stage, buckets, shards))
+            return _unused_bytes(plan, graph, stage, buckets, shards, order)
+        held = any(index in bucket.stages for bucket in buckets)
+        alike = likeness(graph, stage), plan.microbatch_size, plan.workload, plan.offload, tuple(order), held
+        key = (*alike, shards.is_cut and shards.zero, shards.states)
+        return cost.remember("unused", graph, key, lambda: _unused_bytes(plan, graph, stage, buckets, shards, order))
 
     known: dict[tuple[int, ...], int] = {}
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
@@ -141,16 +140,27 @@ def predict_reserved(
     return tuple(reserved)
 
 
-def _unused_bytes(plan: Plan, graph: Graph, stage: StageSlice, buckets: Sequence[Bucket], shards: StateShards) -> int:
-    """What the allocator holds beyond the peak of a stage with a few microbatches in flight."""
-    count = max(plan.stages[stage.index].counts(plan.num_microbatches))
+def _followed_order(plan: Plan, stage: int) -> list[tuple[bool, int]]:
+    """Forwards and backwards of a stage with a few microbatches in flight."""
+    count = max(plan.stages[stage].counts(plan.num_microbatches))
     # Whatever the schedule: how many there are matters little for what is unused.
-    in_flight = count if plan.schedule == "gpipe" else num_active(plan, stage.index)
+    in_flight = count if plan.schedule == "gpipe" else num_active(plan, stage)
     kept = min(in_flight, count, _FOLLOWED)
     order = [(False, i) for i in range(kept)]
     if kept < count:
         order += [(True, 0), (False, kept)]
-    order += [(True, i) for i in range(int(kept < count), kept + int(kept < count))]
+    return [*order, *((True, i) for i in range(int(kept < count), kept + int(kept < count)))]
+
+
+def _unused_bytes(
+    plan: Plan,
+    graph: Graph,
+    stage: StageSlice,
+    buckets: Sequence[Bucket],
+    shards: StateShards,
+    order: Sequence[tuple[bool, int]],
+) -> int:
+    """What the allocator holds beyond the peak of a stage that computes in an order."""
     events = trace_rank(plan, graph, stage, buckets, order, "cuda", shards)
     return max(follow_allocator(events).reserved_bytes - find_peak(events).num_bytes, 0)
 

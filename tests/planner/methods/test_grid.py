@@ -16,11 +16,15 @@ from meshwright.planner.methods.grid.method import plans_of
 from meshwright.planner.short import shorten
 from meshwright.spec import Workload, load_cluster, load_shipped_graph, read_recompute
 from meshwright.spec.graph import Graph
+from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.templates import decoder_graph
 from meshwright.templates.shapes import TransformerShape
 from tests.planner.searching import solve
 from tests.planner.test_search import cluster_of, weighted_graph
+
+OPTIMIZER_AWAY = Offload(optimizer="host")
+STATES_AWAY = Offload(optimizer="host", parameters="host")
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,41 @@ def test_exchanges_are_bounded_by_those_on_the_fastest_nodes():
     for seconds, _, configuration in every_configuration(problem):
         for plan in plans_of(problem, configuration):
             assert 0 < seconds <= evaluate_plan(plan, graph, problem.cluster, problem.cost).step_time_s, configuration
+
+
+@pytest.mark.parametrize(("vocab", "tokens", "hidden"), [(32_000, 64, 256), (1_000, 256, 512)])
+@pytest.mark.parametrize("away", [ON_DEVICE, OPTIMIZER_AWAY, Offload(activations="host"), STATES_AWAY])
+def test_no_layout_holds_less_than_it_is_said_to_need(vocab, tokens, hidden, away):
+    """Of a large head beside few tokens, and the reverse; ZeRO 2 and 3 add no gradients to wider ones."""
+    shape = TransformerShape(
+        layers=4, hidden=hidden, heads=4, kv_heads=4, head_dim=hidden // 4, ffn=4 * hidden, vocab=vocab
+    )
+    graph, cluster = decoder_graph(replace(shape, max_positions=tokens), tokens), load_cluster("4xH100")
+    choices = Choices(
+        zero=(3,) if away.parameters == "host" else (0, 1, 2, 3),
+        recompute=("none", "full"),
+        offload=(away,),
+        schedules=("gpipe", "1f1b", "interleaved"),
+        num_stages=(1, 2, 4),
+    )
+    problem = Problem(
+        graph_for=lambda _: graph,
+        cluster=cluster,
+        workload=Workload(global_batch=16, precision="mixed"),
+        cost=CostModel(cluster=cluster, precision="mixed"),
+        choices=choices,
+    )
+    grid, shares = bound_grid(problem), []
+    for sheet in grid.sheets:
+        for row in range(len(sheet.seconds)):
+            configuration = sheet.configuration(row)
+            needed = grid.share_needed(configuration) * sheet.limit_bytes
+            for plan in plans_of(problem, configuration):
+                item = evaluate_plan(plan, graph, cluster, problem.cost)
+                shares.append(needed / max(item.peak_memory_bytes))
+                assert shares[-1] <= 1, configuration
+    assert len(shares) > 20
+    assert max(shares) > 0.8
 
 
 def test_words_that_depend_on_the_place_bound_what_they_mean():

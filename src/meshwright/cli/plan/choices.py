@@ -20,7 +20,7 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
     from meshwright.planner.adoption import DEFAULT_CHUNKS
     from meshwright.planner.methods import OPEN_METHODS
 
-    is_open = request.method in OPEN_METHODS and not remark_on_schedules(request)
+    is_open = request.method in OPEN_METHODS and not closes_space(request)
     # What is given, and what other methods take where nothing is.
     choices: dict[str, tuple[Any, Any]] = {
         "tensor": (request.tensor, (1,)),
@@ -54,14 +54,19 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
     )
 
 
-def remark_on_schedules(request: PlanRequest) -> list[str]:
-    """That schedules without bounds close the space; nothing where all have bounds, or the method searches no space."""
+def closes_space(request: PlanRequest) -> bool:
+    """Whether a schedule is named that the grid has no bounds for, so that only what options name is searched."""
     from meshwright.planner.methods import OPEN_METHODS
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
-    if request.method not in OPEN_METHODS or set(request.schedule or ()) <= {*FLIGHTS}:
-        return []
-    return [
+    return request.method in OPEN_METHODS and not set(request.schedule or ()) <= {*FLIGHTS}
+
+
+def remark_on_schedules() -> str:
+    """What `closes_space` means, for people."""
+    from meshwright.planner.methods.grid.cover import FLIGHTS
+
+    return (
         f"With other schedules than {', '.join(FLIGHTS)} only what options name is searched: --tensor, --zero, "
         "--recompute and the like."
-    ]
+    )

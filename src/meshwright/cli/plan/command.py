@@ -14,7 +14,7 @@ from meshwright.cli.exchanges import load_order
 from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_experts
 from meshwright.cli.output import note, terminal_sink
 from meshwright.cli.pages import page_path
-from meshwright.cli.plan.choices import read_choices, remark_on_schedules
+from meshwright.cli.plan.choices import closes_space, read_choices, remark_on_schedules
 from meshwright.cli.plan.files import files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
@@ -55,6 +55,8 @@ def run_plan(request: PlanRequest) -> None:
         with terminal_sink(request.as_json) as events, _rare_collections():
             found = _replan(request, events) if request.form() == "from" else find_plans(request, events)
     except NothingFitsError as error:
+        if request.form() != "from" and closes_space(request):
+            note(remark_on_schedules())
         print_misfit(error, request.as_json)
         raise
     except KeyboardInterrupt:
@@ -82,7 +84,7 @@ plan.__name__ = "plan"
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: a search keeps millions of objects, few of them in cycles (a tenth of its time)."""
+    """Collect garbage rarely: usual collections take a tenth of a search, which keeps millions of objects."""
     usual = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
@@ -112,7 +114,7 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
     problem = make_problem(request, graph_for)
     limits = Limits(max_plans=request.top, deadline_s=request.deadline, seed=request.seed, events=events)
     plans = search_plans(problem, request.method, limits)
-    remarks = remark_on_schedules(request)
+    remarks = [remark_on_schedules()] if closes_space(request) else []
     if request.rewrite:
 
         def again(graph_for: GraphFor, sizes: Sequence[int]) -> Plans:

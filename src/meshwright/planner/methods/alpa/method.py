@@ -117,7 +117,8 @@ def _place(problem: Problem, microbatch_size: int, width: int, num_devices: int)
 def _staged(
     space: Space, sizes: tuple[int, ...], schedules: Sequence[str], objectives: Sequence[Objective], state: SearchState
 ) -> Iterator[_Found]:
-    for size, schedule, objective in product(sizes or space.microbatch_sizes, schedules, objectives):
+    near = tuple(size for size in sizes if size in space.microbatch_sizes)
+    for size, schedule, objective in product(near or space.microbatch_sizes, schedules, objectives):
         if state.seconds_left() <= 0:
             return
         staged = slice_stages(space, size, schedule, objective)

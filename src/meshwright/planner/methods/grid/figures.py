@@ -26,7 +26,15 @@ from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure, sent_to_several, weigh_alone
 from meshwright.program import lower_graph, own_workload
 from meshwright.simulator.stage_costs import weights_shares
-from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute, slice_graph
+from meshwright.spec import (
+    DeviceKind,
+    GradientExchange,
+    Graph,
+    StageSlice,
+    computed_again,
+    read_recompute,
+    slice_graph,
+)
 from meshwright.spec.memory import GRADIENTS, SENT
 from meshwright.spec.recompute_words import is_by_stage, words_of
 from meshwright.spec.sharding import Sharding
@@ -88,7 +96,7 @@ class Figures:
         # Where something may be kept away from devices, nothing of it bounds them.
         chosen = self._offload = problem.choices.offload
         self._counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
-        self.steps_on_device = all(away.optimizer == "device" for away in chosen)
+        self._steps_on_device = all(away.optimizer == "device" for away in chosen)
         self._on_device = all(away.parameters == "device" for away in chosen)
         self.keeps_on_device = all(away.activations == "device" for away in chosen)
         self._local = as_computed(lower_graph(short.graph, sharding, ()), self.workload.numbers)
@@ -98,6 +106,7 @@ class Figures:
         self._optimizer: dict[str, Floats] = {}
         self._waiting: dict[int, Floats] = {}
         self._moments: dict[tuple[int, str, int], Moment] = {}
+        self._alone: dict[str, tuple[Graph, tuple[StageSlice, ...]]] = {}
         self._exchanges: dict[tuple[int, tuple[int, ...], int, int], Exchanges] = {}
 
     @cached_property
@@ -132,7 +141,7 @@ class Figures:
     @cached_property
     def has_masters(self) -> bool:
         """Whether ranks have master weights, in whose parts ZeRO 3 keeps the parameters."""
-        return self.steps_on_device and self.workload.numbers.master_bytes > 0
+        return self._steps_on_device and self.workload.numbers.master_bytes > 0
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
         """Price several sizes at once."""
@@ -158,7 +167,7 @@ class Figures:
                 ops = computed_again(graph, start, stop)
                 again[start] = prices.forward_s[np.array(ops, np.int64)].sum()
             # Where gradients go to the host, nothing is added to them here.
-            added = prices.accumulate_s * (training and self.steps_on_device)
+            added = prices.accumulate_s * (training and self._steps_on_device)
             backward = (prices.backward_s + again) * training + added
             for column, values in zip(columns, (prices.forward_s, backward, added), strict=False):
                 # Ops that no stage needs are not in the structure.
@@ -314,7 +323,7 @@ class Figures:
         spread, parameters = self._short.spread, _added(structure, structure.parameters.table(sizes[0]))
         return LayerBytes(
             parameters=spread(parameters) * self._on_device,
-            states=spread(_added(structure, structure.parameters.table(elements * each))) * self.steps_on_device,
+            states=spread(_added(structure, structure.parameters.table(elements * each))) * self._steps_on_device,
             gradients=spread(_added(structure, structure.parameters.table(elements * gradient))) * self._on_device,
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
@@ -329,21 +338,22 @@ class Figures:
         return self._moments[key]
 
     def _walk(self, microbatch_size: int, recompute: str, layer: int) -> Moment:
-        graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
-        stage = slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))])[layer]
-        away = not self.keeps_on_device
+        if recompute not in self._alone:
+            graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
+            self._alone[recompute] = graph, tuple(slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))]))
+        graph, stages = self._alone[recompute]
+        away, width = not self.keeps_on_device, self.workload.float_bytes
         memory = weigh_alone(
-            graph, stage, microbatch_size, self.workload, self.cost, exchanges=True, activations_away=away
+            graph, stages[layer], microbatch_size, self.workload, self.cost, exchanges=True, activations_away=away
         )
-        elsewhere = memory.received_bytes + sum(
-            graph.tensors[i].num_bytes(microbatch_size, self.workload.float_bytes) for i in sent_to_several(stage)
-        )
-        phases = memory.phases
+        # Within a longer stage nothing is received by this layer, and gradients that come back twice are added up.
+        several = sum(graph.tensors[i].num_bytes(microbatch_size, width) for i in sent_to_several(stages[layer]))
+        left_out, phases = memory.received_bytes + several, memory.phases
         first, later = (phase.most_bytes - max(phase.most[GRADIENTS], 0) for phase in (phases.first, phases.later))
         return Moment(
             kept=max(phases.forward.after_bytes - phases.forward.after[SENT], 0),
-            first=max(first - elsewhere, 0),
-            later=max(later - elsewhere, 0),
+            first=max(first - left_out, 0),
+            later=max(later - left_out, 0),
         )
 
     def _with(self, recompute: str) -> Graph:
@@ -354,7 +364,7 @@ class Figures:
 
     def _step_seconds(self, kind: DeviceKind) -> Floats:
         """What each layer adds to the optimizer's step, which begins when a rank's last computation has ended."""
-        if self.steps_on_device:
+        if self._steps_on_device:
             return self._optimizer_seconds(kind)
         if any(away.optimizer != "host" for away in self._offload):
             return np.zeros(len(self._local.layers))

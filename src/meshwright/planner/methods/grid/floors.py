@@ -3,10 +3,11 @@
 To what `cover` counts comes what a backward needs that begins: that of the last layer of a position's last stage, found
 by a walk through this layer alone. With f of n microbatches in flight, a rank needs at least
 
-    static + f · kept + first(last layer)                  when the first backward of a step begins
-    static + f' · kept + gradients + later(last layer)     when a later one does (GPipe, 1F1B); f' = f < n, else n - 1
+    static + f · kept + first(last layer)                 when the first backward of a step begins
+    static + g · kept + gradients + later(last layer)     when a later one does (GPipe, 1F1B); g is f, or n - 1 if f = n
 
-Of activations that are on the hosts in between, those of a stage's last layer stay.
+Of activations that are on the hosts in between, those of a stage's last layer stay. With ZeRO 2 and 3 gradients are not
+added to wider ones, for which a later backward would need a copy: the first one's needs stand for its own.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
         )
         static = figures.library_bytes + parameters_of_rank(parameters, wanted.zero, shared, figures.has_masters)
         static += states / (shared if wanted.zero else 1)
-        held = 0.0
-        for chunk, (start, stop) in enumerate(mine):
-            of_one = float(kept[start:stop].sum()) if keeps else figures.moment(size, recompute, stop - 1).kept
-            count = in_flight(form, position, chunk)
-            held += of_one * count
         last = figures.moment(size, recompute, mine[-1][1] - 1)
+        counts = [in_flight(form, position, chunk) for chunk in range(chunks)]
+        of_one = [
+            float(kept[start:stop].sum()) if keeps else figures.moment(size, recompute, stop - 1).kept
+            for start, stop in mine
+        ]
+        held = sum(count * each for count, each in zip(counts, of_one, strict=True))
         fullest = max(fullest, static + held + last.first)
         if flight in (ALL_IN_FLIGHT, ONE_EACH) and rounds > 1:
-            made = float(weights.gradients[mine[0][0] : mine[0][1]].sum()) / (shared if wanted.zero >= 2 else 1)
-            later = held - (of_one if count == rounds else 0.0)
-            fullest = max(fullest, static + later + made + last.later)
+            # One stage on each position.
+            is_cut = wanted.zero >= 2 and shared > 1
+            made = float(weights.gradients[mine[0][0] : mine[0][1]].sum()) / (shared if is_cut else 1)
+            gone = of_one[0] if counts[0] == rounds else 0.0
+            fullest = max(fullest, static + held - gone + made + (last.first if is_cut else last.later))
     return fullest

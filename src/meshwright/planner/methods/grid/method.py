@@ -19,7 +19,7 @@ from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, ONE_EACH, SPLIT
 from meshwright.planner.methods.grid.sheet import Configuration, Grid, bound_grid
 from meshwright.planner.problem import Problem
-from meshwright.spec import Plan, StagePlan, format_count, format_percent, format_seconds
+from meshwright.spec import Offload, Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 
 # Plans with less than this above a bound are as good as it: prices are worth less.
@@ -29,6 +29,8 @@ _LEANEST = 3
 # Plans that are simulated in search of the best one (of a model of 70 B parameters one took 0.2 s); and, for each plan
 # that was asked for, to have others beside it, none of them by its bound slower than so many times the best.
 MOST_SIMULATED, _OTHERS, _MUCH_SLOWER = 256, 2, 1.5
+# Configurations that are ruled out one by one, in some milliseconds each.
+MOST_RULED_OUT = 5_000
 
 
 def grid(problem: Problem, state: SearchState) -> Steps:
@@ -56,7 +58,7 @@ def grid(problem: Problem, state: SearchState) -> Steps:
     else:
         if not run.is_settled and found.is_complete:
             run.prove(math.inf)
-    if not run.num_simulated and not state.fitting:
+    if run.num_simulated < _LEANEST and not state.fitting:
         yield from run.simulate_leanest()
     if run.num_simulated:
         state.note(_summary(found, run, state.best_s))
@@ -77,7 +79,8 @@ class _Run:
     @property
     def is_settled(self) -> bool:
         """Whether the search for the best one is over: by proof, or by its number of simulations."""
-        return self.is_proven or self.num_simulated - self.num_others >= MOST_SIMULATED
+        is_over = self.num_simulated - self.num_others >= MOST_SIMULATED or len(self._ruled_out) >= MOST_RULED_OUT
+        return self.is_proven or is_over
 
     def prove(self, bound_s: float) -> None:
         """Note that what is left takes at least this, which is no less than the best."""
@@ -87,44 +90,49 @@ class _Run:
         """Propose the plans of a configuration, unless it cannot fit or one that needs no more did not."""
         if self._misfits.need_less_than(configuration):
             return
-        share = self._found.share_needed(configuration)
+        self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
+        share, problem = self._found.share_needed(configuration), self._problem
         if share > 1:
-            self._rule_out(share, bound_s, configuration)
+            self._misfits.add(configuration)
+            self._ruled_out.append((share, bound_s, configuration))
             return
-        for plan in plans_of(self._problem, configuration):
-            graph = self._problem.graph_for(plan.microbatch_size)
-            share = share_of_hosts(plan, graph, self._problem.cluster, self._problem.cost)
+        lacking: set[Offload] = set()
+        for plan in plans_of(problem, configuration):
+            # Its other layouts hold as much.
+            if plan.offload in lacking:
+                continue
+            share = share_of_hosts(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
             if share > 1:
-                self._rule_out(share, bound_s, configuration)
-                return
+                lacking.add(plan.offload)
+                self._ruled_out.append((share, bound_s, configuration))
+                continue
             result = yield from self._propose(bound_s, plan)
             if result is not None and result.fits:
                 self.kinds.add(_kind(configuration))
             elif result is not None:
-                # Its other layouts hold as much.
-                self._misfits.add(configuration)
-                return
+                lacking.add(plan.offload)
+        if lacking.issuperset(problem.choices.offload):
+            self._misfits.add(configuration)
 
     def simulate_leanest(self) -> Steps:
-        """Propose some of what cannot fit, that which lacks least, so that it can be said what is missing."""
-        for _, bound_s, configuration in sorted(self._ruled_out, key=lambda item: item[0])[:_LEANEST]:
-            for plan in islice(plans_of(self._problem, configuration), 1):
-                yield from self._propose(bound_s, plan)
+        """Propose some of what cannot fit, of different settings, that which lacks least: to say what is missing."""
+        seen: set[Hashable] = set()
+        for _, bound_s, configuration in sorted(self._ruled_out, key=lambda item: item[0]):
+            setting = configuration.sharding, configuration.zero, configuration.recompute, configuration.num_ranks
+            if setting not in seen and len(seen) < _LEANEST:
+                seen.add(setting)
+                for plan in islice(plans_of(self._problem, configuration), 1):
+                    yield from self._propose(bound_s, plan)
 
     @property
     def num_seen(self) -> int:
         """Plans that were simulated, and configurations that were ruled out."""
         return self.num_simulated + len(self._ruled_out)
 
-    def _rule_out(self, share: float, bound_s: float, configuration: Configuration) -> None:
-        self._misfits.add(configuration)
-        self._ruled_out.append((share, bound_s, configuration))
-
     def _propose(self, bound_s: float, plan: Plan) -> Generator[Proposal, RankedPlan | None, RankedPlan | None]:
         settled = self.is_settled
         if not settled:
             self.left_s = bound_s
-        self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
         self.num_simulated += 1
         self.num_others += settled
         return (yield Proposal(plan, bound_s))

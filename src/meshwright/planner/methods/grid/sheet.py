@@ -7,6 +7,7 @@ know of it yet, and raises the bounds of that sheet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -134,7 +135,7 @@ class Grid:
         """What a configuration needs at least, over the limit: a sharper bound than that of its sheet (`floors`)."""
         sheet = self._by_axes[wanted.idle, wanted.sharding]
         figures = next(cell.figures for cell in sheet.cells if cell.microbatch_size == wanted.microbatch_size)
-        return floor_bytes(figures, wanted) / sheet.limit_bytes
+        return floor_bytes(figures, wanted) / sheet.limit_bytes if sheet.limit_bytes > 0 else math.inf
 
     @cached_property
     def _by_axes(self) -> dict[tuple[tuple[int, ...], Sharding], Sheet]:

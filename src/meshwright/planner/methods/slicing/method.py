@@ -92,7 +92,7 @@ def _simulate(
 ) -> Generator[Proposal, RankedPlan | None, list[RankedPlan]]:
     """Simulate candidates until so many fit; after one that needs too much memory, the next best of its problem."""
     fitting: list[RankedPlan] = []
-    num_rejected = num_refused = num_done = 0
+    num_rejected = num_refused = num_done = num_skipped = 0
     seen: set[Plan] = set()
     for first in choose(candidates, wanted):
         candidate: Candidate | None = first
@@ -105,7 +105,9 @@ def _simulate(
             seen.add(plan)
             # What the hosts have no room for is not simulated, but where it may have to be said what is missing.
             if state.fitting and _lacks_hosts(candidate, plan):
-                num_rejected += 1
+                num_skipped += 1
+                if num_skipped == MAX_REFUSED or state.seconds_left() <= 0:
+                    return fitting
                 break
             num_done += num_instructions(plan)
             state.events.progress("simulate plans", len(fitting), wanted)
