@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +20,13 @@ from meshwright.cost.offload import HostPrices
 from meshwright.cost.optimizers import state_bytes
 from meshwright.cost.without import without_devices
 from meshwright.planner.methods.grid.cover import Exchanges
+from meshwright.planner.methods.grid.moments import Moments
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
-from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure, sent_to_several, weigh_alone
+from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure
 from meshwright.program import lower_graph, own_workload
 from meshwright.simulator.stage_costs import weights_shares
-from meshwright.spec import (
-    DeviceKind,
-    GradientExchange,
-    Graph,
-    StageSlice,
-    computed_again,
-    read_recompute,
-    slice_graph,
-)
-from meshwright.spec.memory import GRADIENTS, SENT
+from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
 from meshwright.spec.recompute_words import is_by_stage, words_of
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -73,18 +64,6 @@ class LayerBytes:
     kept_per_sample: Floats
 
 
-class Moment(NamedTuple):
-    """Bytes that the backward of a layer needs where it is a stage's last one, gradients of parameters left out.
-
-    ``first`` and ``later``: beyond what is in use at its start, of a step's first backward and of another. ``kept``:
-    what the layer keeps of a microbatch, whatever is kept before it.
-    """
-
-    kept: float
-    first: float
-    later: float
-
-
 class Figures:
     """Figures of a problem's layers by sharding, way of computing again, and microbatch size, each found once."""
 
@@ -105,8 +84,6 @@ class Figures:
         self._seconds: dict[tuple[int, str], LayerSeconds] = {}
         self._optimizer: dict[str, Floats] = {}
         self._waiting: dict[int, Floats] = {}
-        self._moments: dict[tuple[int, str, int], Moment] = {}
-        self._alone: dict[str, tuple[Graph, tuple[StageSlice, ...]]] = {}
         self._exchanges: dict[tuple[int, tuple[int, ...], int, int], Exchanges] = {}
 
     @cached_property
@@ -142,6 +119,12 @@ class Figures:
     def has_masters(self) -> bool:
         """Whether ranks have master weights, in whose parts ZeRO 3 keeps the parameters."""
         return self._steps_on_device and self.workload.numbers.master_bytes > 0
+
+    @cached_property
+    def moments(self) -> Moments:
+        """What backwards of single layers need."""
+        away = not self.keeps_on_device
+        return Moments(self._with, self._short.stands_for, self.workload, self.cost, activations_away=away)
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
         """Price several sizes at once."""
@@ -327,33 +310,6 @@ class Figures:
             gradients=spread(_added(structure, structure.parameters.table(elements * gradient))) * self._on_device,
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
-        )
-
-    def moment(self, microbatch_size: int, recompute: str, layer: int) -> Moment:
-        """What the backward of a layer needs at least."""
-        key = microbatch_size, recompute, int(self._short.stands_for[layer])
-        if key not in self._moments:
-            found = [self._walk(microbatch_size, word, key[-1]) for word in words_of(recompute)]
-            self._moments[key] = Moment(*map(min, zip(*found, strict=True)))
-        return self._moments[key]
-
-    def _walk(self, microbatch_size: int, recompute: str, layer: int) -> Moment:
-        if recompute not in self._alone:
-            graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
-            self._alone[recompute] = graph, tuple(slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))]))
-        graph, stages = self._alone[recompute]
-        away, width = not self.keeps_on_device, self.workload.float_bytes
-        memory = weigh_alone(
-            graph, stages[layer], microbatch_size, self.workload, self.cost, exchanges=True, activations_away=away
-        )
-        # Within a longer stage nothing is received by this layer, and gradients that come back twice are added up.
-        several = sum(graph.tensors[i].num_bytes(microbatch_size, width) for i in sent_to_several(stages[layer]))
-        left_out, phases = memory.received_bytes + several, memory.phases
-        first, later = (phase.most_bytes - max(phase.most[GRADIENTS], 0) for phase in (phases.first, phases.later))
-        return Moment(
-            kept=max(phases.forward.after_bytes - phases.forward.after[SENT], 0),
-            first=max(first - left_out, 0),
-            later=max(later - left_out, 0),
         )
 
     def _with(self, recompute: str) -> Graph:

@@ -51,10 +51,10 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
         )
         static = figures.library_bytes + parameters_of_rank(parameters, wanted.zero, shared, figures.has_masters)
         static += states / (shared if wanted.zero else 1)
-        last = figures.moment(size, recompute, mine[-1][1] - 1)
+        last = figures.moments.of_layer(mine[-1][1] - 1, size, recompute)
         counts = [in_flight(form, position, chunk) for chunk in range(chunks)]
         of_one = [
-            float(kept[start:stop].sum()) if keeps else figures.moment(size, recompute, stop - 1).kept
+            float(kept[start:stop].sum()) if keeps else figures.moments.of_layer(stop - 1, size, recompute).kept
             for start, stop in mine
         ]
         held = sum(count * each for count, each in zip(counts, of_one, strict=True))
