@@ -3,7 +3,8 @@
 How transformers are laid out at scale (Narayanan et al., SC 2021; Isaev et al., Calculon, SC 2023): every position of
 the pipeline has as many replicas, and layers are cut evenly. All combinations are bounded from below in compiled loops
 on the figures of one block of each kind (`short`, `figures`, `cover`, `sheet`), and only those are simulated whose
-bound is below the best that was (`method`).
+bound is below the best that was (`method`), and that may fit by a sharper bound of memory (`floors`, from the backwards
+of single layers, `moments`).
 """
 
 from meshwright.planner.methods.grid.method import grid

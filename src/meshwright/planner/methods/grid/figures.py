@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.autocast import as_computed
-from meshwright.cost.memory import backend_of
-from meshwright.cost.memory.backward import library_workspaces
+from meshwright.cost.memory import backend_of, library_workspaces
 from meshwright.cost.offload import HostPrices
 from meshwright.cost.optimizers import state_bytes
 from meshwright.cost.without import without_devices

@@ -98,7 +98,7 @@ class _Run:
             return
         lacking: set[Offload] = set()
         for plan in plans_of(problem, configuration):
-            # Its other layouts hold as much.
+            # Other layouts with the same offload hold as much.
             if plan.offload in lacking:
                 continue
             share = share_of_hosts(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
