@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,38 @@ class Stack(nn.Module):
         return x
 
 
+class Indexed(nn.Module):
+    """Blocks that hand their number on, as those of transformers do for a cache, and compute a size of the batch."""
+
+    class Block(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.linear, self.index = nn.Linear(4, 4), index
+            self.act = partial(nn.functional.gelu, approximate="tanh")
+
+        def forward(self, x):
+            places = torch.arange(2 * len(x), dtype=x.dtype)
+            return self.cached(self.act(self.linear(x)).to(x.dtype) + places.mean(), self.index)
+
+        @staticmethod
+        def cached(x, _index, cache=None):
+            return x if cache is None else cache[_index]
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(i) for i in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 CASES = {
     "gpt": (lambda: Gpt(layers=6), tokens(3), tokens(3, 1), token_loss),
     "resnet": (lambda: ResNet(depth=6), images(3), labels(3, 5), nn.functional.cross_entropy),
     "stack": (Stack, numbers(3, 4), numbers(3, 4, 1), mean_square),
+    "numbered": (Indexed, numbers(3, 4), numbers(3, 4, 1), mean_square),
     "two kinds": (lambda: Stack(8, kinds=2), numbers(3, 4), numbers(3, 4, 1), mean_square),
 }
 
@@ -203,7 +232,15 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", [Leaky, Numbered, Shared, Counting])
+class Scaled(Numbered):
+    """Blocks that hand their number to a function of torch, which takes numbers alone."""
+
+    class Block(Numbered.Block):
+        def forward(self, x):
+            return torch.mul(torch.tanh(self.linear(x)), self.index)
+
+
+@pytest.mark.parametrize("kind", [Leaky, Numbered, Scaled, Shared, Counting])
 def test_what_cannot_be_repeated_is_traced_in_full(kind):
     torch.manual_seed(0)
     model = kind().double()

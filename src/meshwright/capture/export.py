@@ -207,6 +207,9 @@ def _attempt(
         except (CaptureError, NotRepeatableError):
             raise
         except Exception as error:
+            if any(group.numbered for group in repeats):
+                # What takes plain numbers alone refuses the stand-in for a block's number in words of its own.
+                raise NotRepeatableError(str(error)) from error
             if places and "constant's list" in str(error):
                 raise refuse_data_access(places[0]) from error
             raise explain_failure(error, model) from error

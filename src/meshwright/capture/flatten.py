@@ -184,8 +184,8 @@ class _Flattener:
 
     def _expand(self, node: fx.Node, env: dict[fx.Node, Any]) -> list[Any]:
         """Write out the template for one repeat; returns the block's fresh outputs."""
-        inputs, like, block = args_of(node)
-        template = next(self._regions[name] for _, name in self._pairs if like == self._regions[name].outputs)
+        inputs, _, block, name = args_of(node)
+        template = self._regions[name]
         local: dict[fx.Node, Any] = {
             mine: self._operand(theirs, env, lambda name: name)
             for mine, theirs in zip(template.inputs, inputs, strict=True)

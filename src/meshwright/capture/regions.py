@@ -83,7 +83,8 @@ def _signature(region: Region, attribute: Callable[[fx.Node], tuple[str, str]]) 
         return "size", str(node.meta.get("val"))
 
     signature: list[Any] = []
-    for i, node in enumerate(region.nodes):
+    # Sizes are told apart by what they are; a later block takes those that an earlier one has computed.
+    for i, node in enumerate(node for node in region.nodes if not isinstance(node.meta.get("val"), torch.SymInt)):
         signature.append(
             (str(node.target), str(fx.node.map_arg((node.args, node.kwargs), lambda item: _Text(describe(item)))))
         )

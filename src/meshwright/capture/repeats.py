@@ -1,18 +1,21 @@
 """Each distinct block is traced once: modules of equal structure, and how export skips all but the first two calls.
 
 Two modules of one list have equal structure if class, flags, plain attributes, parameters (shape, dtype, trainable) and
-buffers agree, module by module, and no tensor is shared with the rest of the model. While the model is exported, the
-first two calls among such modules run as they are, between marks in the graph; each later call becomes one
-`meshwright::repeat` node, whose outputs look like those of the second call. The code around the blocks runs in full, so
-nothing is assumed about it. Afterwards `flatten` proves the two traced blocks equal, node by node, and writes the
-second one out for every repeat. Whatever does not fit (other arguments, reads of values from outside, layers that
-differ) raises `NotRepeatableError`, and the model is traced in full.
+buffers agree, module by module, and no tensor is shared with the rest of the model. Where blocks differ by their number
+in the list alone (`layer_idx` of transformers), the attribute that holds it is left out; a forward that reads it ends
+the attempt. While the model is exported, the first two calls among such modules run as they are, between marks in the
+graph; each later call becomes one `meshwright::repeat` node, whose outputs look like those of the second call. The code
+around the blocks runs in full, so nothing is assumed about it. Afterwards `flatten` proves the two traced blocks equal,
+node by node, and writes the second one out for every repeat. Whatever does not fit (other arguments, reads of values
+from outside, layers that differ) raises `NotRepeatableError`, and the model is traced in full.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +23,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 # Below this number of equal modules a full trace is as quick.
 MIN_REPEATS = 4
@@ -28,14 +31,16 @@ MIN_REPEATS = 4
 _LIBRARY = torch.library.Library("meshwright", "DEF")
 _LIBRARY.define("enter(Tensor[] inputs, str block) -> ()")
 _LIBRARY.define("leave(Tensor[] outputs, str block) -> ()")
-_LIBRARY.define("repeat(Tensor[] inputs, Tensor[] like, str block) -> Tensor[]")
+_LIBRARY.define("repeat(Tensor[] inputs, Tensor[] like, str block, str template) -> Tensor[]")
 
 
 def _mark(_tensors: list[torch.Tensor], _block: str) -> None:
     """A mark computes nothing."""
 
 
-def _look_like(_inputs: list[torch.Tensor], like: list[torch.Tensor], _block: str) -> list[torch.Tensor]:
+def _look_like(
+    _inputs: list[torch.Tensor], like: list[torch.Tensor], _block: str, _template: str
+) -> list[torch.Tensor]:
     return [torch.empty_like(item) for item in like]
 
 
@@ -66,11 +71,33 @@ class _Call:
     leaves: tuple[Any, ...]
 
 
+class _Number:
+    """Stands for the number of a module in its list: whatever asks for its value learns that blocks differ by it."""
+
+    def _refuse(self, *_args: object) -> Any:
+        raise NotRepeatableError("a block reads its number")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __index__ = __int__ = __float__ = (
+        _refuse
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __rpow__ = __neg__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __abs__ = _refuse
+    __str__ = __format__ = __repr__ = __getattr__ = _refuse
+
+
+_NUMBER = _Number()
+
+
 @dataclass(slots=True, kw_only=True)
 class Repeats:
-    """Modules of equal structure, by name. ``traced`` names those that export ran, the second being the template."""
+    """Modules of equal structure, by name. ``traced`` names those that export ran, the second being the template.
+
+    ``numbered`` are attributes that hold a module's number in its list, as (module, name, number).
+    """
 
     modules: dict[str, nn.Module]
+    numbered: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     traced: list[str] = field(default_factory=list)
     call: _Call | None = None
     result: _Call | None = None
@@ -81,10 +108,14 @@ class Repeats:
     def installed(self) -> Iterator[None]:
         """Route calls of the modules through this group."""
         try:
+            for module, key, _ in self.numbered:
+                vars(module)[key] = _NUMBER
             for name, module in self.modules.items():
                 vars(module)["forward"] = self._forward(name, module)
             yield
         finally:
+            for module, key, number in self.numbered:
+                vars(module)[key] = number
             for module in self.modules.values():
                 vars(module).pop("forward", None)
             self.like = []
@@ -99,7 +130,7 @@ class Repeats:
             if call != self.call or self.result is None or not self.like:
                 raise NotRepeatableError(name)
             self.num_skipped += 1
-            fresh = REPEAT(tensors, self.like, name)
+            fresh = REPEAT(tensors, self.like, name, self.traced[1])
             leaves = [
                 tensors[leaf[1]] if kind == "input" else fresh[leaf[1]] if kind == "output" else leaf[1]
                 for kind, *leaf in ((item[0], *item) for item in self.result.leaves)
@@ -159,30 +190,55 @@ def find_repeats(model: nn.Module) -> list[Repeats]:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 owners[id(tensor)] = owners.get(id(tensor), 0) + 1
-    groups: dict[Any, dict[str, nn.Module]] = {}
+    groups: dict[Any, Repeats] = {}
     _collect(model, "", owners, groups)
-    return [Repeats(modules=modules) for modules in groups.values() if len(modules) >= MIN_REPEATS]
+    return [group for group in groups.values() if len(group.modules) >= MIN_REPEATS]
 
 
-def _collect(module: nn.Module, prefix: str, owners: dict[int, int], groups: dict[Any, dict[str, nn.Module]]) -> None:
-    elements = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    structures = {
-        name: _structure(child, owners) if elements and _has_children(child) else None
-        for name, child in module._modules.items()
-        if child is not None
-    }
-    counts: dict[Any, int] = {}
-    for structure in structures.values():
-        counts[structure] = counts.get(structure, 0) + 1
+def _collect(module: nn.Module, prefix: str, owners: dict[int, int], groups: dict[Any, Repeats]) -> None:
+    structures, numbered = _structures(module, owners)
+    counts = Counter(structures.values())
     for name, child in module._modules.items():
         if child is None:
             continue
         structure = structures[name]
         path = f"{prefix}{name}"
         if structure is not None and counts[structure] >= MIN_REPEATS:
-            groups.setdefault((prefix, structure), {})[path] = child
+            group = groups.setdefault((prefix, structure), Repeats(modules={}))
+            group.modules[path] = child
+            group.numbered += numbered.get(name, ())
         else:
             _collect(child, f"{path}.", owners, groups)
+
+
+_Numbered = list[tuple[nn.Module, str, int]]
+
+
+def _structures(module: nn.Module, owners: dict[int, int]) -> tuple[dict[str, Any], dict[str, _Numbered]]:
+    """Structures of a module's elements, and the attributes that were left out for their numbers, both by name."""
+    elements = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    some = {name: child for name, child in children.items() if elements and _has_children(child)}
+    found: dict[str, Any] = dict.fromkeys(children)
+    plain = {name: _structure(child, owners) for name, child in some.items()}
+    if len(some) < MIN_REPEATS or max(Counter(plain.values()).values()) >= MIN_REPEATS:
+        return found | plain, {}
+    numbers = {name: number for number, name in enumerate(children)}
+    places = [
+        {
+            (path, key)
+            for path, below in child.named_modules()
+            for key, value in vars(below).items()
+            if type(value) is int and value == numbers[name] and key not in _SKIPPED
+        }
+        for name, child in some.items()
+    ]
+    everywhere = sorted(set.intersection(*places))
+    numbered: dict[str, _Numbered] = {
+        name: [(child.get_submodule(path), key, numbers[name]) for path, key in everywhere]
+        for name, child in some.items()
+    }
+    return found | {name: _structure(child, owners, numbered[name]) for name, child in some.items()}, numbered
 
 
 def _has_children(module: nn.Module) -> bool:
@@ -190,14 +246,18 @@ def _has_children(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def _structure(module: nn.Module, owners: dict[int, int]) -> Any:
-    """Hashable structure of a module, or None if the module cannot be told equal to another."""
+def _structure(module: nn.Module, owners: dict[int, int], numbered: Sequence[tuple[nn.Module, str, int]] = ()) -> Any:
+    """Hashable structure of a module, or None if the module cannot be told equal to another.
+
+    Of attributes that are ``numbered`` it has the name alone.
+    """
     own: list[Any] = [type(module)]
     if any(vars(module)[key] for key in _HOOKS if isinstance(vars(module)[key], dict)) or "forward" in vars(module):
         return None
     for key, value in vars(module).items():
         if key not in _SKIPPED:
-            plain = _plain(value)
+            is_number = any(owner is module and name == key for owner, name, _ in numbered)
+            plain = ("number",) if is_number else _plain(value)
             if plain is None:
                 return None
             own.append((key, plain))
@@ -208,7 +268,7 @@ def _structure(module: nn.Module, owners: dict[int, int]) -> Any:
             looks = tensor is not None and (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
             own.append((kind, name, looks, name in module._non_persistent_buffers_set))
     for name, child in module._modules.items():
-        below = None if child is None else _structure(child, owners)
+        below = None if child is None else _structure(child, owners, numbered)
         if child is not None and below is None:
             return None
         own.append((name, below))
@@ -227,4 +287,7 @@ def _plain(value: Any) -> Any:
         return None if any(item is None for _, item in items) else ("dict", items)
     if isinstance(value, torch.Tensor | nn.Module | set):
         return None
+    if type(value) is partial:
+        held = _plain((value.func, value.args, value.keywords))
+        return None if held is None else ("partial", held)
     return "same", id(value)

@@ -174,7 +174,8 @@ def evaluate_plan(
 ) -> RankedPlan:
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster.
 
-    ``only_fitting``: of ranks whose peak exceeds their memory by far it is not asked what the allocator adds to it.
+    ``only_fitting``: what the allocator adds to a peak is not asked of ranks whose peak exceeds their memory by far,
+    and where a host does not hold its part.
     """
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
@@ -277,6 +278,10 @@ def rank_simulation(
     busiest = busy.index(max(busy))
     limits = tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in range(plan.num_ranks))
     peaks = [use.total_bytes for use in simulation.memory]
+    if only_fitting and not all(node.fits for node in simulation.nodes):
+        reserved = tuple(peaks)
+    else:
+        reserved = predict_reserved(plan, graph, cluster, peaks, limits, cost, only_fitting=only_fitting)
     return RankedPlan(
         plan=plan,
         step_time_s=simulation.step_time_s,
@@ -285,7 +290,7 @@ def rank_simulation(
         busiest_rank=busiest,
         breakdown=_break_down(simulation, busiest),
         memory=simulation.memory,
-        reserved_bytes=predict_reserved(plan, graph, cluster, peaks, limits, cost, only_fitting=only_fitting),
+        reserved_bytes=reserved,
         memory_limit_bytes=limits,
         mfu=simulation.mfu,
         sequence_length=graph.sequence_length,

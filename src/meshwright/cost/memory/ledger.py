@@ -7,6 +7,7 @@ peak                     its maximum, with the bytes by part (`meshwright.spec.m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,19 @@ def find_peak(events: MemoryEvents) -> Peak:
     )
 
 
+class Stretch(NamedTuple):
+    """Events ``start:stop`` of a ledger; those of them that take something take blocks ``first:last``.
+
+    Of these, ``live`` were not freed by the end: (block, (bytes, part)).
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    live: tuple[tuple[int, tuple[int, int]], ...]
+
+
 class Ledger:
     """Writes events: `take` gives back the number of a block, which `free` names."""
 
@@ -88,6 +102,28 @@ class Ledger:
         """Free a block."""
         num_bytes, part = self._live.pop(block)
         self._note(block, -num_bytes, part)
+
+    def mark(self) -> tuple[int, int]:
+        """Where a stretch begins: the number of events and of blocks so far."""
+        return len(self._rows), self._count
+
+    def since(self, mark: tuple[int, int]) -> Stretch:
+        """The events from a mark on."""
+        start, first = mark
+        live = tuple((block, self._live[block]) for block in range(first, self._count) if block in self._live)
+        return Stretch(start, len(self._rows), first, self._count, live)
+
+    def repeat(self, stretch: Stretch) -> int:
+        """Write a stretch again, which frees blocks of its own only: block b of it is block b + the result now."""
+        shift = self._count - stretch.first
+        self._rows += [
+            (block + shift, num_bytes, part, moment)
+            for block, num_bytes, part, moment in self._rows[stretch.start : stretch.stop]
+        ]
+        for block, what in stretch.live:
+            self._live[block + shift] = what
+        self._count += stretch.last - stretch.first
+        return shift
 
     def events(self) -> MemoryEvents:
         """All that was written."""

@@ -59,7 +59,8 @@ class UnitMemory:
         self._by_last = {unit.last: place for place, unit in enumerate(shared.units)}
         self._gathered: dict[int, int] = {}
         self._scattered: int | None = None
-        self._own: dict[tuple[int, ...], int] = {}
+        # Blocks of what a rank has of the sums of a step, by the parameters of the unit.
+        self.own: dict[tuple[int, ...], int] = {}
 
     def before_forward(self, op: int) -> None:
         """An op is about to compute."""
@@ -105,8 +106,8 @@ class UnitMemory:
         """A rank gets its part of the sums, and adds it to what it has of this step."""
         if not unit.scattered_bytes:
             return
-        if unit.own_bytes and unit.parameters not in self._own:
-            self._own[unit.parameters] = self._ledger.take(unit.own_bytes, GRADIENTS)
+        if unit.own_bytes and unit.parameters not in self.own:
+            self.own[unit.parameters] = self._ledger.take(unit.own_bytes, GRADIENTS)
         elif unit.own_bytes:
             self._ledger.free(self._ledger.take(unit.own_bytes, WORKSPACE))
 
@@ -116,9 +117,9 @@ class UnitMemory:
 
     def end_step(self) -> None:
         """Gradients are set to none."""
-        for block in self._own.values():
+        for block in self.own.values():
             self._ledger.free(block)
-        self._own.clear()
+        self.own.clear()
 
     def _gather(self, place: int) -> None:
         if 0 <= place < len(self._shared.units) and place not in self._gathered and not self._shared.stay_gathered:

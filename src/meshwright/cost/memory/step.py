@@ -112,10 +112,6 @@ def trace_stage(
     walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away, state_parts)
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
     for index in range(_NUM_STEPS):
-        for is_backward, microbatch in order:
-            if is_backward:
-                walk.backward(microbatch)
-            else:
-                walk.forward(microbatch)
+        walk.compute(order)
         walk.optimize(first=index == 0)
     return walk.ledger.events()

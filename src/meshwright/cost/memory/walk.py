@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.cost.memory.away_blocks import follow_away
 from meshwright.cost.memory.backward import Backend, library_workspaces
 from meshwright.cost.memory.kept import as_kept
-from meshwright.cost.memory.ledger import Ledger
+from meshwright.cost.memory.ledger import Ledger, Stretch
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.memory.op_memory import OpMemory, op_memories
 from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
@@ -98,6 +98,10 @@ class StageWalk:
         self._gradients: dict[int, _Gradient] = {}
         self._parameter_gradients: dict[int, int] = {}
         self._in_buckets: set[int] = set()
+        # The first forward: its events, and the values that it left.
+        self._forward: tuple[Stretch, dict[int, int]] | None = None
+        # The first step up to its optimizer: its events, blocks of gradients by parameter and by unit, and buckets.
+        self._passes: tuple[Stretch, dict[int, int], dict[tuple[int, ...], int], set[int]] | None = None
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
         """What is there all the time: the stage's state, workspaces of libraries, a step's inputs."""
@@ -115,7 +119,20 @@ class StageWalk:
 
     def forward(self, microbatch: int) -> None:
         """All ops; what no backward needs goes after its last use."""
-        values = self._values[microbatch] = {}
+        if self._forward is None:
+            mark = self.ledger.mark()
+            values = self._values[microbatch] = self._walk_forward()
+            self._forward = self.ledger.since(mark), values.copy()
+        else:
+            # Whatever is in flight, a forward takes and frees the same.
+            stretch, values = self._forward
+            shift = self.ledger.repeat(stretch)
+            self._values[microbatch] = {storage: block + shift for storage, block in values.items()}
+        if not self.trains:
+            self._end(microbatch)
+
+    def _walk_forward(self) -> dict[int, int]:
+        values: dict[int, int] = {}
         self.ledger.begin("values received")
         for i in _tensors(self._stage.incoming):
             values[self._graph.tensors[i].storage] = self.ledger.take(self._sizes[i], RECEIVED)
@@ -128,8 +145,7 @@ class StageWalk:
             self._compute(index, values, kept, keeps_internals=index not in self._lives.recomputed)
             self._units.after_forward(index)
         self._away.end_forward(values, self.ledger)
-        if not self.trains:
-            self._end(microbatch)
+        return values
 
     def backward(self, microbatch: int) -> None:
         """All ops in reverse, after the gradient of the loss or those that later stages send."""
@@ -173,6 +189,24 @@ class StageWalk:
         for block in (*self._values.pop(microbatch).values(), *self._again.values()):
             self.ledger.free(block)
         self._again.clear()
+
+    def compute(self, order: Sequence[tuple[bool, int]]) -> None:
+        """The forwards and backwards of a step: (is it a backward, of which microbatch); every step has the same."""
+        if self._passes is None:
+            mark = self.ledger.mark()
+            for is_backward, microbatch in order:
+                if is_backward:
+                    self.backward(microbatch)
+                else:
+                    self.forward(microbatch)
+            found = self._parameter_gradients.copy(), self._units.own.copy(), self._in_buckets.copy()
+            self._passes = self.ledger.since(mark), *found
+        else:
+            stretch, gradients, own, in_buckets = self._passes
+            shift = self.ledger.repeat(stretch)
+            self._parameter_gradients = {parameter: block + shift for parameter, block in gradients.items()}
+            self._units.own = {unit: block + shift for unit, block in own.items()}
+            self._in_buckets = in_buckets.copy()
 
     def optimize(self, *, first: bool) -> None:
         """One step of the optimizer over all trained parameters, then the gradients go."""

@@ -322,9 +322,27 @@ def in_flight(form: Form, position: int, chunk: int) -> int:
         return min(form.rounds, form.positions - position)
     if form.flight != IN_TURN:
         return form.rounds
-    size = form.rounds // max(1, form.rounds // form.positions)
-    ahead = min((form.chunks - 1) * size + 2 * (form.positions - 1 - position) + 1, form.rounds * form.chunks)
-    cycles, rest = ahead // (size * form.chunks), ahead % (size * form.chunks)
+    return forwards_of(form, chunk, forwards_ahead(form, position))
+
+
+@compiled
+def microbatches_in_turn(form: Form) -> int:
+    """Microbatches that an interleaved schedule takes through a chunk before it turns to the next one."""
+    return form.rounds // max(1, form.rounds // form.positions)
+
+
+@compiled
+def forwards_ahead(form: Form, position: int) -> int:
+    """Forwards of all chunks before the first backward of an interleaved schedule."""
+    size = microbatches_in_turn(form)
+    return min((form.chunks - 1) * size + 2 * (form.positions - 1 - position) + 1, form.rounds * form.chunks)
+
+
+@compiled
+def forwards_of(form: Form, chunk: int, count: int) -> int:
+    """Forwards of one chunk among the first ``count`` forwards of an interleaved schedule."""
+    size = microbatches_in_turn(form)
+    cycles, rest = count // (size * form.chunks), count % (size * form.chunks)
     return int(cycles * size + min(max(rest - chunk * size, 0), size))
 
 

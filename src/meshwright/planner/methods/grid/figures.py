@@ -23,7 +23,7 @@ from meshwright.planner.methods.grid.moments import Moments
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure
-from meshwright.program import lower_graph, own_workload
+from meshwright.program import lower_graph, own_workload, parameter_groups
 from meshwright.simulator.stage_costs import weights_shares
 from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
 from meshwright.spec.recompute_words import is_by_stage, words_of
@@ -124,6 +124,19 @@ class Figures:
         """What backwards of single layers need."""
         away = not self.keeps_on_device
         return Moments(self._with, self._short.stands_for, self.workload, self.cost, activations_away=away)
+
+    @cached_property
+    def is_in_root(self) -> NDArray[np.bool_]:
+        """Which layers' parameters ZeRO 3 gathers with the root's, shape (L,)."""
+        starts = {group.start for group in parameter_groups(self._local) if not group.is_root}
+        alone = np.array([layer.start not in starts for layer in self._local.layers])
+        found: NDArray[np.bool_] = alone[self._short.stands_for]
+        return found
+
+    @property
+    def tied_bytes(self) -> float:
+        """Parameters that several layers read."""
+        return self._tied[0]
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
         """Price several sizes at once."""

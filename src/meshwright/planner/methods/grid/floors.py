@@ -4,27 +4,35 @@ To what `cover` counts comes what a backward needs that begins: that of the last
 by a walk through this layer alone. With f of n microbatches in flight, a rank needs at least
 
     static + f · kept + first(last layer)                 when the first backward of a step begins
-    static + g · kept + gradients + later(last layer)     when a later one does (GPipe, 1F1B); g is f, or n - 1 if f = n
+    static + g · kept + gradients + later(last layer)     when a later one does; g is f, or n - 1 if f = n
 
-Of activations that are on the hosts in between, those of a stage's last layer stay. With ZeRO 2 and 3 gradients are not
-added to wider ones, for which a later backward would need a copy: the first one's needs stand for its own.
+Of several chunks on a rank each has its own f and g: the later backward is the first one that begins when every chunk
+has its gradients. ZeRO 3 adds what is gathered then. Of activations that are on the hosts in between, those of a
+stage's last layer stay. With ZeRO 2 and 3 gradients are not added to wider ones, for which a later backward would need
+a copy: the first one's needs stand for its own.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from meshwright.planner.methods.grid.cover import (
-    ALL_IN_FLIGHT,
     FLIGHTS,
-    ONE_EACH,
+    IN_TURN,
     SPLIT,
     Form,
+    forwards_ahead,
+    forwards_of,
     in_flight,
+    microbatches_in_turn,
     parameters_of_rank,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshwright.planner.methods.grid.figures import Figures
     from meshwright.planner.methods.grid.sheet import Configuration
 
@@ -42,6 +50,7 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
     rounds = -(-(figures.workload.global_batch // size) // replicas)
     form = Form(positions, replicas, shared, chunks, flight, wanted.zero, rounds, True, 0)
     kept = weights.kept_fixed + size * weights.kept_per_sample
+    is_cut, is_gathered = wanted.zero >= 2 and shared > 1, wanted.zero >= 3 and shared > 1
     fullest = 0.0
     for position in range(positions):
         mine = [wanted.bounds[chunk * positions + position] for chunk in range(chunks)]
@@ -51,18 +60,52 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
         )
         static = figures.library_bytes + parameters_of_rank(parameters, wanted.zero, shared, figures.has_masters)
         static += states / (shared if wanted.zero else 1)
-        last = figures.moments.of_layer(mine[-1][1] - 1, size, recompute)
         counts = [in_flight(form, position, chunk) for chunk in range(chunks)]
+        ends = [figures.moments.of_layer(stop - 1, size, recompute) for _, stop in mine]
         of_one = [
-            float(kept[start:stop].sum()) if keeps else figures.moments.of_layer(stop - 1, size, recompute).kept
-            for start, stop in mine
+            float(kept[start:stop].sum()) if keeps else end.kept for (start, stop), end in zip(mine, ends, strict=True)
         ]
-        held = sum(count * each for count, each in zip(counts, of_one, strict=True))
-        fullest = max(fullest, static + held + last.first)
-        if flight in (ALL_IN_FLIGHT, ONE_EACH) and rounds > 1:
-            # One stage on each position.
-            is_cut = wanted.zero >= 2 and shared > 1
-            made = float(weights.gradients[mine[0][0] : mine[0][1]].sum()) / (shared if is_cut else 1)
-            gone = of_one[0] if counts[0] == rounds else 0.0
-            fullest = max(fullest, static + held - gone + made + (last.first if is_cut else last.later))
+        held = _add_up(counts, of_one)
+        gathered = [_gathered_bytes(figures, recompute, mine, chunk) if is_gathered else 0.0 for chunk in range(chunks)]
+        fullest = max(fullest, static + gathered[-1] + held + ends[-1].first)
+        if rounds > 1:
+            made = sum(float(weights.gradients[start:stop].sum()) for start, stop in mine) / (shared if is_cut else 1)
+            chunk, left = _left_later(form, position, counts)
+            last = ends[chunk]
+            begun = last.first if is_cut else last.later
+            fullest = max(fullest, static + gathered[chunk] + _add_up(left, of_one) + made + begun)
     return fullest
+
+
+def _left_later(form: Form, position: int, counts: Sequence[int]) -> tuple[int, Sequence[int]]:
+    """A later backward that begins when a rank has all gradients: its chunk, and microbatches in flight of each chunk.
+
+    ``counts`` are those in flight when the first backward of a step begins.
+    """
+    rounds, chunks = form.rounds, form.chunks
+    if chunks == 1:
+        return 0, [counts[0] - (counts[0] == rounds)]
+    size = microbatches_in_turn(form)
+    if form.flight != IN_TURN or rounds == size:
+        # The first chunk's second backward; what the others kept is gone.
+        return 0, [rounds - 1, *[0] * (chunks - 1)]
+    # The first backward of the second turn.
+    forwards = min(forwards_ahead(form, position) + size * chunks, rounds * chunks)
+    return chunks - 1, [forwards_of(form, chunk, forwards) - size for chunk in range(chunks)]
+
+
+def _gathered_bytes(figures: Figures, recompute: str, mine: Sequence[tuple[int, int]], chunk: int) -> float:
+    """Parameters that ZeRO 3 has gathered when a chunk's backward begins (`cost.memory.shared_units`).
+
+    Those of the root are gathered all the time, and so is then the last other layer; where this is the chunk's last
+    layer, the one before it is, too.
+    """
+    parameters, in_root = figures.bytes(recompute).parameters, figures.is_in_root
+    root = sum(float(parameters[start:stop][in_root[start:stop]].sum()) for start, stop in mine) - figures.tied_bytes
+    start, stop = mine[chunk]
+    units = np.flatnonzero(~in_root[start:stop])[-1 - (not in_root[stop - 1]) :] + start
+    return max(root, 0.0) + float(parameters[units].sum())
+
+
+def _add_up(counts: Sequence[int], each: Sequence[float]) -> float:
+    return sum(count * value for count, value in zip(counts, each, strict=True))
