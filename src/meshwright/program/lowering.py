@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from hashlib import sha256
 
 from meshwright.program.sharding import MESH, ShardedGraph, shard_graph
 from meshwright.spec.collective import Collective
@@ -93,7 +94,12 @@ def lower_graph(
     again = Recompute(recompute, keeps)
     local = with_recompute(graph, *again) if sharding.is_whole else _split_graph(graph, sharding, again)
     compiled = compiled or graph.compiled
-    return local if local.compiled == compiled else replace(local, compiled=compiled)
+    local = local if local.compiled == compiled else replace(local, compiled=compiled)
+    if local is not graph and not local._hash:
+        # To encode all of a large graph takes longer than to lower it.
+        lowered_from = repr((graph.content_hash, sharding, recompute, keeps))
+        local._hash.append(sha256(lowered_from.encode()).hexdigest()[:16])
+    return local
 
 
 # Why layers of a plan that compiles them run as they are.

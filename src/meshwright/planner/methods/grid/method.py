@@ -89,10 +89,12 @@ class _Run:
     def simulate(self, bound_s: float, configuration: Configuration) -> Steps:
         """Propose the plans of a configuration, unless it cannot fit or one that needs no more did not."""
         if self._misfits.need_less_than(configuration):
+            self._state.count(pruned=1)
             return
         self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
         share, problem = self._found.share_needed(configuration), self._problem
         if share > 1:
+            self._state.count(pruned=1)
             self._misfits.add(configuration)
             self._ruled_out.append((share, bound_s, configuration))
             return
