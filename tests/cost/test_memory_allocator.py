@@ -7,11 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.memory import find_peak, trace_step
-from meshwright.cost.memory.allocator import CachingAllocator, follow_allocator
+from meshwright.cost.memory.allocator import follow_allocator
+from meshwright.cost.memory.ledger import MemoryEvents
 from meshwright.spec import Optimizer, Workload, load_shipped_graph
 from tests.marks import examples
 
 KIB, MIB = 2**10, 2**20
+
+
+def follow(*events):
+    """Allocated at most, and reserved, after events (block, bytes; negative where it is freed)."""
+    block, num_bytes = np.array(events, np.int64).T
+    part = np.zeros_like(block)
+    found = follow_allocator(
+        MemoryEvents(block=block.copy(), num_bytes=num_bytes.copy(), part=part, moment=part, moments=("start",))
+    )
+    return found.allocated_bytes, found.reserved_bytes
 
 
 def test_segments_by_size():
@@ -23,22 +34,16 @@ def test_segments_by_size():
         (10 * MIB, 10 * MIB, 10 * MIB),
         (11 * MIB + 1, 12 * MIB, 12 * MIB),
     ]:
-        allocator = CachingAllocator()
-        allocator.allocate(size)
         # A rest of at most 1 MiB stays with a large block.
-        assert (allocator.allocated_bytes, allocator.reserved_bytes) == (block, segment)
+        assert follow((0, size)) == (block, segment)
 
 
 def test_a_freed_block_is_used_again_and_a_larger_one_is_not():
-    allocator = CachingAllocator()
-    first = allocator.allocate(30 * MIB)
-    allocator.free(first)
-    second = allocator.allocate(25 * MIB)
-    assert (second, allocator.reserved_bytes) == (first, 30 * MIB)
-    allocator.free(second)
-    assert allocator.allocate(30 * MIB) == first
-    allocator.allocate(31 * MIB)
-    assert allocator.reserved_bytes == 62 * MIB
+    events = [(0, 30 * MIB), (0, -30 * MIB), (1, 25 * MIB)]
+    assert follow(*events) == (30 * MIB, 30 * MIB)
+    events += [(1, -25 * MIB), (2, 30 * MIB)]
+    assert follow(*events) == (30 * MIB, 30 * MIB)
+    assert follow(*events, (3, 31 * MIB)) == (62 * MIB, 62 * MIB)
 
 
 class SlowAllocator:
@@ -92,16 +97,19 @@ SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=120))
 def test_it_does_what_the_slow_one_does(choices):
-    fast, slow, live = CachingAllocator(), SlowAllocator(), {}
+    slow, live, events, most = SlowAllocator(), {}, [], 0
     for number, (frees, size, pick) in enumerate(choices):
         if frees and live:
             name = sorted(live)[pick % len(live)]
-            fast.free(live.pop(name))
+            events.append((name, -live.pop(name)))
             slow.free(name)
         else:
-            live[number] = fast.allocate(size)
+            live[number] = size
+            events.append((number, size))
             slow.allocate(number, size)
-        assert (fast.allocated_bytes, fast.reserved_bytes) == slow.totals()
+        allocated, reserved = slow.totals()
+        most = max(most, allocated)
+        assert follow(*events) == (most, reserved)
 
 
 def test_a_step_reserves_at_least_what_it_allocates():

@@ -14,9 +14,13 @@ bytes (c10/core/alignment.h).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.compiled import compiled
 
 if TYPE_CHECKING:
     from meshwright.cost.memory.ledger import MemoryEvents
@@ -40,97 +44,142 @@ class DevicePeaks:
 
 def follow_allocator(events: MemoryEvents) -> DevicePeaks:
     """Run a sequence of events through an empty allocator."""
-    allocator = CachingAllocator()
-    live: dict[int, int | None] = {}
-    allocated = 0
-    for block, num_bytes in zip(events.block.tolist(), events.num_bytes.tolist(), strict=True):
-        if block in live:
-            address = live.pop(block)
-            if address is not None:
-                allocator.free(address)
+    num_blocks = int(events.block.max(initial=-1)) + 1
+    allocated, reserved = _follow(events.block, events.num_bytes, num_blocks)
+    return DevicePeaks(allocated_bytes=int(allocated), reserved_bytes=int(reserved))
+
+
+class _Memory(NamedTuple):
+    """Pieces of segments as columns, shape (pieces,), and the free ones of the large and the small pool.
+
+    ``before`` and ``after`` are a piece's neighbours in its segment, -1 at the ends. ``free`` (2, pieces) has those of
+    ``num_free`` (2,) in the order of size and address.
+    """
+
+    size: NDArray[np.int64]
+    address: NDArray[np.int64]
+    before: NDArray[np.int64]
+    after: NDArray[np.int64]
+    is_small: NDArray[np.bool_]
+    is_free: NDArray[np.bool_]
+    free: NDArray[np.int64]
+    num_free: NDArray[np.int64]
+
+
+@compiled
+def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: int) -> tuple[int, int]:
+    """The most bytes that were allocated at once, and those that are reserved in the end."""
+    # An allocation makes two pieces at most.
+    room = 2 * num_blocks + 1
+    memory = _Memory(
+        np.zeros(room, np.int64),
+        np.zeros(room, np.int64),
+        np.full(room, -1, np.int64),
+        np.full(room, -1, np.int64),
+        np.zeros(room, np.bool_),
+        np.zeros(room, np.bool_),
+        np.zeros((2, room), np.int64),
+        np.zeros(2, np.int64),
+    )
+    # The piece of each block: none yet, or none for an empty tensor, for which nothing is allocated.
+    piece_of = np.full(num_blocks, -1, np.int64)
+    made, reserved, allocated, most = 0, 0, 0, 0
+    for event in range(len(block)):
+        wanted, piece = num_bytes[event], piece_of[block[event]]
+        if piece >= 0:
+            allocated -= memory.size[piece]
+            _give_back(memory, piece)
+            piece_of[block[event]] = -1
+        elif wanted > 0:
+            size = -(-wanted // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+            small = size <= SMALL_BYTES
+            pool = 1 if small else 0
+            place = _place(memory, pool, size, 0)
+            if place < memory.num_free[pool]:
+                piece = memory.free[pool, place]
+                _leave_pool(memory, pool, place)
+            else:
+                piece, made = made, made + 1
+                segment = _segment_bytes(size, small)
+                memory.size[piece], memory.address[piece], memory.is_small[piece] = segment, reserved, small
+                reserved += segment
+            rest = memory.size[piece] - size
+            if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_BYTES:
+                other, made = made, made + 1
+                memory.size[piece], memory.size[other] = size, rest
+                memory.address[other], memory.is_small[other] = memory.address[piece] + size, small
+                memory.before[other], memory.after[other] = piece, memory.after[piece]
+                if memory.after[other] >= 0:
+                    memory.before[memory.after[other]] = other
+                memory.after[piece] = other
+                _join_pool(memory, other)
+            allocated += memory.size[piece]
+            most = max(most, allocated)
+            piece_of[block[event]] = piece
+    return most, reserved
+
+
+@compiled
+def _segment_bytes(size: int, small: bool) -> int:
+    """What is reserved for a block that no free one holds."""
+    if small:
+        return SMALL_SEGMENT_BYTES
+    if size < MIN_LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+
+@compiled
+def _give_back(memory: _Memory, piece: int) -> None:
+    """Free a piece, joined with its free neighbours."""
+    before, after = memory.before[piece], memory.after[piece]
+    if after >= 0 and memory.is_free[after]:
+        _merge(memory, piece, after, after)
+    if before >= 0 and memory.is_free[before]:
+        _merge(memory, before, piece, before)
+        piece = before
+    _join_pool(memory, piece)
+
+
+@compiled
+def _merge(memory: _Memory, first: int, second: int, free: int) -> None:
+    """Make two neighbours one, of which ``free`` leaves the pool."""
+    pool = 1 if memory.is_small[free] else 0
+    _leave_pool(memory, pool, _place(memory, pool, memory.size[free], memory.address[free]))
+    memory.size[first] += memory.size[second]
+    memory.after[first] = memory.after[second]
+    if memory.after[second] >= 0:
+        memory.before[memory.after[second]] = first
+
+
+@compiled
+def _place(memory: _Memory, pool: int, size: int, address: int) -> int:
+    """The place in a pool of the first piece that is not before (size, address)."""
+    low, high = 0, memory.num_free[pool]
+    while low < high:
+        middle = (low + high) // 2
+        piece = memory.free[pool, middle]
+        if memory.size[piece] < size or (memory.size[piece] == size and memory.address[piece] < address):
+            low = middle + 1
         else:
-            # Nothing is allocated for an empty tensor.
-            live[block] = allocator.allocate(num_bytes) if num_bytes else None
-            allocated = max(allocated, allocator.allocated_bytes)
-    return DevicePeaks(allocated_bytes=allocated, reserved_bytes=allocator.reserved_bytes)
+            high = middle
+    return low
 
 
-@dataclass(slots=True)
-class _Block:
-    size: int
-    is_small: bool
-    is_free: bool = False
-    before: int | None = None
-    after: int | None = None
+@compiled
+def _join_pool(memory: _Memory, piece: int) -> None:
+    pool = 1 if memory.is_small[piece] else 0
+    place, count = _place(memory, pool, memory.size[piece], memory.address[piece]), memory.num_free[pool]
+    for i in range(count, place, -1):
+        memory.free[pool, i] = memory.free[pool, i - 1]
+    memory.free[pool, place] = piece
+    memory.num_free[pool] = count + 1
+    memory.is_free[piece] = True
 
 
-@dataclass(slots=True)
-class CachingAllocator:
-    """Addresses are numbers; segments never touch."""
-
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
-    _blocks: dict[int, _Block] = field(default_factory=dict)
-    # Of the large and the small pool: free blocks as (size, address), sorted.
-    _free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(default_factory=lambda: ([], []))
-
-    def allocate(self, num_bytes: int) -> int:
-        """Address of a block for ``num_bytes``, which is at least 1."""
-        size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        is_small = size <= SMALL_BYTES
-        pool = self._free[is_small]
-        place = bisect_left(pool, (size, 0))
-        address = pool.pop(place)[1] if place < len(pool) else self._add_segment(size, is_small=is_small)
-        block = self._blocks[address]
-        block.is_free = False
-        rest = block.size - size
-        if rest >= MIN_BLOCK_BYTES if is_small else rest > SMALL_BYTES:
-            self._split(address, size)
-        self.allocated_bytes += block.size
-        return address
-
-    def free(self, address: int) -> None:
-        """Give a block back, joined with its free neighbours."""
-        block = self._blocks[address]
-        self.allocated_bytes -= block.size
-        if block.after is not None and self._blocks[block.after].is_free:
-            self._join(address, block.after)
-        if block.before is not None and self._blocks[block.before].is_free:
-            address, joined = block.before, address
-            self._join(address, joined)
-        block = self._blocks[address]
-        block.is_free = True
-        insort(self._free[block.is_small], (block.size, address))
-
-    def _add_segment(self, size: int, *, is_small: bool) -> int:
-        if is_small:
-            size = SMALL_SEGMENT_BYTES
-        elif size < MIN_LARGE_BYTES:
-            size = LARGE_SEGMENT_BYTES
-        else:
-            size = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        address, self.reserved_bytes = self.reserved_bytes, self.reserved_bytes + size
-        self._blocks[address] = _Block(size, is_small)
-        return address
-
-    def _split(self, address: int, size: int) -> None:
-        block = self._blocks[address]
-        rest = address + size
-        self._blocks[rest] = _Block(block.size - size, block.is_small, is_free=True, before=address, after=block.after)
-        if block.after is not None:
-            self._blocks[block.after].before = rest
-        block.size, block.after = size, rest
-        insort(self._free[block.is_small], (self._blocks[rest].size, rest))
-
-    def _join(self, first: int, second: int) -> None:
-        """Make two neighbours one; those of them that are free leave the pool."""
-        left, right = self._blocks[first], self._blocks.pop(second)
-        for block, address in ((left, first), (right, second)):
-            if block.is_free:
-                pool = self._free[block.is_small]
-                pool.pop(bisect_left(pool, (block.size, address)))
-                block.is_free = False
-        left.size += right.size
-        left.after = right.after
-        if right.after is not None:
-            self._blocks[right.after].before = first
+@compiled
+def _leave_pool(memory: _Memory, pool: int, place: int) -> None:
+    memory.is_free[memory.free[pool, place]] = False
+    for i in range(place, memory.num_free[pool] - 1):
+        memory.free[pool, i] = memory.free[pool, i + 1]
+    memory.num_free[pool] -= 1

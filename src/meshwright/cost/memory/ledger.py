@@ -7,12 +7,15 @@ peak                     its maximum, with the bytes by part (`meshwright.spec.m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.memory import MEMORY_PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +66,7 @@ def find_peak(events: MemoryEvents) -> Peak:
 class Stretch(NamedTuple):
     """Events ``start:stop`` of a ledger; those of them that take something take blocks ``first:last``.
 
-    Of these, ``live`` were not freed by the end: (block, (bytes, part)).
+    Of these, ``live`` were not freed by the end: (block, (bytes, part)). ``others`` are earlier blocks that were.
     """
 
     start: int
@@ -71,6 +74,7 @@ class Stretch(NamedTuple):
     first: int
     last: int
     live: tuple[tuple[int, tuple[int, int]], ...]
+    others: tuple[int, ...]
 
 
 class Ledger:
@@ -111,15 +115,18 @@ class Ledger:
         """The events from a mark on."""
         start, first = mark
         live = tuple((block, self._live[block]) for block in range(first, self._count) if block in self._live)
-        return Stretch(start, len(self._rows), first, self._count, live)
+        others = tuple(row[0] for row in self._rows[start:] if row[0] < first)
+        return Stretch(start, len(self._rows), first, self._count, live, others)
 
-    def repeat(self, stretch: Stretch) -> int:
-        """Write a stretch again, which frees blocks of its own only: block b of it is block b + the result now."""
-        shift = self._count - stretch.first
+    def repeat(self, stretch: Stretch, instead: Mapping[int, int] | None = None) -> int:
+        """Write a stretch again; its own block b is block b + the result now, another one what ``instead`` has."""
+        shift, found = self._count - stretch.first, instead or {}
         self._rows += [
-            (block + shift, num_bytes, part, moment)
+            (block + shift if block >= stretch.first else found[block], num_bytes, part, moment)
             for block, num_bytes, part, moment in self._rows[stretch.start : stretch.stop]
         ]
+        for block in stretch.others:
+            del self._live[found[block]]
         for block, what in stretch.live:
             self._live[block + shift] = what
         self._count += stretch.last - stretch.first

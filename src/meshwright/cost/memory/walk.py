@@ -100,6 +100,9 @@ class StageWalk:
         self._in_buckets: set[int] = set()
         # The first forward: its events, and the values that it left.
         self._forward: tuple[Stretch, dict[int, int]] | None = None
+        # Backwards of the step so far; the first later one of a step: its events, and the values at its start.
+        self._num_backwards = 0
+        self._later: tuple[Stretch, dict[int, int]] | None = None
         # The first step up to its optimizer: its events, blocks of gradients by parameter and by unit, and buckets.
         self._passes: tuple[Stretch, dict[int, int], dict[tuple[int, ...], int], set[int]] | None = None
 
@@ -129,7 +132,7 @@ class StageWalk:
             shift = self.ledger.repeat(stretch)
             self._values[microbatch] = {storage: block + shift for storage, block in values.items()}
         if not self.trains:
-            self._end(microbatch)
+            self._end(self._values.pop(microbatch))
 
     def _walk_forward(self) -> dict[int, int]:
         values: dict[int, int] = {}
@@ -149,7 +152,19 @@ class StageWalk:
 
     def backward(self, microbatch: int) -> None:
         """All ops in reverse, after the gradient of the loss or those that later stages send."""
-        values = self._values[microbatch]
+        values = self._values.pop(microbatch)
+        if self._num_backwards and self._later is not None:
+            # Whatever is in flight, a later backward of a step takes and frees the same.
+            stretch, blocks = self._later
+            self.ledger.repeat(stretch, {block: values[storage] for storage, block in blocks.items()})
+        else:
+            mark, blocks = self.ledger.mark(), values.copy()
+            self._walk_backward(values)
+            if self._num_backwards:
+                self._later = self.ledger.since(mark), blocks
+        self._num_backwards += 1
+
+    def _walk_backward(self, values: dict[int, int]) -> None:
         self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
         self._away.begin_backward(self.ledger)
         for i in self._graph.outputs[:1] if self._stage.outputs else ():
@@ -183,10 +198,10 @@ class StageWalk:
         self._gradients.clear()
         for _, block in arrived:
             self.ledger.free(block)
-        self._end(microbatch)
+        self._end(values)
 
-    def _end(self, microbatch: int) -> None:
-        for block in (*self._values.pop(microbatch).values(), *self._again.values()):
+    def _end(self, values: dict[int, int]) -> None:
+        for block in (*values.values(), *self._again.values()):
             self.ledger.free(block)
         self._again.clear()
 
@@ -238,6 +253,7 @@ class StageWalk:
                 for copy in [self.ledger.take(size, WORKSPACE) for size in copies]:
                     self.ledger.free(copy)
         self._drop_gradients()
+        self._num_backwards = 0
 
     def _drop_gradients(self) -> None:
         self.ledger.begin("gradients set to none")
