@@ -98,7 +98,8 @@ def lower_graph(
     if local is not graph and not local._hash:
         # To encode all of a large graph takes longer than to lower it.
         lowered_from = repr((graph.content_hash, sharding, recompute, keeps))
-        local._hash.append(sha256(lowered_from.encode()).hexdigest()[:16])
+        is_same = sharding.is_whole and not recompute
+        local._hash.append(graph.content_hash if is_same else sha256(lowered_from.encode()).hexdigest()[:16])
     return local
 
 
