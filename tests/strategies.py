@@ -46,7 +46,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.control import Decision, Issue, Rang, Started, Timer
 from meshwright.spec.decision_log import make_log
-from meshwright.spec.program import STREAM_NAMES
+from meshwright.spec.instructions import STREAM_NAMES
 
 # No surrogates: they are not characters and no file can hold them.
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=6)

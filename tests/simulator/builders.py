@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.simulator import Prices, SectionPrices
 from meshwright.spec import Opcode, Program, Section, Stream
-from meshwright.spec.program import STREAM_NAMES
+from meshwright.spec.instructions import STREAM_NAMES
 
 NUM_STREAMS = len(STREAM_NAMES)
 RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from meshwright.spec import AllReduce, Receive, Send
 from meshwright.spec.control import Ended, Rang, Started
-from meshwright.spec.program import STREAM_NAMES
+from meshwright.spec.instructions import STREAM_NAMES
 from tests.simulator.oracle import CONTROL, HAPPENING, Oracle
 from tests.simulator.oracle_fair import FairOracle
 

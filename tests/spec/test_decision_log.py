@@ -13,7 +13,7 @@ from meshwright.program.decided import check_fit
 from meshwright.spec import DocumentError, Forward, ProgramError, read_document, write_document
 from meshwright.spec.control import Decision, Ended, Issue, Started
 from meshwright.spec.decision_log import DecisionLog, make_log
-from meshwright.spec.program import STREAM_NAMES
+from meshwright.spec.instructions import STREAM_NAMES
 from tests.strategies import decision_logs
 
 

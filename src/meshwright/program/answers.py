@@ -6,28 +6,14 @@ What issues have to do with each other and with the program is asked in `issuing
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 from meshwright.spec.control import Decision, Issue, Timer
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import Collective, Instruction, Load, Pull, Push, Receive, Send, Sum
-from meshwright.spec.offload_instructions import (
-    CopyDown,
-    CopyUp,
-    HostStep,
-    ReadStates,
-    SavedDown,
-    SavedUp,
-    WriteStates,
-)
-from meshwright.spec.program import STREAM_NAMES, StreamName
+from meshwright.spec.instructions import INSTRUCTIONS, STREAM_NAMES, StreamName
 
-# The stream of each kind of instruction, and its fields that are numbers: what moves nothing is computed.
-_STREAMS: dict[type, StreamName] = dict.fromkeys(get_args(Instruction), "compute")
-_STREAMS.update({Send: "send", Receive: "receive", Push: "exchange", Sum: "serve", Pull: "reply", Load: "load"})
-_STREAMS.update(dict.fromkeys(get_args(Collective), "exchange"))
-_STREAMS.update({CopyDown: "down", HostStep: "host", CopyUp: "up", ReadStates: "drives", WriteStates: "drives"})
-_STREAMS.update({SavedDown: "down", SavedUp: "up"})
+# The stream of each class of instructions, and its fields that are numbers.
+_STREAMS: dict[type, StreamName] = {row.view: row.stream for row in INSTRUCTIONS.values()}
 _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "payload") for kind in _STREAMS}
 # Columns are 32 bits wide, those of bytes and moments 64.
 _MOST, _MOST_WIDE = 2**31 - 1, 2**63 - 2

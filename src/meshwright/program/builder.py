@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.program.streams import Chunk, Rows, deal_waits, make_rows, sort_chunks
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import Instruction, Receive, instruction_row
-from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, StreamName, empty_section
+from meshwright.spec.instructions import STREAM_NAMES, Instruction, Receive, StreamName, instruction_row
+from meshwright.spec.program import Program, Section, Stream, empty_section
 
 Ids = NDArray[np.int64]
 

@@ -17,12 +17,8 @@ import numpy as np
 
 from meshwright.program.repeat import repeat_body
 from meshwright.spec.errors import DeadlockError, ProgramError
-from meshwright.spec.instructions import COLLECTIVES, Opcode, instruction_name
+from meshwright.spec.instructions import COLLECTIVES, RECEIVES, SENDS, Opcode, instruction_name
 from meshwright.spec.program import Program, Section
-
-_SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
-_RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
-
 
 # Opcode, group and bucket of a collective.
 _Kind = tuple[int, int, int]
@@ -78,16 +74,16 @@ def _check_pairs(program: Program, section: Section, ranks: np.ndarray) -> None:
     received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for index in range(section.num_instructions):
         opcode = int(section.opcode[index])
-        if opcode not in (*_SENDS, *_RECEIVES):
+        if opcode not in (*SENDS, *RECEIVES):
             continue
         stage, peer, group = int(section.stage[index]), int(section.peer[index]), int(section.group[index])
         microbatch, num_bytes = int(section.microbatch[index]), int(section.num_bytes[index])
-        sending = opcode in _SENDS
+        sending = opcode in SENDS
         if group < 0 or program.groups[group][0 if sending else 1] != ranks[index]:
             raise ProgramError(
                 f"{describe(section, index, int(ranks[index]))}: its pair of ranks does not name this rank at this end."
             )
-        payload = _SENDS.index(Opcode(opcode)) if sending else _RECEIVES.index(Opcode(opcode))
+        payload = SENDS.index(Opcode(opcode)) if sending else RECEIVES.index(Opcode(opcode))
         ends = (stage, peer) if sending else (peer, stage)
         (sent if sending else received)[group].append((payload, *ends, microbatch, num_bytes))
     for group in sent.keys() | received.keys():

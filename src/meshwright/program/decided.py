@@ -16,7 +16,8 @@ from meshwright.program.builder import ProgramBuilder
 from meshwright.spec.control import Ended, Rang
 from meshwright.spec.decision_log import EVENTS, DecisionLog
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.program import STREAM_NAMES, Program
+from meshwright.spec.instructions import STREAM_NAMES
+from meshwright.spec.program import Program
 
 Ids = NDArray[np.int64]
 

@@ -14,11 +14,10 @@ import numpy as np
 
 from meshwright.spec.control import Decision, Issue
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import Collective, Opcode, Payload, Receive, Send
-from meshwright.spec.program import STREAM_NAMES, Program, Section
+from meshwright.spec.instructions import INSTRUCTIONS, SENDS, STREAM_NAMES, Collective, Payload, Receive, Send
+from meshwright.spec.program import Program, Section
 
 PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
-_SENDS: dict[Opcode, Payload] = {Opcode.SEND_ACTIVATION: "activation", Opcode.SEND_GRADIENT: "gradient"}
 
 _Message = tuple[int, int, int, Payload]
 # Kind, group, bucket, and how many like it the rank has before.
@@ -216,6 +215,7 @@ def _check_program(program: Program) -> None:
 
 def _messages(section: Section) -> set[_Message]:
     """All that is sent in a section."""
-    sends = np.flatnonzero(np.isin(section.opcode, list(_SENDS)))
+    sends = np.flatnonzero(np.isin(section.opcode, SENDS))
     columns = (column[sends].tolist() for column in (section.stage, section.peer, section.microbatch, section.opcode))
-    return {(stage, peer, mb, _SENDS[Opcode(opcode)]) for stage, peer, mb, opcode in zip(*columns, strict=True)}
+    payload = {int(opcode): row.payload for opcode, row in INSTRUCTIONS.items() if row.payload}
+    return {(stage, peer, mb, payload[opcode]) for stage, peer, mb, opcode in zip(*columns, strict=True)}

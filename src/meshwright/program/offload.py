@@ -35,9 +35,8 @@ from meshwright.program.builder import ProgramBuilder
 from meshwright.program.exchange import Exchanged
 from meshwright.program.transfers import Computations
 from meshwright.spec.graph import Graph
-from meshwright.spec.instructions import Opcode
+from meshwright.spec.instructions import Opcode, StreamName
 from meshwright.spec.plan import Plan
-from meshwright.spec.program import StreamName
 from meshwright.spec.slices import slice_graph
 
 Ids = NDArray[np.int64]

@@ -17,8 +17,7 @@ from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
 from meshwright.spec.errors import PlanError
 from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.instructions import Opcode
-from meshwright.spec.program import StreamName
+from meshwright.spec.instructions import Opcode, StreamName
 
 Ids = NDArray[np.int64]
 

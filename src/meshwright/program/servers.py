@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.parts import PartRows, append_rows
 from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.instructions import Opcode
-from meshwright.spec.program import StreamName
+from meshwright.spec.instructions import Opcode, StreamName
 
 Ids = NDArray[np.int64]
 

@@ -14,18 +14,8 @@ import numpy as np
 from rich.text import Text
 
 from meshwright.spec import DocumentError, Opcode, Timeline, format_seconds, to_seconds
-from meshwright.spec.instructions import COMPUTATIONS
+from meshwright.spec.instructions import COMPUTATIONS, INSTRUCTIONS
 
-# Letter and colours of what a compute stream does; backgrounds keep neighbouring cells apart.
-_LOOKS: dict[Opcode, tuple[str, tuple[str, str]]] = {
-    Opcode.FORWARD: ("F", ("black on blue", "black on bright_blue")),
-    Opcode.BACKWARD: ("B", ("black on green", "black on bright_green")),
-    Opcode.BACKWARD_INPUT: ("I", ("black on cyan", "black on bright_cyan")),
-    Opcode.BACKWARD_WEIGHT: ("W", ("black on magenta", "black on bright_magenta")),
-    Opcode.OPTIMIZER_STEP: ("O", ("black on yellow", "black on yellow")),
-    Opcode.STASH: ("S", ("black on white", "black on white")),
-    Opcode.MERGE: ("M", ("black on yellow", "black on yellow")),
-}
 IDLE = "."
 
 
@@ -70,13 +60,16 @@ def _draw_rank(timeline: Timeline, spans: Iterable[int], begin: int, length: int
     styles: list[tuple[str, int, int]] = []
     for i in map(int, spans):
         opcode = Opcode(int(timeline.opcode[i]))
-        if opcode not in _LOOKS or not length:
+        row = INSTRUCTIONS[opcode]
+        if not row.colour[1] or not length:
             continue
         start, stop = (round((int(edge[i]) - begin) * width / length) for edge in (timeline.start_ps, timeline.end_ps))
-        letter, shades = _LOOKS[opcode]
-        label = f"{letter}{int(timeline.microbatch[i])}" if opcode in COMPUTATIONS else letter
+        letter, microbatch = row.name[0].upper(), int(timeline.microbatch[i])
+        label = f"{letter}{microbatch}" if opcode in COMPUTATIONS else letter
+        # Two shades keep neighbouring microbatches apart.
+        shade = "bright_" if opcode in COMPUTATIONS and microbatch % 2 else ""
         characters[start:stop] = _fit(label, stop - start)
-        styles.append((shades[int(timeline.microbatch[i]) % 2], start, stop))
+        styles.append((f"black on {shade}{row.colour[1]}", start, stop))
     line = Text("".join(characters))
     for style, start, stop in styles:
         line.stylize(style, start, stop)

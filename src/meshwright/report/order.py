@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec import Timeline, instruction_name
-from meshwright.spec.program import STREAM_NAMES, StreamName
+from meshwright.spec.instructions import STREAM_NAMES, StreamName
 
 # Issued instructions of one stream in one step: (opcode, stage, microbatch, peer) by start, shape (n, 4).
 Sequence = NDArray[np.int64]

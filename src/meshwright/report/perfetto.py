@@ -35,8 +35,7 @@ from meshwright.report.byte_rows import Choice, Number, Part, render_lines
 from meshwright.report.transfer_pairs import pair_transfers
 from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name
 from meshwright.spec.files import write_bytes
-
-_RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
+from meshwright.spec.instructions import RECEIVES
 
 # Lines whose text is made at once: some megabytes, and enough that numpy's calls cost little.
 CHUNK = 16_384
@@ -270,7 +269,7 @@ def _op_lines(timeline: Timeline, ops: OpSpans, places: _Places, drawn: NDArray[
 def _arrow_parts(timeline: Timeline, spans: Ids, partner: Ids, pid: Ids, tid: Ids, first_flow: int) -> list[Part]:
     """A second line for each span that is an end of a transfer: the beginning or the end of an arrow."""
     drawn = partner >= 0
-    receives = drawn & np.isin(timeline.opcode[spans], _RECEIVES)
+    receives = drawn & np.isin(timeline.opcode[spans], RECEIVES)
     send = np.where(receives, partner, spans)
     kind = drawn * (1 + receives)
     # Inside the receive and after the start of its send: Perfetto drops arrows that point back.

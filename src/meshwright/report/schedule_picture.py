@@ -14,30 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec import DocumentError, Opcode, Timeline, instruction_name
+from meshwright.spec.instructions import INSTRUCTIONS
 
 Ids = NDArray[np.intp]
 
-COLOURS = {
-    Opcode.FORWARD: "#9fc3e6",
-    Opcode.BACKWARD: "#a9d3b0",
-    Opcode.BACKWARD_INPUT: "#8fc7c9",
-    Opcode.BACKWARD_WEIGHT: "#cfe3a8",
-    Opcode.OPTIMIZER_STEP: "#e8c766",
-    Opcode.MERGE: "#e6a06f",
-}
+COLOURS = {opcode: row.colour[0] for opcode, row in INSTRUCTIONS.items() if row.colour[0]}
 IDLE = "#eceff1"
 FONT = "font-family=\"Helvetica, Arial, 'DejaVu Sans', sans-serif\""
 # A browser shows so many rectangles without delay, and nobody can look at more.
 MAX_RECTANGLES = 50_000
 
-_WORDS = {
-    Opcode.FORWARD: "forward",
-    Opcode.BACKWARD: "backward",
-    Opcode.BACKWARD_INPUT: "backward, inputs",
-    Opcode.BACKWARD_WEIGHT: "backward, weights",
-    Opcode.OPTIMIZER_STEP: "optimizer",
-    Opcode.MERGE: "merge of a wave",
-}
 _ROW, _BAR, _TOP, _PADDING = 26, 22, 66, 14
 # Of Helvetica at 12 and 14 pixels: no digit and hardly a letter is wider.
 _DIGIT, _LETTER = 7.0, 7.4
@@ -101,8 +87,8 @@ def _legend(timeline: Timeline, shown: Ids) -> Iterator[str]:
     x = float(_PADDING)
     for opcode in (opcode for opcode in COLOURS if opcode in timeline.opcode[shown]):
         yield f'<circle cx="{x + 7:.1f}" cy="45" r="7" fill="{COLOURS[opcode]}"/>'
-        yield f'<text x="{x + 20:.1f}" y="50">{_WORDS[opcode]}</text>'
-        x += 20 + _LETTER * len(_WORDS[opcode]) + 18
+        yield f'<text x="{x + 20:.1f}" y="50">{INSTRUCTIONS[opcode].label}</text>'
+        x += 20 + _LETTER * len(INSTRUCTIONS[opcode].label) + 18
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track[shown]]
     if len(np.unique(np.stack([ranks, timeline.stage[shown]]), axis=1).T) > len(np.unique(ranks)):
         yield f'<text x="{x:.1f}" y="50">paler: later stages of a rank</text>'

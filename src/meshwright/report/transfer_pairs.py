@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec import Opcode, Timeline
+from meshwright.spec.instructions import RECEIVES, SENDS
 
 Ids = NDArray[np.int64]
 
-_RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
 _GRADIENTS = (Opcode.SEND_GRADIENT, Opcode.RECEIVE_GRADIENT)
-_MOVES = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT, *_RECEIVES)
+_MOVES = (*SENDS, *RECEIVES)
 
 
 def pair_transfers(timeline: Timeline) -> Ids:
@@ -42,7 +42,7 @@ def _look_up(timeline: Timeline, moves: Ids, partner: Ids) -> bool:
     Sorting takes ten times as long. Steps and microbatches count up from 0, and few stages send to each other.
     """
     opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
-    receives = _choose(_RECEIVES)[opcode]
+    receives = _choose(RECEIVES)[opcode]
     num_stages = 1 + int(max(stage.max(initial=0), peer.max(initial=0)))
     num_steps, num_microbatches = (
         1 + int(column[moves].max(initial=0)) for column in (timeline.step, timeline.microbatch)
@@ -72,7 +72,7 @@ def _look_up(timeline: Timeline, moves: Ids, partner: Ids) -> bool:
 def _pair(timeline: Timeline, moves: Ids, partner: Ids, *, by_step: bool) -> None:
     """Pair some transfers, in place."""
     opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
-    receives = np.isin(opcode, _RECEIVES)
+    receives = np.isin(opcode, RECEIVES)
     keys = (
         timeline.step[moves] * np.int32(by_step),
         timeline.microbatch[moves],

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import AllReduce, Instruction, ReduceScatter
-from meshwright.spec.program import Program, Section, StreamName
+from meshwright.spec.instructions import AllReduce, Instruction, ReduceScatter, StreamName
+from meshwright.spec.program import Program, Section
 
 SectionName = Literal["prologue", "body", "epilogue"]
 

@@ -29,8 +29,7 @@ from meshwright.simulator.unroll import Unrolled, routes_of_collectives, unroll
 from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
 from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started
 from meshwright.spec.decision_log import DecisionLog, Replay, make_log
-from meshwright.spec.instructions import Instruction
-from meshwright.spec.program import STREAM_NAMES
+from meshwright.spec.instructions import STREAM_NAMES, Instruction
 
 # What an issue costs: from the issue and its handle to its cost class and route (-1: none) in the prices.
 PriceIssue = Callable[[Issue, int], tuple[int, int]]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, assert_never, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from meshwright.simulator.network import Network, route_of, routes, with_duratio
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
-from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
+from meshwright.spec.instructions import COMPUTATIONS, INSTRUCTIONS, STASHING, UPDATES
 
 # The share of a class's time that is taken away.
 SHORTER = 0.1
@@ -151,9 +151,9 @@ def _classes(
     route = routes(network)
     opcode, stage = columns["opcode"], columns["stage"]
     for code in np.unique(opcode[here]).tolist():
-        yield _Class("work", _work(Opcode(code)), opcode, [code])
+        yield _Class("work", INSTRUCTIONS[Opcode(code)].label, opcode, [code])
     for code in COMPUTATIONS:
-        name = _work(code).replace("wards", "ward")
+        name = INSTRUCTIONS[code].label.replace("wards", "ward")
         stages = np.where(opcode == code, stage, -1)
         for place in _distinct(stages[here]):
             yield _Class("stage", f"{name} of stage {place}", stages, [place])
@@ -171,56 +171,3 @@ def _classes(
 def _distinct(numbers: NDArray[Any]) -> list[int]:
     """Ascending, without -1."""
     return [int(number) for number in np.unique(numbers) if number >= 0]
-
-
-_ELSEWHERE = {
-    Opcode.PUSH: "pushes to servers",
-    Opcode.SUM: "sums on servers",
-    Opcode.PULL: "pulls from servers",
-    Opcode.COPY_DOWN: "copies to the host",
-    Opcode.HOST_STEP: "optimizer on the host",
-    Opcode.COPY_UP: "copies from the host",
-    Opcode.READ_STATES: "reads of drives",
-    Opcode.WRITE_STATES: "writes to drives",
-    Opcode.SAVED_DOWN: "copies of activations to the host",
-    Opcode.SAVED_UP: "copies of activations from the host",
-}
-
-
-def _work(opcode: Opcode) -> str:
-    match opcode:
-        case Opcode.FORWARD:
-            return "forwards"
-        case Opcode.BACKWARD:
-            return "backwards"
-        case Opcode.BACKWARD_INPUT | Opcode.BACKWARD_WEIGHT:
-            return "gradients of inputs" if opcode == Opcode.BACKWARD_INPUT else "gradients of weights"
-        case Opcode.OPTIMIZER_STEP:
-            return "optimizer"
-        case Opcode.STASH | Opcode.DROP:
-            return "copies of weights"
-        case Opcode.MERGE:
-            return "merges of waves"
-        case Opcode.SEND_ACTIVATION | Opcode.SEND_GRADIENT:
-            return "sends of activations" if opcode == Opcode.SEND_ACTIVATION else "sends of gradients"
-        case Opcode.RECEIVE_ACTIVATION | Opcode.RECEIVE_GRADIENT:
-            return "receives"
-        case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER:
-            return "gathers of parameters" if opcode == Opcode.ALL_GATHER else "sums of gradients"
-        case Opcode.LOAD:
-            return "loading of inputs"
-        case (
-            Opcode.PUSH
-            | Opcode.SUM
-            | Opcode.PULL
-            | Opcode.COPY_DOWN
-            | Opcode.HOST_STEP
-            | Opcode.COPY_UP
-            | Opcode.READ_STATES
-            | Opcode.WRITE_STATES
-            | Opcode.SAVED_DOWN
-            | Opcode.SAVED_UP
-        ):
-            return _ELSEWHERE[opcode]
-        case _:
-            assert_never(opcode)

@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.spec import Opcode, Program, ProgramError, Section, instruction_name
-from meshwright.spec.instructions import COLLECTIVES
+from meshwright.spec.instructions import COLLECTIVES, RECEIVES, SENDS
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 # Opcode, stage, peer and microbatch.
 _Columns = tuple[NDArray[np.int8], Column, Column, Column]
 
-SENDS = (int(Opcode.SEND_ACTIVATION), int(Opcode.SEND_GRADIENT))
-RECEIVES = (int(Opcode.RECEIVE_ACTIVATION), int(Opcode.RECEIVE_GRADIENT))
+_SENDS, _RECEIVES = tuple(map(int, SENDS)), tuple(map(int, RECEIVES))
 # A table of so many entries for each instruction is cleared in less time than transfers are sorted: of 195,652 with 21
 # entries each the first takes 1 ms with all that it is for, the second 10 (`python benchmarks/simulator.py`, 1T).
 _MOST_ENTRIES = 64
@@ -110,17 +109,17 @@ def _find_receives(columns: _Columns, num_stages: int) -> tuple[Ids, Column, int
     opcode, stage, peer, _ = columns
     num_receives = num_sends = num_routes = 0
     for i in range(len(opcode)):
-        num_receives += opcode[i] == RECEIVES[0] or opcode[i] == RECEIVES[1]
-        num_sends += opcode[i] == SENDS[0] or opcode[i] == SENDS[1]
+        num_receives += opcode[i] == _RECEIVES[0] or opcode[i] == _RECEIVES[1]
+        num_sends += opcode[i] == _SENDS[0] or opcode[i] == _SENDS[1]
     receives, route = np.empty(num_receives, np.int64), np.empty(num_receives, np.int32)
     numbers = np.full(2 * num_stages * num_stages, -1, np.int32)
     k = 0
     for i in range(len(opcode)):
-        if opcode[i] != RECEIVES[0] and opcode[i] != RECEIVES[1]:
+        if opcode[i] != _RECEIVES[0] and opcode[i] != _RECEIVES[1]:
             continue
         receives[k], route[k] = i, -1
         if stage[i] >= 0 and 0 <= peer[i] < num_stages:
-            place = (stage[i] * num_stages + peer[i]) * 2 + (opcode[i] == RECEIVES[1])
+            place = (stage[i] * num_stages + peer[i]) * 2 + (opcode[i] == _RECEIVES[1])
             if numbers[place] < 0:
                 numbers[place] = num_routes
                 num_routes += 1

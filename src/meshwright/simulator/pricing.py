@@ -11,6 +11,7 @@ a step whose loss is scaled, for whether all gradients are finite is read there 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, g
 from meshwright.program.parts import cut_parts
 from meshwright.simulator.alike import FIRST, LAST, find_distinct, first_updates, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
-from meshwright.simulator.matching import RECEIVES, rank_of_streams
+from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
 from meshwright.simulator.routes import Routes
@@ -46,7 +47,15 @@ from meshwright.spec import (
     slice_stages,
     to_picoseconds,
 )
-from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, OFFLOADING, STASHING, UPDATES
+from meshwright.spec.instructions import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    INSTRUCTIONS,
+    OFFLOADING,
+    RECEIVES,
+    STASHING,
+    UPDATES,
+)
 from meshwright.spec.memory import BUCKETS, BUFFERS, MEMORY_PARTS, RECEIVED, SENT
 
 # Whether an opcode occupies the device, by opcode.
@@ -214,14 +223,14 @@ class _Pricer:
     def _computation(self, stage: int, kind: int, place: int, opcode: int) -> tuple[int, int]:
         costs, in_use = self._costs[stage][kind], self._bytes[stage][kind]
         placed, step = self._placed, costs.issue or StepIssue(0.0, 0.0)
-        match Opcode(opcode):
-            case Opcode.FORWARD:
+        match INSTRUCTIONS[Opcode(opcode)].kind:
+            case "forward":
                 in_forward = placed.keep_handed_on(stage, in_use.forward) if placed else in_use.forward
                 added = self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0], costs.copied_s[0])
-            case Opcode.BACKWARD_INPUT:
+            case "backward" if opcode == Opcode.BACKWARD_INPUT:
                 exchanged_s = costs.exchanged_s[1] - costs.exchanged_s[2]
                 added = self._add(costs.inputs_s, 0.0, in_use.inputs, exchanged_s)
-            case Opcode.BACKWARD | Opcode.BACKWARD_WEIGHT:
+            case "backward":
                 is_whole = opcode == Opcode.BACKWARD
                 part = costs.backward if is_whole else costs.weights
                 seconds = part.seconds if place & FIRST else part.later_s
@@ -231,19 +240,23 @@ class _Pricer:
                     seconds += costs.last_s
                     exchanged_s += costs.last_s
                 added = self._add(seconds, 0.0, bytes_in_use, exchanged_s, costs.copied_s[1])
-            case Opcode.STASH:
+            case "stash" if opcode == Opcode.STASH:
                 return self._add_pass(costs.stash_s, (in_use.stash, by_part({})), step.copy_s, kind), -1
-            case Opcode.DROP:
+            case "stash":
                 return self._add(0.0, 0.0, (by_part({}), in_use.stash)), -1
-            case Opcode.MERGE:
+            case "update" if opcode == Opcode.MERGE:
                 return self._add_pass(costs.merge_s, (by_part({}), by_part({})), 2 * step.copy_s, kind), -1
-            case _:
+            case "update":
                 seconds, host_s, takes = costs.optimizer_s, step.optimizer_s, in_use.optimizer
                 if placed is not None:
                     seconds, host_s, stages = placed.optimizer_step(stage, self._cost)
                     taken, freed = zip(*(self._bytes[index][kind].optimizer for index in stages), strict=True)
                     takes = np.sum(taken, axis=0), np.sum(freed, axis=0)
                 return self._add_pass(seconds, takes, host_s, kind, is_awaited=bool(place & FIRST)), -1
+            case "message" | "collective" | "server" | "load" | "copy" | "host" | "drives" as other:
+                raise ProgramError(f"An instruction of the kind {other!r} was to be priced as a computation.")
+            case missing:
+                assert_never(missing)
         if self._factors[kind]:
             parts = list_parts(costs.ops, Opcode(opcode), place)
             issued = issue_parts(parts, self.classes[added][0], self._factors[kind])
@@ -270,45 +283,53 @@ class _Pricer:
 
     def _transfer(self, group: int, opcode: int, num_bytes: int, kind: int, axes: int = -1) -> tuple[int, int]:
         in_use = transfer_bytes(opcode, num_bytes)
-        if opcode in RECEIVES:
-            return self._add(0.0, 0.0, in_use), -1
-        if opcode == Opcode.LOAD:
-            return self._add(_load_seconds(self._plan), 0.0, in_use), -1
-        if opcode in OFFLOADING:
-            device = self._device_of[self._program.groups[group][0]]
-            return self._add(self._host_seconds(device, opcode, num_bytes), 0.0, in_use), -1
-        if opcode == Opcode.SUM:
-            # Each rank's part but the first is read with the sum so far, which is written.
-            accesses = _ACCESSES_PER_SUM * (len(self._program.groups[group]) - 1)
-            return self._add(accesses * num_bytes / self._kinds[kind].memory_bandwidth_bytes_per_s, 0.0, in_use), -1
-        if opcode in COLLECTIVES:
-            ranks, op, over = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)], self._known_axes[axes]
-            if not num_bytes:
-                # Its ranks meet, and nothing else.
-                return self._add(SHORTEST_S, 0.0, in_use), -1
-            host_s = self._cost.collective_host_seconds(op, ranks, num_bytes, axes=over)
-            way = self._algorithm if opcode == Opcode.ALL_REDUCE else None
-            seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way, axes=over)
-            route = self.routes.tree(ranks) if way == "tree" else self.routes.ring(ranks)
-            return self._add(max(seconds, SHORTEST_S), host_s, in_use), route
-        ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
-        source, target = ranks
-        seconds = self._cost.collective_seconds("send", ranks, num_bytes)
-        host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
-        return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.send(source, target)
+        match INSTRUCTIONS[Opcode(opcode)].kind:
+            case "message" if opcode in RECEIVES:
+                return self._add(0.0, 0.0, in_use), -1
+            case "server" if opcode == Opcode.SUM:
+                # Each rank's part but the first is read with the sum so far, which is written.
+                accesses = _ACCESSES_PER_SUM * (len(self._program.groups[group]) - 1)
+                return self._add(accesses * num_bytes / self._kinds[kind].memory_bandwidth_bytes_per_s, 0.0, in_use), -1
+            case "message" | "server":
+                source, target = ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
+                seconds = self._cost.collective_seconds("send", ranks, num_bytes)
+                host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
+                return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.send(source, target)
+            case "collective":
+                return self._collective(group, Opcode(opcode), num_bytes, in_use, self._known_axes[axes])
+            case "load":
+                return self._add(_load_seconds(self._plan), 0.0, in_use), -1
+            case "copy":
+                return self._add(self._cost.host_transfer_seconds(self._host_of(group), num_bytes), 0.0, in_use), -1
+            case "host":
+                price = self._hosts.price_step(self._host_of(group), num_bytes, self._plan.workload.optimizer)
+            case "drives":
+                is_read = opcode == Opcode.READ_STATES
+                price = (self._hosts.price_read if is_read else self._hosts.price_write)(
+                    self._host_of(group), num_bytes
+                )
+            case "forward" | "backward" | "update" | "stash" as other:
+                raise ProgramError(f"An instruction of the kind {other!r} was to be priced as a transfer.")
+            case missing:
+                assert_never(missing)
+        return self._add(price.at(self._cost.end), 0.0, in_use), -1
 
-    def _host_seconds(self, device: int, opcode: int, num_bytes: int) -> float:
-        """What the host of a device, its drives, or a copy to or from it takes."""
-        match opcode:
-            case Opcode.HOST_STEP:
-                price = self._hosts.price_step(device, num_bytes, self._plan.workload.optimizer)
-            case Opcode.READ_STATES:
-                price = self._hosts.price_read(device, num_bytes)
-            case Opcode.WRITE_STATES:
-                price = self._hosts.price_write(device, num_bytes)
-            case _:
-                return self._cost.host_transfer_seconds(device, num_bytes)
-        return price.at(self._cost.end)
+    def _collective(
+        self, group: int, opcode: Opcode, num_bytes: int, in_use: tuple[Bytes, Bytes], axes: Axes
+    ) -> tuple[int, int]:
+        if not num_bytes:
+            # Its ranks meet, and nothing else.
+            return self._add(SHORTEST_S, 0.0, in_use), -1
+        ranks, op = self._all_members(group), _COLLECTIVE_OPS[opcode]
+        host_s = self._cost.collective_host_seconds(op, ranks, num_bytes, axes=axes)
+        way = self._algorithm if opcode == Opcode.ALL_REDUCE else None
+        seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way, axes=axes)
+        route = self.routes.tree(ranks) if way == "tree" else self.routes.ring(ranks)
+        return self._add(max(seconds, SHORTEST_S), host_s, in_use), route
+
+    def _host_of(self, group: int) -> int:
+        """The device whose host works."""
+        return self._device_of[self._program.groups[group][0]]
 
     def _all_members(self, group: int) -> tuple[int, ...]:
         """The devices that take part in the collectives of a group, ascending."""

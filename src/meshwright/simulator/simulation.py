@@ -30,7 +30,7 @@ from meshwright.simulator.host_memory import NodeMemory
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
 from meshwright.spec import Opcode, OpSpans, Timeline, format_bytes, format_percent, format_seconds
 from meshwright.spec.html import html_table
-from meshwright.spec.instructions import COLLECTIVES, OFFLOADING, SERVING, STASHING, UPDATES
+from meshwright.spec.instructions import INSTRUCTIONS, Kind
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
@@ -153,12 +153,20 @@ _OTHERS = ("exchanged_inside_s", "copied_inside_s", "host_s")
 _COLUMNS = tuple(item.name for item in fields(RankSeconds) if item.name not in _OTHERS)
 # The column of what computes, by opcode; then what moves, and of that the collectives.
 _MOVES, _EXCHANGES, _OFFLOADS = 3, 4, 5
-_COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)
-_COLUMN_OF_OPCODE[Opcode.FORWARD] = 0
-_COLUMN_OF_OPCODE[[Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT]] = 1
-_COLUMN_OF_OPCODE[[*UPDATES, *STASHING]] = 2
-_COLUMN_OF_OPCODE[[*COLLECTIVES, *SERVING]] = _EXCHANGES
-_COLUMN_OF_OPCODE[list(OFFLOADING)] = _OFFLOADS
+_COLUMN_OF_KIND: dict[Kind, int] = {
+    "forward": 0,
+    "backward": 1,
+    "update": 2,
+    "stash": 2,
+    "message": _MOVES,
+    "load": _MOVES,
+    "collective": _EXCHANGES,
+    "server": _EXCHANGES,
+    "copy": _OFFLOADS,
+    "host": _OFFLOADS,
+    "drives": _OFFLOADS,
+}
+_COLUMN_OF_OPCODE = np.array([_COLUMN_OF_KIND[INSTRUCTIONS[opcode].kind] for opcode in Opcode], np.int8)
 
 
 def step_window(

@@ -20,8 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from meshwright.spec.instructions import Instruction
-from meshwright.spec.program import StreamName
+from meshwright.spec.instructions import Instruction, StreamName
 
 State = TypeVar("State")
 

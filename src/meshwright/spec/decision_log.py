@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from meshwright.spec.control import Decision, Ended, Event, Issue, Rang, Started, Timer
 from meshwright.spec.errors import DocumentError, ProgramError
-from meshwright.spec.instructions import Opcode, instruction_row
-from meshwright.spec.program import STREAM_NAMES, Section
+from meshwright.spec.instructions import STREAM_NAMES, Opcode, instruction_row
+from meshwright.spec.program import Section
 
 EVENTS = (Started, Ended, Rang)
 _COLUMNS = ("opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")

@@ -1,13 +1,14 @@
-"""What a rank can do: one typed class per kind of instruction, and the name that people read.
+"""What a rank can do: one typed class per kind of instruction, and one table of all that is to be said of each.
 
-The classes are the row views of a `Program`, whose columns hold an `Opcode` for each of them.
+The classes are the row views of a `Program`, whose columns hold an `Opcode` for each of them. `INSTRUCTIONS` has their
+columns, stream, kind of cost, names and colours, for the builder, both interpreters and all reports.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from meshwright.spec.offload_instructions import (
     CopyDown,
@@ -20,7 +21,26 @@ from meshwright.spec.offload_instructions import (
     WriteStates,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 Payload = Literal["activation", "gradient"]
+StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load", "down", "host", "up", "drives"]
+STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
+# What an instruction costs.
+Kind = Literal[
+    "forward",  # a microbatch on the device
+    "backward",
+    "update",  # a pass over all weights of a stage on the device
+    "stash",  # a copy of them
+    "message",  # between two ranks
+    "collective",  # among all ranks of a group
+    "server",  # between ranks and parameter servers
+    "load",  # inputs on the host
+    "copy",  # between device and host
+    "host",  # an optimizer's step on the host
+    "drives",  # a read or a write of drives
+]
 
 
 class Opcode(IntEnum):
@@ -52,31 +72,6 @@ class Opcode(IntEnum):
     WRITE_STATES = 23
     SAVED_DOWN = 24
     SAVED_UP = 25
-
-
-# What occupies a device and belongs to a microbatch.
-COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
-# What makes a new version of a stage's weights.
-UPDATES = (Opcode.OPTIMIZER_STEP, Opcode.MERGE)
-# In what all ranks of a group take part.
-COLLECTIVES = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER, Opcode.ALL_GATHER)
-# Those that sum gradients.
-SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
-# Between ranks and parameter servers.
-SERVING = (Opcode.PUSH, Opcode.SUM, Opcode.PULL)
-# Copies of what is kept for backwards, layer by layer.
-SAVED_COPIES = (Opcode.SAVED_DOWN, Opcode.SAVED_UP)
-# What a rank does beside its device where something is kept away from it.
-OFFLOADING = (
-    Opcode.COPY_DOWN,
-    Opcode.HOST_STEP,
-    Opcode.COPY_UP,
-    Opcode.READ_STATES,
-    Opcode.WRITE_STATES,
-    *SAVED_COPIES,
-)
-# What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
-STASHING = (Opcode.STASH, Opcode.DROP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,95 +269,124 @@ Exchange = Collective | Push | Sum | Pull
 Instruction = Computation | Send | Receive | Exchange | Offloading | Load | OptimizerStep | Stash | Drop | Merge
 
 
-_OPCODES: dict[type[Instruction], Opcode] = {
-    AllReduce: Opcode.ALL_REDUCE,
-    ReduceScatter: Opcode.REDUCE_SCATTER,
-    AllGather: Opcode.ALL_GATHER,
-    Push: Opcode.PUSH,
-    Sum: Opcode.SUM,
-    Pull: Opcode.PULL,
-    OptimizerStep: Opcode.OPTIMIZER_STEP,
-    Stash: Opcode.STASH,
-    Drop: Opcode.DROP,
-    Merge: Opcode.MERGE,
-    CopyDown: Opcode.COPY_DOWN,
-    HostStep: Opcode.HOST_STEP,
-    CopyUp: Opcode.COPY_UP,
-    ReadStates: Opcode.READ_STATES,
-    WriteStates: Opcode.WRITE_STATES,
-    SavedDown: Opcode.SAVED_DOWN,
-    SavedUp: Opcode.SAVED_UP,
+class Row(NamedTuple):
+    """What there is to say of the instructions of one opcode.
+
+    ``view`` is their class and, of messages, ``payload`` what it says; ``stream`` is where they stand. ``kind``: what
+    they cost. ``name`` is that of a span, ``label`` that of all of them in legends; ``colour`` is theirs in pictures
+    and in the terminal, ("", "") for those that neither shows.
+    """
+
+    view: type[Instruction]
+    stream: StreamName
+    kind: Kind
+    name: str
+    label: str
+    colour: tuple[str, str] = ("", "")
+    payload: Payload | None = None
+
+
+INSTRUCTIONS: dict[Opcode, Row] = {
+    Opcode.FORWARD: Row(Forward, "compute", "forward", "F{stage}.{microbatch}", "forwards", ("#9fc3e6", "blue")),
+    Opcode.BACKWARD: Row(Backward, "compute", "backward", "B{stage}.{microbatch}", "backwards", ("#a9d3b0", "green")),
+    Opcode.BACKWARD_INPUT: Row(
+        BackwardInput, "compute", "backward", "I{stage}.{microbatch}", "gradients of inputs", ("#8fc7c9", "cyan")
+    ),
+    Opcode.BACKWARD_WEIGHT: Row(
+        BackwardWeight, "compute", "backward", "W{stage}.{microbatch}", "gradients of weights", ("#cfe3a8", "magenta")
+    ),
+    Opcode.SEND_ACTIVATION: Row(
+        Send, "send", "message", "send {stage}→{peer}.{microbatch}", "sends of activations", payload="activation"
+    ),
+    Opcode.RECEIVE_ACTIVATION: Row(
+        Receive, "receive", "message", "receive {peer}→{stage}.{microbatch}", "receives", payload="activation"
+    ),
+    Opcode.SEND_GRADIENT: Row(
+        Send, "send", "message", "send gradient {stage}→{peer}.{microbatch}", "sends of gradients", payload="gradient"
+    ),
+    Opcode.RECEIVE_GRADIENT: Row(
+        Receive, "receive", "message", "receive gradient {peer}→{stage}.{microbatch}", "receives", payload="gradient"
+    ),
+    Opcode.ALL_REDUCE: Row(AllReduce, "exchange", "collective", "all-reduce {stage} #{peer}", "sums of gradients"),
+    Opcode.OPTIMIZER_STEP: Row(
+        OptimizerStep, "compute", "update", "optimizer {stage}", "optimizer", ("#e8c766", "yellow")
+    ),
+    Opcode.STASH: Row(Stash, "compute", "stash", "stash {stage}", "copies of weights", ("", "white")),
+    Opcode.DROP: Row(Drop, "compute", "stash", "drop {stage}", "copies of weights"),
+    Opcode.MERGE: Row(Merge, "compute", "update", "merge {stage}", "merges of waves", ("#e6a06f", "yellow")),
+    Opcode.REDUCE_SCATTER: Row(
+        ReduceScatter, "exchange", "collective", "reduce-scatter {stage} #{peer}", "sums of gradients"
+    ),
+    Opcode.ALL_GATHER: Row(AllGather, "exchange", "collective", "all-gather {stage} #{peer}", "gathers of parameters"),
+    Opcode.PUSH: Row(Push, "exchange", "server", "push {stage} #{peer}", "pushes to servers"),
+    Opcode.SUM: Row(Sum, "serve", "server", "sum {stage} #{peer}", "sums on servers"),
+    Opcode.PULL: Row(Pull, "reply", "server", "pull {stage} #{peer}", "pulls from servers"),
+    Opcode.LOAD: Row(Load, "load", "load", "load {microbatch}", "loading of inputs"),
+    Opcode.COPY_DOWN: Row(CopyDown, "down", "copy", "copy down {stage} #{peer}", "copies to the host"),
+    Opcode.HOST_STEP: Row(HostStep, "host", "host", "host step {stage} #{peer}", "optimizer on the host"),
+    Opcode.COPY_UP: Row(CopyUp, "up", "copy", "copy up {stage} #{peer}", "copies from the host"),
+    Opcode.READ_STATES: Row(ReadStates, "drives", "drives", "read {stage} #{peer}", "reads of drives"),
+    Opcode.WRITE_STATES: Row(WriteStates, "drives", "drives", "write {stage} #{peer}", "writes to drives"),
+    Opcode.SAVED_DOWN: Row(
+        SavedDown, "down", "copy", "saved down {stage}.{microbatch} #{peer}", "copies of activations to the host"
+    ),
+    Opcode.SAVED_UP: Row(
+        SavedUp, "up", "copy", "saved up {stage}.{microbatch} #{peer}", "copies of activations from the host"
+    ),
 }
+
+
+def of_kind(*kinds: Kind) -> tuple[Opcode, ...]:
+    """All opcodes of some kinds of cost, in order."""
+    return tuple(opcode for opcode in Opcode if INSTRUCTIONS[opcode].kind in kinds)
+
+
+# What occupies a device and belongs to a microbatch.
+COMPUTATIONS = of_kind("forward", "backward")
+# What makes a new version of a stage's weights.
+UPDATES = of_kind("update")
+# What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
+STASHING = of_kind("stash")
+# The two ends of a message.
+SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
+RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
+# In what all ranks of a group take part.
+COLLECTIVES = of_kind("collective")
+# Those that sum gradients.
+SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
+# Between ranks and parameter servers.
+SERVING = of_kind("server")
+# Copies of what is kept for backwards, layer by layer.
+SAVED_COPIES = (Opcode.SAVED_DOWN, Opcode.SAVED_UP)
+# What a rank does beside its device where something is kept away from it.
+OFFLOADING = of_kind("copy", "host", "drives")
+
+# The column of each field: stage, microbatch, version, peer, num_bytes; behind the opcode.
+_COLUMNS = {"stage": 1, "microbatch": 2, "version": 3, "peer": 4, "bucket": 4, "piece": 4, "layer": 4, "num_bytes": 5}
+_FIELDS = {
+    opcode: tuple((item.name, _COLUMNS[item.name]) for item in fields(row.view) if item.name != "payload")
+    for opcode, row in INSTRUCTIONS.items()
+}
+_OPCODES = {(row.view, row.payload): opcode for opcode, row in INSTRUCTIONS.items()}
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
     """The columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes; -1 for what it has not."""
-    match instruction:
-        case Forward():
-            return (Opcode.FORWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case Backward():
-            return (Opcode.BACKWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case BackwardInput():
-            return (Opcode.BACKWARD_INPUT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case BackwardWeight():
-            return (Opcode.BACKWARD_WEIGHT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case Send():
-            opcode = Opcode.SEND_ACTIVATION if instruction.payload == "activation" else Opcode.SEND_GRADIENT
-            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
-        case Receive():
-            opcode = Opcode.RECEIVE_ACTIVATION if instruction.payload == "activation" else Opcode.RECEIVE_GRADIENT
-            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
-        case AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull():
-            opcode = _OPCODES[type(instruction)]
-            return (opcode, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
-        case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
-            return (_OPCODES[type(instruction)], instruction.stage, -1, -1, instruction.piece, instruction.num_bytes)
-        case SavedDown() | SavedUp():
-            opcode = _OPCODES[type(instruction)]
-            return (
-                opcode,
-                instruction.stage,
-                instruction.microbatch,
-                -1,
-                instruction.layer,
-                instruction.num_bytes,
-            )
-        case Load():
-            return (Opcode.LOAD, instruction.stage, instruction.microbatch, -1, -1, 0)
-        case OptimizerStep() | Stash() | Drop() | Merge():
-            return (_OPCODES[type(instruction)], instruction.stage, -1, instruction.version, -1, 0)
-        case _:
-            assert_never(instruction)
+    opcode = _OPCODES[type(instruction), instruction.payload if isinstance(instruction, Send | Receive) else None]
+    row = [int(opcode), -1, -1, -1, -1, 0]
+    for name, column in _FIELDS[opcode]:
+        row[column] = getattr(instruction, name)
+    return row[0], row[1], row[2], row[3], row[4], row[5]
 
 
-_NAMES: dict[Opcode, str] = {
-    Opcode.FORWARD: "F{stage}.{microbatch}",
-    Opcode.BACKWARD: "B{stage}.{microbatch}",
-    Opcode.BACKWARD_INPUT: "I{stage}.{microbatch}",
-    Opcode.BACKWARD_WEIGHT: "W{stage}.{microbatch}",
-    Opcode.SEND_ACTIVATION: "send {stage}→{peer}.{microbatch}",
-    Opcode.RECEIVE_ACTIVATION: "receive {peer}→{stage}.{microbatch}",
-    Opcode.SEND_GRADIENT: "send gradient {stage}→{peer}.{microbatch}",
-    Opcode.RECEIVE_GRADIENT: "receive gradient {peer}→{stage}.{microbatch}",
-    Opcode.ALL_REDUCE: "all-reduce {stage} #{peer}",
-    Opcode.REDUCE_SCATTER: "reduce-scatter {stage} #{peer}",
-    Opcode.ALL_GATHER: "all-gather {stage} #{peer}",
-    Opcode.PUSH: "push {stage} #{peer}",
-    Opcode.SUM: "sum {stage} #{peer}",
-    Opcode.PULL: "pull {stage} #{peer}",
-    Opcode.LOAD: "load {microbatch}",
-    Opcode.OPTIMIZER_STEP: "optimizer {stage}",
-    Opcode.STASH: "stash {stage}",
-    Opcode.DROP: "drop {stage}",
-    Opcode.MERGE: "merge {stage}",
-    Opcode.COPY_DOWN: "copy down {stage} #{peer}",
-    Opcode.HOST_STEP: "host step {stage} #{peer}",
-    Opcode.COPY_UP: "copy up {stage} #{peer}",
-    Opcode.READ_STATES: "read {stage} #{peer}",
-    Opcode.WRITE_STATES: "write {stage} #{peer}",
-    Opcode.SAVED_DOWN: "saved down {stage}.{microbatch} #{peer}",
-    Opcode.SAVED_UP: "saved up {stage}.{microbatch} #{peer}",
-}
+def instruction_of(row: Sequence[int]) -> Instruction:
+    """The instruction of such columns."""
+    opcode = Opcode(row[0])
+    view, payload = INSTRUCTIONS[opcode].view, INSTRUCTIONS[opcode].payload
+    said: dict[str, Any] = {name: row[column] for name, column in _FIELDS[opcode]}
+    if payload is not None:
+        said["payload"] = payload
+    return view(**said)
 
 
 def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str:
@@ -370,4 +394,4 @@ def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str
 
     ``F0.3``, ``B1.0``, ``I1.0`` and ``W1.0`` (a backward in two parts), ``send 0→1.3``, ``all-reduce 0 #2``.
     """
-    return _NAMES[Opcode(opcode)].format(stage=stage, microbatch=microbatch, peer=peer)
+    return INSTRUCTIONS[Opcode(opcode)].name.format(stage=stage, microbatch=microbatch, peer=peer)

@@ -33,72 +33,17 @@ stands there, or none, it is not waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import (
-    AllGather,
-    AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Drop,
-    Exchange,
-    Forward,
-    Instruction,
-    Load,
-    Merge,
-    Opcode,
-    OptimizerStep,
-    Payload,
-    Pull,
-    Push,
-    Receive,
-    ReduceScatter,
-    Send,
-    Stash,
-    Sum,
-)
-from meshwright.spec.offload_instructions import (
-    CopyDown,
-    CopyUp,
-    HostStep,
-    ReadStates,
-    SavedDown,
-    SavedUp,
-    WriteStates,
-)
+from meshwright.spec.instructions import Instruction, Opcode, StreamName, instruction_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load", "down", "host", "up", "drives"]
-STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
-_EXCHANGES: dict[Opcode, type[Exchange]] = {
-    Opcode.ALL_REDUCE: AllReduce,
-    Opcode.REDUCE_SCATTER: ReduceScatter,
-    Opcode.ALL_GATHER: AllGather,
-    Opcode.PUSH: Push,
-    Opcode.SUM: Sum,
-    Opcode.PULL: Pull,
-}
-_OF_WEIGHTS: dict[Opcode, type[OptimizerStep | Stash | Drop | Merge]] = {
-    Opcode.OPTIMIZER_STEP: OptimizerStep,
-    Opcode.STASH: Stash,
-    Opcode.DROP: Drop,
-    Opcode.MERGE: Merge,
-}
-_OFFLOADING: dict[Opcode, type[CopyDown | HostStep | CopyUp | ReadStates | WriteStates]] = {
-    Opcode.COPY_DOWN: CopyDown,
-    Opcode.HOST_STEP: HostStep,
-    Opcode.COPY_UP: CopyUp,
-    Opcode.READ_STATES: ReadStates,
-    Opcode.WRITE_STATES: WriteStates,
-}
-_SAVED: dict[Opcode, type[SavedDown | SavedUp]] = {Opcode.SAVED_DOWN: SavedDown, Opcode.SAVED_UP: SavedUp}
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
 
@@ -149,34 +94,8 @@ class Section:
 
     def instruction(self, index: int) -> Instruction:
         """The typed view of one row."""
-        stage, microbatch, version = int(self.stage[index]), int(self.microbatch[index]), int(self.version[index])
-        peer, num_bytes = int(self.peer[index]), int(self.num_bytes[index])
-        opcode = Opcode(int(self.opcode[index]))
-        match opcode:
-            case Opcode.FORWARD:
-                return Forward(stage=stage, microbatch=microbatch, version=version)
-            case Opcode.BACKWARD:
-                return Backward(stage=stage, microbatch=microbatch, version=version)
-            case Opcode.BACKWARD_INPUT:
-                return BackwardInput(stage=stage, microbatch=microbatch, version=version)
-            case Opcode.BACKWARD_WEIGHT:
-                return BackwardWeight(stage=stage, microbatch=microbatch, version=version)
-            case Opcode.SEND_ACTIVATION | Opcode.SEND_GRADIENT:
-                payload: Payload = "activation" if opcode is Opcode.SEND_ACTIVATION else "gradient"
-                return Send(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
-            case Opcode.RECEIVE_ACTIVATION | Opcode.RECEIVE_GRADIENT:
-                payload = "activation" if opcode is Opcode.RECEIVE_ACTIVATION else "gradient"
-                return Receive(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
-            case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER | Opcode.PUSH | Opcode.SUM | Opcode.PULL:
-                return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
-            case Opcode.COPY_DOWN | Opcode.HOST_STEP | Opcode.COPY_UP | Opcode.READ_STATES | Opcode.WRITE_STATES:
-                return _OFFLOADING[opcode](stage=stage, piece=peer, num_bytes=num_bytes)
-            case Opcode.SAVED_DOWN | Opcode.SAVED_UP:
-                return _SAVED[opcode](stage=stage, microbatch=microbatch, layer=peer, num_bytes=num_bytes)
-            case Opcode.LOAD:
-                return Load(stage=stage, microbatch=microbatch)
-            case Opcode.OPTIMIZER_STEP | Opcode.STASH | Opcode.DROP | Opcode.MERGE:
-                return _OF_WEIGHTS[opcode](stage=stage, version=version)
+        columns = self.opcode, self.stage, self.microbatch, self.version, self.peer, self.num_bytes
+        return instruction_of([int(column[index]) for column in columns])
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
         """Ids (or marks, from ``num_instructions`` on) that one instruction waits for."""

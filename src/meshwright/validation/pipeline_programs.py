@@ -29,6 +29,7 @@ from meshwright.spec import (
     Workload,
     to_picoseconds,
 )
+from meshwright.spec.instructions import SENDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import ScheduleName
     from meshwright.templates.shapes import Schedule
 
-SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
 # Our names of the schedules of measured steps. ZB-2p is taken to fill its bubble, as ZB-H2 does nearly.
 SCHEDULE_NAMES: dict[Schedule, ScheduleName] = {
     "gpipe": "gpipe",

@@ -23,7 +23,7 @@ from meshwright.simulator.delta.graph import NOWHERE
 from meshwright.simulator.delta.rewire import StreamRows
 from meshwright.simulator.waiters import Column, Ids, Times
 from meshwright.spec import Opcode
-from meshwright.spec.program import STREAM_NAMES
+from meshwright.spec.instructions import STREAM_NAMES
 
 # Keys of a computation lie so far apart; its own is in the middle.
 _APART = 1 << 22
