@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import Row, make_row
+from rewrite_backtracking import backtrack
 from rewrite_models import BLOCKS, MODELS, SOURCES, WASTE, whole
 
 from meshwright.capture import capture_model
@@ -26,7 +27,6 @@ from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.read import Source
 from meshwright.rewrite.optimize import LIMITS, rewrite_model
-from meshwright.rewrite.search.backtracking import backtrack
 from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
 from meshwright.rewrite.search.search import Found, Grown, Space

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 from harness import make_row
 from planning.chains import SPLITS
+from planning.measured_search import NUM_AGAIN, NUM_FINALISTS, refine_measured, with_noise
 from planning.unequal_devices import unequal_problem
 
 from meshwright.cost import CostModel
@@ -23,7 +24,6 @@ from meshwright.planner import evaluate_plan
 from meshwright.planner.choices import Choices
 from meshwright.planner.methods.differentiable import method
 from meshwright.planner.methods.differentiable.layouts import StageLayout
-from meshwright.planner.methods.differentiable.measured import NUM_AGAIN, NUM_FINALISTS, refine_measured, with_noise
 from meshwright.planner.methods.differentiable.stage_repair import price_layout
 
 MEASURED = SPLITS["measured"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rewrite_backtracking import backtrack
 from torch import nn
 
 from meshwright.capture import capture_model
@@ -17,7 +18,6 @@ from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.rules import rule_of
 from meshwright.rewrite.saturate import Limits, saturate
-from meshwright.rewrite.search.backtracking import backtrack
 from meshwright.rewrite.search.extraction import extract, smallest
 from meshwright.rewrite.search.merging import Merging
 from meshwright.rewrite.search.options import Options

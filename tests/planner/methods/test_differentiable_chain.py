@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning.chain_arms import CHAIN_ARMS, assignment, boundaries, recursion
 
 import meshwright
 from meshwright.planner.methods.chain import ChainProblem, solve_chain
-from meshwright.planner.methods.differentiable import CHAIN_ARMS, assignment, boundaries, recursion
 from meshwright.planner.methods.differentiable.descent import softmax, softmax_gradient
 from meshwright.planner.methods.differentiable.repair import Repaired, descend_moves, round_edges
 from tests.marks import examples

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from planning import measured_search as measured
+from planning.measured_search import refine_measured, with_noise
 
-from meshwright.planner.methods.differentiable import measured
 from meshwright.planner.methods.differentiable.layouts import StageLayout, descend_logits, start_logits
-from meshwright.planner.methods.differentiable.measured import refine_measured, with_noise
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
 from meshwright.planner.methods.differentiable.stage_repair import price_layout
 from meshwright.spec import PlanError
