@@ -24,8 +24,7 @@ from meshwright.rewrite.generate.basis import follows
 from meshwright.rewrite.generate.candidates import rule_of_candidate, unique_candidates
 from meshwright.rewrite.generate.domain import usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
-from meshwright.rewrite.generate.generate import ELSEWHERE
-from meshwright.rewrite.generate.prove import prove_candidates
+from meshwright.rewrite.generate.generate import ELSEWHERE, prove_candidates
 from meshwright.rewrite.importing import read_taso, read_unity
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import shipped_rule_book

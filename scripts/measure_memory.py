@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from meshwright.training.peak_memory import MemoryCase, measure_peak, measure_rank_peak
-from meshwright.validation.pipelines import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, SHARING_COLUMNS, pipeline_plan
+from meshwright.validation.memory import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, SHARING_COLUMNS, pipeline_plan
 
 DATA = Path(__file__).parent.parent / "src/meshwright/validation/data"
 TRAINING_COLUMNS = ("model", "batch_size", "optimizer", "recompute")

@@ -20,8 +20,7 @@ from meshwright.cost.collectives import (
     place_group,
 )
 from meshwright.cost.collectives.algorithms import parameter_server_seconds, port_share, ring_seconds
-from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.protocols import load_nccl
+from meshwright.cost.collectives.datasheet import load_nccl, quote_collective
 from meshwright.cost.collectives.rings import (
     best_ring,
     best_tree,

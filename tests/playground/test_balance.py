@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.playground.balance import balanced_cuts
+from meshwright.playground.workbench import balanced_cuts
 
 
 def weights(seconds, cuts):

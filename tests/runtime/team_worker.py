@@ -22,8 +22,8 @@ from meshwright.spec import GradientExchange, Offload, Optimizer, Plan, StagePla
 from meshwright.spec.instructions import Backward, Forward
 from meshwright.spec.recompute_words import read_recompute
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
-from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
+from meshwright.training.trainer import Losses
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models

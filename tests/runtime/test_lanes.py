@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.program import build_program
-from meshwright.runtime.behind import Behind
 from meshwright.runtime.pending import WaitedOnce
 from meshwright.runtime.rank_program import arrange_rank
+from meshwright.runtime.transport import Behind
 from meshwright.simulator import simulate_plan
 from meshwright.spec import GradientExchange, Opcode
 from meshwright.spec.instructions import AllReduce, ReduceScatter

@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright.capture import capture_model
 from meshwright.planner.placing.op_tasks import find_tasks
-from meshwright.runtime.placed import check_placed_writes
+from meshwright.runtime.opening import check_placed_writes
 from meshwright.spec import PlacedStage, Placement, PlanError, Workload
 
 

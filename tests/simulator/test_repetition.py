@@ -8,7 +8,7 @@ from hypothesis import given, settings
 import meshwright.simulator.plan as simulate
 from meshwright.program import build_program
 from meshwright.simulator import price_program, simulate_plan
-from meshwright.simulator.repetition import step_distance
+from meshwright.simulator.plan import step_distance
 from meshwright.simulator.simulate import run_program
 from tests.graphs import chain_graph
 from tests.marks import examples

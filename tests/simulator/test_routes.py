@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.routes import Routes
+from meshwright.simulator.unroll import find_shared_links
 from tests.simulator.plans import small_cluster
 
 

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.simulator.scenarios import simulate_scenario
 from meshwright.simulator.scenarios.failures import Failure, failures_of, mean_time_to_failure
-from meshwright.simulator.scenarios.forecast import saved_bytes
-from meshwright.simulator.scenarios.intervals import best_interval, daly_interval, expected_seconds, young_interval
+from meshwright.simulator.scenarios.forecast import (
+    best_interval,
+    daly_interval,
+    expected_seconds,
+    saved_bytes,
+    young_interval,
+)
 from meshwright.simulator.scenarios.run import Saving, Stretch, follow_run
 from meshwright.spec import ScenarioError, load_shipped_graph
 from meshwright.spec.quantities import BytesPerSecond, Seconds

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.validation.ranking import rank_runs
+from meshwright.validation.scores import rank_runs
 
 RUNS = st.lists(st.tuples(st.integers(0, 3), st.floats(1, 2), st.floats(1, 2)), min_size=1, max_size=12)
 

@@ -2,6 +2,8 @@
 
 Sizes are read off walks at two batch sizes, ``n(b) = fixed + per_sample·b``, and confirmed by a third; a model that is
 not affine, or whose ops differ between batch sizes, is described for its example's batch size only.
+
+How much crosses a cut.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from torch import fx
 
 from meshwright.capture.layers import Line, Range, divide
 from meshwright.capture.legality import Legality, judge_cuts
-from meshwright.capture.structure import crossing_bytes
 from meshwright.capture.table import OpRow, Table, build_table
 from meshwright.capture.trace import target_of
 from meshwright.capture.values import Slot
@@ -27,7 +28,10 @@ from meshwright.spec import CaptureError, Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.blocks import block_signature
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshwright.capture.trace import Trace
+    from meshwright.spec import Op, Tensor
 
 # Arguments that say where a result lives, not what is computed.
 _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "generator"})
@@ -271,3 +275,23 @@ def _branches_text(args: tuple[Any, ...]) -> str:
     codes = [re.sub(r"#.*", "", item.code) for item in args if isinstance(item, fx.GraphModule)]
     flags = [str(item) for item in args if isinstance(item, bool)]
     return hashlib.sha256("\n".join([*flags, *codes]).encode()).hexdigest()[:12]
+
+
+def crossing_bytes(ops: Sequence[Op], tensors: Sequence[Tensor], outputs: Sequence[int], batch_size: int) -> list[int]:
+    """Bytes of values made before each position and used at or after it."""
+    last: dict[int, int] = {i: len(ops) for i in outputs}
+    for position in range(len(ops) - 1, -1, -1):
+        for i in ops[position].inputs:
+            last.setdefault(i, position)
+    change = [0] * (len(ops) + 2)
+    for position, op in enumerate(ops):
+        if not op.replicable:
+            for i in op.outputs:
+                end = last.get(i, position)
+                change[position + 1] += tensors[i].num_bytes(batch_size)
+                change[end + 1] -= tensors[i].num_bytes(batch_size)
+    crossing, level = [], 0
+    for position in range(len(ops) + 1):
+        level += change[position]
+        crossing.append(level)
+    return crossing

@@ -1,21 +1,34 @@
-"""``meshwright measure``: times of this machine, into the measurement table; with ``--cluster``, what it has."""
+"""``meshwright measure``: times of this machine, into the measurement table; with ``--cluster``, what it has.
+
+``meshwright measure --cluster``: this machine as a cluster file.
+
+``meshwright measure --from``: measurements of other tools, and traces of one's own runs, into the table.
+"""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.measure_batches import measure_batches_table, read_known
 from meshwright.cli.measure_calibrate import calibrate_table
-from meshwright.cli.measure_cluster import write_cluster
 from meshwright.cli.measure_device import measure_device, write_device_table
-from meshwright.cli.measure_from import import_files
 from meshwright.cli.measure_links import measure_links_table
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
-from meshwright.cli.output import print_tables, terminal_sink
+from meshwright.cli.output import note, print_tables, terminal_sink
+from meshwright.cli.records import op_rows, op_tables
+from meshwright.spec.codec import encode_document, write_document
+from meshwright.spec.errors import DocumentError
+from meshwright.spec.files import write_text
+from meshwright.spec.units import format_count
+
+if TYPE_CHECKING:
+    from meshwright.records import Imported
 
 # What these do instead of timing a model.
 _WITHOUT_MODEL = {
@@ -266,3 +279,89 @@ def _measure_table(
         print_json("measurements", {**measurement_rows(table), "file": str(out)})
     else:
         print_tables(measurement_table(table), f"measurements written to {out}")
+
+
+_HEADING = """{name}, as `meshwright measure --cluster` found it on {date}.
+found: asked of this machine. measured: timed on it. datasheet: of the device kind, by the shipped description.
+For more hosts, copy [[nodes]] and give each its name; correct what is wrong."""
+
+
+def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_json: bool) -> None:
+    """Describe this machine, time what no datasheet tells, write the file and show it."""
+    from meshwright.host import (
+        Host,
+        ask_torch,
+        cluster_toml,
+        describe_machine,
+        devices_to_measure,
+        find_machine,
+    )
+    from meshwright.report import cluster_table
+
+    if out.suffix not in (".toml", ".json"):
+        raise DocumentError(f"{out}: cluster files end in .toml or .json. Choose such a name.")
+    try:
+        taken = out.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise DocumentError(f"{out}: cannot be written ({error.strerror}). Choose a writable place.") from None
+    if taken and not force:
+        raise DocumentError(f"{out} is there already. Choose another --out, or replace it with --force.")
+    facts = ask_torch(Host())
+    machine = find_machine(Host(), facts)
+    rates = {}
+    if facts.installed and not facts.failure:
+        from meshwright.measurement import measure_rates
+
+        with terminal_sink(as_json) as events:
+            for name, device in devices_to_measure(machine).items():
+                rates[name] = measure_rates(device, num_ranks=num_ranks, repeats=repeats, events=events)
+    elif devices_to_measure(machine):
+        why = facts.failure or "torch is not installed (pip install 'meshwright[torch]')"
+        note(f"Nothing was measured: {why}. Rates of processors are those of the shipped description.")
+    described = describe_machine(machine, rates)
+    if out.suffix == ".toml":
+        date = datetime.now(UTC).strftime("%Y-%m-%d")
+        write_text(cluster_toml(described, _HEADING.format(name=machine.name, date=date)), out)
+    else:
+        write_document(described.cluster, out)
+    if as_json:
+        print_json(
+            "described-cluster",
+            {"cluster": encode_document(described.cluster), "remarks": described.remarks, "file": str(out)},
+        )
+    else:
+        print_tables(cluster_table(described.cluster), f"cluster written to {out}")
+
+
+def import_files(files: list[Path], out: Path, *, device: str | None, as_json: bool) -> None:
+    """Read every file, write what was taken into the table, and show what was taken and what was left out."""
+    from meshwright.records import add_records, check_table_place, concat_records, import_file
+
+    check_table_place(out, of_many=True)
+    taken = {path: import_file(path, device=device) for path in files}
+    for path, item in taken.items():
+        if not len(item.records):
+            why = ", ".join(f"{count} {reason}" for reason, count in item.left_out.items() if count)
+            raise DocumentError(
+                f"{path}: {item.kind} without a row that can be used ({why or 'it is empty'}); nothing was written. "
+                "Give a file with measurements."
+            )
+    add_records(concat_records(item.records for item in taken.values()), out)
+    if as_json:
+        print_json(
+            "imported-records", {"files": [file_rows(path, item) for path, item in taken.items()], "file": str(out)}
+        )
+        return
+    for path, item in taken.items():
+        heading = f"{path}: {item.kind}, {format_count(len(item.records), 'row')}"
+        print_tables(Text(heading), *op_tables(item.records))
+        for reason, count in item.left_out.items():
+            if count:
+                note(f"{path}: {count} left out: {reason}")
+    print_tables(Text(f"rows written to {out}"))
+
+
+def file_rows(path: Path, imported: Imported) -> dict[str, Any]:
+    """What became of a file, as plain data."""
+    left_out = {reason: count for reason, count in imported.left_out.items() if count}
+    return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported.records), "left_out": left_out}

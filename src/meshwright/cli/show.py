@@ -1,22 +1,25 @@
-"""``meshwright show``: look at any document."""
+"""``meshwright show``: look at any document.
+
+``meshwright show PLAN --as SYSTEM``: a plan as settings of another system.
+
+The list of shipped models, as ``meshwright show zoo`` prints it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from meshwright.cli.json_output import print_document
-from meshwright.cli.models import JsonOption
-from meshwright.cli.output import grid_width, note, print_tables
+from meshwright.cli.json_output import print_document, print_json
+from meshwright.cli.models import JsonOption, graph_to_show
+from meshwright.cli.output import grid_width, note, print_file, print_tables
 from meshwright.cli.pages import HtmlOption, page_path, provenance, put_page
 from meshwright.cli.records import show_records
 from meshwright.cli.show_prices import Pricing, show_prices
-from meshwright.cli.systems import System, show_settings
-from meshwright.cli.zoo import ZOO, show_zoo
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.codec import decode_document, document_kind, encode_document
 from meshwright.spec.errors import DocumentError, MeshwrightError, PlaygroundError, suggest
@@ -30,6 +33,9 @@ from meshwright.spec.precision import Precision
 from meshwright.spec.program import Program
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.timeline import Timeline
+
+if TYPE_CHECKING:
+    from meshwright.report.settings import Settings
 
 KINDS = {kind.__name__.lower(): kind for kind in (Graph, Plan, Placement, Program, Timeline, Cluster, Measurements)}
 
@@ -270,3 +276,97 @@ def tables_of(value: Any, batch_size: int) -> list[Any]:
         Measurements: lambda: [report.measurement_table(value)],
     }
     return views[type(value)]()
+
+
+System = Literal["accelerate", "deepspeed", "megatron", "torchtitan", "torch-csv"]
+
+
+def show_settings(value: Any, document: str, graph_file: Path | None, system: System, as_json: bool) -> None:
+    """The file on standard output; what it cannot say is at its head, or on standard error if it has no comments."""
+    from meshwright.report.settings import export_settings
+
+    if not isinstance(value, Plan):
+        raise DocumentError(f"{document}: --as needs a plan, found a {type(value).__name__.lower()}.")
+    if system == "torch-csv":
+        _show(_orders(value), as_json)
+        return
+    # Only a cut and what runs again need the layers, and Megatron-LM the number of blocks.
+    needed = len(value.stages) > 1 or bool(value.recompute) or system == "megatron" or graph_file is not None
+    graph = graph_to_show(value, document, graph_file, f"--as {system}") if needed else None
+    _show(export_settings(system, value, load_cluster(value.cluster), graph), as_json)
+
+
+def _orders(plan: Plan) -> Settings:
+    """The order of every rank; needs neither model nor cluster."""
+    from meshwright.program import compute_orders, write_orders
+    from meshwright.report.settings import export_orders
+
+    written = write_orders(plan, compute_orders(plan))
+    return export_orders(
+        plan,
+        written.text,
+        num_lines=written.num_lines,
+        num_pipelines=written.num_pipelines,
+        shared_stage=written.shared_stage,
+    )
+
+
+def _show(settings: Settings, as_json: bool) -> None:
+    from meshwright.report.settings import notes
+
+    if as_json:
+        print_json(
+            "settings",
+            {
+                "system": settings.system,
+                "version": settings.version,
+                "file_name": settings.file_name,
+                "values": dict(settings.values),
+                "text": settings.text,
+                "start": settings.start,
+                "fill_in": list(settings.fill_in),
+                "not_expressed": [{"what": item.what, "reason": item.reason} for item in settings.unsaid],
+            },
+        )
+        return
+    print_file(settings.text)
+    note(f"{settings.system} {settings.version}; usual name of the file: {settings.file_name}")
+    if settings.has_comments:
+        note(f"To fill in: {len(settings.fill_in)}; not expressed: {len(settings.unsaid)}; see the head of the file.")
+        return
+    for line in notes(settings.start, settings.fill_in, settings.unsaid):
+        note(line)
+
+
+ZOO = "zoo"
+
+
+def show_zoo(as_json: bool, other_options: bool) -> None:
+    """Print one row per shipped model; DocumentError if asked for more than tables or JSON."""
+    if other_options:
+        raise DocumentError(
+            "`show zoo` lists the shipped models, as a table or with --json; no other option goes with it. Leave the "
+            "others out, or give one model's name instead of zoo."
+        )
+    rows = [zoo_row(load_shipped_graph(name)) for name in shipped_graphs()]
+    if as_json:
+        print_json("zoo", {"models": rows})
+        return
+    from meshwright.report import make_table
+
+    print_tables(make_table(rows, hide=["graph_hash"]))
+
+
+def zoo_row(graph: Graph) -> dict[str, Any]:
+    """What a shipped graph weighs, by training passes over one sample; ``inputs`` are the sizes of a sample."""
+    trainable = graph.num_parameters(trainable_only=True)
+    inputs = [graph.tensors[i] for i in graph.inputs]
+    return {
+        "model": graph.name,
+        "num_parameters": graph.num_parameters(),
+        "trainable": None if trainable == graph.num_parameters() else trainable,
+        "num_layers": len(graph.layers),
+        "step_flops": graph.flops(1),
+        "inputs": ", ".join("×".join(map(str, tensor.shape[1:])) or "1" for tensor in inputs),
+        "graph_hash": graph.content_hash,
+    }

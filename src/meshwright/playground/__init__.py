@@ -1,9 +1,9 @@
 """A local page where a plan is changed by controls and its timeline, memory and step time follow at once.
 
-    State (`state`)  →  base and scenario (`scenario`), balanced cuts (`balance`), Plan (`layout`; back: `opening`)
-                     →  Answer (`workbench`: program, prices, simulation)  →  JSON (`documents`)
-    `service` answers paths, `server` speaks HTTP on 127.0.0.1, `guard` refuses strangers, `turns` lets the newest
-    request win, `jobs` searches beside the page.
+    State (`state`)  →  base and scenario (`scenario`), Plan (`layout`; back: `opening`)
+                     →  Answer (`workbench`: balanced cuts, program, prices, simulation)  →  JSON (`documents`)
+    `service` answers paths, `server` speaks HTTP on 127.0.0.1, `guard` refuses strangers, `jobs` searches beside the
+    page.
 
 The views are those of `meshwright.report.page`; the scripts beside this file hold the controls.
 """

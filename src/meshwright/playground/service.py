@@ -8,6 +8,13 @@ GET   /  /playground.js ...      the page and its files
 POST  /answer                    {query, pinned, page, number} → `documents.answer_data`
       /interval                  {query} → `documents.interval_data`: two more simulations, so it is asked for later
       /search                    {query} → a `jobs.SearchJob` report;  /progress, /stop: {job} → the same
+
+The files of the page, by path: its own, and the views of `meshwright.report.page`.
+
+Who computes next? One request at a time, and of each page only its newest one.
+
+A page numbers its requests. While one is computed, later ones wait; when its turn comes, a request of a page that has
+sent a newer one is dropped, so that dragging a control costs at most two computations, not one per step.
 """
 
 from __future__ import annotations
@@ -15,13 +22,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from typing import Any, get_args
 
 from meshwright.planner.interval import predict_step_interval
 from meshwright.planner.layouts import LayoutName
-from meshwright.playground.assets import read_asset
 from meshwright.playground.documents import answer_data, answer_document, impossible_data, interval_data, pinned_data
 from meshwright.playground.guard import RefusedError
 from meshwright.playground.jobs import Searches
@@ -34,9 +44,8 @@ from meshwright.playground.state import (
     from_query,
     to_query,
 )
-from meshwright.playground.turns import StaleError, Turns
 from meshwright.playground.workbench import Answer, Workbench
-from meshwright.report.page import page_html
+from meshwright.report.page import page_html, page_script, page_style
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
@@ -223,3 +232,64 @@ def _number(data: Row, key: str) -> int:
     if type(value) is not int or not 0 <= value < 2**53:
         raise RefusedError(400, f"A request without a whole number {key!r} was sent; reload the page.")
     return value
+
+
+_HTML, _SCRIPT, _STYLE = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+# In the order in which they build on each other.
+SCRIPTS = ("controls.js", "cuts.js", "figures.js", "search.js", "playground.js")
+
+
+@cache
+def read_asset(path: str) -> tuple[str, bytes] | None:
+    """Type and content of a file of the page; None for any other path."""
+    match path:
+        case "/":
+            return _HTML, _read("playground.html").encode()
+        case "/playground.css":
+            return _STYLE, _read("playground.css").encode()
+        case "/playground.js":
+            return _SCRIPT, "\n".join(_read(name) for name in SCRIPTS).encode()
+        case "/views.css":
+            return _STYLE, page_style().encode()
+        case "/views.js":
+            return _SCRIPT, page_script().encode()
+        case _:
+            return None
+
+
+def _read(name: str) -> str:
+    return (resources.files("meshwright.playground") / name).read_text(encoding="utf-8")
+
+
+# Pages whose newest number is remembered; a page that is forgotten only loses the dropping.
+_MAX_PAGES = 256
+
+
+class StaleError(Exception):
+    """The page has sent a newer request."""
+
+
+class Turns:
+    """Hands out turns in the order of `threading.Lock`; raises StaleError for requests that were overtaken."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._newest: OrderedDict[str, int] = OrderedDict()
+        self._counting = threading.Lock()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait so long for the request that is computed; none is from then on."""
+        self.lock.acquire(timeout=timeout_s)
+
+    @contextmanager
+    def turn(self, page: str, number: int) -> Iterator[None]:
+        """Wait for the turn of a page's request; raises StaleError if a newer one is known by then."""
+        with self._counting:
+            self._newest[page] = max(number, self._newest.get(page, number))
+            self._newest.move_to_end(page)
+            while len(self._newest) > _MAX_PAGES:
+                self._newest.popitem(last=False)
+        with self.lock:
+            if self._newest.get(page, number) > number:
+                raise StaleError
+            yield

@@ -4,7 +4,7 @@ sharding    the local graph of one rank where ops are split over several, and wh
 plans of it, with what runs again
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
+program     `build_program` adds transfers (`crossings`, `transfers`), inputs, sums of gradients and updates
 (`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`; on
 the host: `offload`, whose room there `host_needs` counts, and copies of activations: `saved`);
 `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are

@@ -3,21 +3,27 @@
 The module is captured for the batch, its graph is searched (`search`), and what is predicted to be cheaper is checked
 in float64, then timed beside the original. Only what is faster here is handed over; otherwise the module comes back as
 it was.
+
+Calls of torch's own functions in place of ATen overloads: the same operators, at half the cost of a call.
+
+On one core of the machine where this was measured a call through ``torch.ops.aten`` takes 2 µs more than one of the
+function that torch's Python binds directly, which is as much as a small operator itself.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._ops import OpOverload
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.check import check_close
-from meshwright.rewrite.fx.direct import call_directly
 from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.saturate import Limits
@@ -359,3 +365,33 @@ def _best(candidates: list[Candidate], least_gain: float, *, measured: bool) -> 
 
     best = max(range(len(candidates)), key=lambda i: gain(candidates[i]), default=None)
     return best if best is not None and gain(candidates[best]) > least_gain else None
+
+
+# Names that a function of torch shares with an operator of other arguments, or that Python code wraps.
+_LEFT = frozenset({"to", "view", "full", "constant_pad_nd"})
+
+
+def call_directly(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module, changed: calls that declared operators became are calls of torch's functions now."""
+    for node in module.graph.nodes:
+        # What was carried through stays what it was.
+        if not node.meta.get("declared") or not isinstance(node.target, OpOverload):
+            continue
+        name = node.target._schema.name.partition("::")[2]
+        if name == "slice":
+            tensor, axis, start, stop = node.args
+            node.target, node.args = torch.narrow, (tensor, axis, start, stop - start)
+        elif name == "expand":
+            node.target = torch.Tensor.expand
+        elif name not in _LEFT:
+            node.target = _function(name) or node.target
+    module.recompile()
+    return module
+
+
+def _function(name: str) -> Any:
+    for place in (torch, torch._C._nn):
+        found = getattr(place, name, None)
+        if isinstance(found, BuiltinFunctionType):
+            return found
+    return None

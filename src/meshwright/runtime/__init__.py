@@ -14,8 +14,8 @@ clipping        the norm of all gradients
 compiling       layers that torch compiles, `compile_ahead` before the first step
 fully_sharded   replicas that share out gradients and parameters, `sharded_optimizer` those that share out its states;
                 `ranges` makes modules of ranges of ops
-transport       sends, receives and sums, in `layouts` that both ends know
-behind          sums that follow others beside the computations
+transport       sends, receives and sums, in `layouts` that both ends know; sums that follow others beside the
+                computations
 exchange        buckets of gradients; `waves` of what virtual workers changed
 coming          inputs that are still being made
 devices         what ranks compute on: GPUs by CUDA, or processors

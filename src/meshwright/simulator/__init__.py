@@ -2,15 +2,15 @@
 
 `simulate_plan` lowers a plan to what one device of each team does (`teams`), builds its program and prices it
 (`pricing`: stages by `stage_costs` and `stage_bytes`, what replicas share by `state_shards`), then runs it: `unroll`
-lays the sections behind each other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation`
-sums up. Links that several want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `joins` go on
-when some of their waits have happened; `deadlock` tells why a program stops. `simulate_controlled` (`controlled`,
-`growing`, `control`) asks a controller what to add while a program runs. `folding` finds replicas that are alike, of
-which one is simulated, and `repetition` steps that are; `endless` joins the repetitions of programs that never flush;
-`delta` follows changes of durations; `many` simulates many plans on all cores. `allocation` follows one rank's memory
-op by op, `op_spans` tells what happens inside each computation, `overflow` where there is more than fits, `host_memory`
-what hosts and drives keep. `exchange_order` finds in which order parts of gradients leave, `scenarios` what becomes of
-a plan on other machines. `explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
+lays the sections behind each other, the repetitions of programs that never flush as one, `engine` finds when each
+instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several want are granted one by one
+(`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have happened; `deadlock` tells
+why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a controller what to add while a
+program runs. `folding` finds replicas that are alike, of which one is simulated; `delta` follows changes of durations;
+`many` simulates many plans on all cores. `allocation` follows one rank's memory op by op, `op_spans` tells what happens
+inside each computation, `overflow` where there is more than fits, `host_memory` what hosts and drives keep.
+`exchange_order` finds in which order parts of gradients leave, `scenarios` what becomes of a plan on other machines.
+`explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank, predict_reserved

@@ -38,7 +38,7 @@ class Layout:
     """The parts one behind the other: ``made`` are prologue, body and epilogue, ``which`` says which of them part p is.
 
     ``begins`` (parts, streams) holds where they begin; ``stream_offsets`` (streams + 1,) is that of the network.
-    ``joined``: of a program that never flushes, whose repetitions are one section already (`endless`).
+    ``joined``: of a program that never flushes, whose repetitions are one section already (`unroll`).
     """
 
     made: tuple[Part, Part, Part]

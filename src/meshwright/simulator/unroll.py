@@ -3,6 +3,18 @@
 Streams continue from one section into the next, so a fast stream may already work on step k + 1 while a slow one is
 in step k. Instruction i of stream s in repetition k gets the id ``G[s] + (instructions of s before repetition k) +
 (i - offset of s)``, where G counts the instructions of the streams before s.
+
+Programs whose steps reach into each other, for the engine: all repetitions become one section.
+
+A message may be sent in one repetition of the body and arrive in another; its number, counted on from repetition to
+repetition, tells which receive is meant. A late wait is for an instruction of an earlier repetition. So the sections
+are not matched one by one, as those of programs whose repetitions meet in nothing but the order of streams.
+
+Which links are shared? Only they need requests in order of time; everything else streams can settle alone.
+
+A link is **private** when one stream takes part in every request for it. Its requests then form a chain: the next
+is not made before the last has ended. This is sufficient, found in one pass over the instructions, and true for
+every link between two ranks that only one stream sends on, and for the links of a group that nobody else uses.
 """
 
 from __future__ import annotations
@@ -13,13 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.endless import join_repetitions
+from meshwright.program import Repeated, repeat_body
 from meshwright.simulator.layout import Layout, Part
-from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions, streams_of
 from meshwright.simulator.network import Network
 from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
-from meshwright.spec import Program, ProgramError, Section
+from meshwright.spec import Program, ProgramError, Section, empty_section
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
@@ -259,3 +270,66 @@ def _renumber(number: Column, resource: Column) -> None:
     for i in range(len(resource)):
         if 0 <= resource[i] < len(number):
             resource[i] = number[resource[i]]
+
+
+def join_repetitions(program: Program, prices: Prices, num_steps: int) -> tuple[Program, Prices, Repeated]:
+    """The program and its prices with all repetitions in one body, and where they come from."""
+    joined = repeat_body(program, num_steps)
+    costs = [getattr(prices, name) for name, _ in program.sections()]
+    earliest = [part.mark_earliest_ps for part in costs if part.mark_earliest_ps is not None]
+    body = SectionPrices(
+        cost_class=np.concatenate([part.cost_class for part in costs])[joined.source],
+        route=np.concatenate([part.route for part in costs])[joined.source],
+        mark_offset_ps=np.concatenate([part.mark_offset_ps for part in costs])[joined.mark_source],
+        mark_earliest_ps=np.concatenate(earliest)[joined.mark_source] if earliest else None,
+    )
+    none, nothing = empty_section(len(program.streams)), np.zeros(0, np.int32)
+    unpriced = SectionPrices(
+        cost_class=nothing,
+        route=nothing,
+        mark_offset_ps=nothing.astype(np.int64),
+        mark_earliest_ps=nothing.astype(np.int64) if earliest else None,
+    )
+    flat = replace(program, prologue=none, body=joined.section, epilogue=none, advance=0)
+    return flat, replace(prices, prologue=unpriced, body=body, epilogue=unpriced), joined
+
+
+@compiled
+def find_shared_links(
+    stream_offsets: NDArray[np.int64],
+    resource: NDArray[np.int32],
+    collective_route: NDArray[np.int32],
+    route_offsets: NDArray[np.int64],
+    route_links: NDArray[np.int32],
+    num_links: int,
+) -> NDArray[np.bool_]:
+    """Whether a link needs order in time, shape (num_links,). ``resource`` is that of `Network`."""
+    num_routes = len(route_offsets) - 1
+    requests, most = np.zeros(num_links, np.int64), np.zeros(num_links, np.int64)
+    mine, counted_for = np.zeros(num_links, np.int64), np.full(num_links, -1, np.int64)
+    # A stream's requests for one route are alike, so that one of them tells of all.
+    asked = np.full(num_routes, -1, np.int64)
+    counted = np.zeros(len(collective_route), np.bool_)
+    for stream in range(len(stream_offsets) - 1):
+        for i in range(stream_offsets[stream], stream_offsets[stream + 1]):
+            route, new = np.int64(resource[i]), True
+            if route < 0:
+                continue
+            if route >= num_routes:
+                c = route - num_routes
+                route, new = np.int64(collective_route[c]), not counted[c]
+                counted[c] = True
+                if route < 0:
+                    continue
+            elif asked[route] == stream:
+                continue
+            else:
+                asked[route] = stream
+            for q in range(route_offsets[route], route_offsets[route + 1]):
+                link = route_links[q]
+                if counted_for[link] != stream:
+                    counted_for[link], mine[link] = stream, 0
+                mine[link] += 1
+                most[link] = max(most[link], mine[link])
+                requests[link] += new
+    return most < requests

@@ -88,7 +88,6 @@ from meshwright.spec.measurements import (
     op_key,
 )
 from meshwright.spec.offload import Offload, read_offload
-from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_fit, check_placement
 from meshwright.spec.plan import Plan, check_plan, with_branches
@@ -109,7 +108,7 @@ from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sha
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
 from meshwright.spec.stage_plan import StagePlan
-from meshwright.spec.timeline import Timeline
+from meshwright.spec.timeline import OpSpans, Timeline
 from meshwright.spec.units import (
     DTYPE_BYTES,
     FLOAT_DTYPES,

@@ -4,6 +4,8 @@ Both have the same tracks and span names.
 
 Times are int64 picoseconds from the start of the step. ``memory_*`` sample the bytes in use per rank whenever they
 change.
+
+Op spans: what happens inside the computations of a timeline, op by op.
 """
 
 from __future__ import annotations
@@ -167,3 +169,27 @@ class Timeline:
         """Share of device time in which the compute streams are idle."""
         total = self.duration_s * self.num_ranks
         return max(1.0 - float(self.busy_seconds().sum()) / total, 0.0) if total else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpSpans:
+    """Parts of spans of a timeline, in order of the spans and of time; each column of shape (n,).
+
+    Part i is inside span ``span[i]`` of the timeline and is called ``names[op[i]]``; the parts of a span follow each
+    other without gaps and fill it.
+    """
+
+    span: NDArray[np.int64]
+    op: NDArray[np.int32]
+    start_ps: NDArray[np.int64]
+    end_ps: NDArray[np.int64]
+    names: tuple[str, ...]
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return len(self.span)
+
+    def name(self, index: int) -> str:
+        """Name of one part."""
+        return self.names[int(self.op[index])]

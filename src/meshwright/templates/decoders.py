@@ -4,6 +4,8 @@ rotary (a shape with root mean square norms)   RMS norms, rotary positions, grou
 else                                           layer norms, learned positions, one product for Q, K, V, as `zoo.gpt`
 gated feed-forward                             SwiGLU; else GELU
 experts                                        routed with a fixed capacity, as `zoo.mixtral`
+
+Rotary positions, as `zoo.llama` computes them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from meshwright.templates.modules import (
     split_heads,
     token_cross_entropy,
 )
-from meshwright.templates.rotary import rotary_tables, rotate
 
 if TYPE_CHECKING:
     from meshwright.templates.shapes import LatentAttention, TransformerShape
@@ -200,3 +201,39 @@ def gated_mlp(graph: GraphBuilder, name: str, normed: int, width: int) -> int:
         gate = activation(graph, "silu", linear(graph, "gate", normed, width, bias=False))
         up = linear(graph, "up", normed, width, bias=False)
         return linear(graph, "down", multiply(graph, gate, up), graph.width(normed), bias=False)
+
+
+# Llama's first base; no cost depends on it.
+_BASE = "10000.0"
+
+
+def rotary_tables(graph: GraphBuilder, seq: int, head_dim: int) -> tuple[int, int]:
+    """Cosines and sines of (tokens, half a head), which every stage computes for itself."""
+    half = head_dim // 2
+    single = ("float32",)
+    (steps,) = graph.op(
+        "aten.arange.start_step",
+        (),
+        (half,),
+        dtypes=single,
+        attributes={"start": 0, "end": head_dim, "step": 2, "dtype": "float32"},
+    )
+    (exponents,) = graph.op("aten.div.Tensor", (steps,), (half,), attributes={"other": head_dim})
+    (places,) = graph.op("aten.arange.default", (), (seq,), dtypes=single, attributes={"end": seq, "dtype": "float32"})
+    (negative,) = graph.op("aten.neg.default", (exponents,), (half,))
+    (rates,) = graph.op("aten.pow.Scalar", (negative,), (half,), attributes={"self": _BASE})
+    (angles,) = graph.op("aten.outer.default", (places, rates), (seq, half))
+    (cosines,) = graph.op("aten.cos.default", (angles,), (seq, half))
+    (sines,) = graph.op("aten.sin.default", (angles,), (seq, half))
+    return cosines, sines
+
+
+def rotate(graph: GraphBuilder, value: int, tables: tuple[int, int]) -> int:
+    """Turn each pair of (batch, heads, tokens, width) by its token's angle."""
+    cosines, sines = tables
+    first, second = chunk(graph, value, 2)
+    left, right = multiply(graph, first, cosines), multiply(graph, second, sines)
+    (turned,) = graph.op("aten.sub.Tensor", (left, right), graph.shape(left))
+    other = add(graph, multiply(graph, second, cosines), multiply(graph, first, sines))
+    (out,) = graph.op("aten.type_as.default", (join(graph, turned, other), value), graph.shape(value), view=True)
+    return out

@@ -8,14 +8,23 @@
 The script is started once per rank (``torchrun --nproc-per-node N script.py``). Every rank builds the same model and
 reads the same global batches; each works on its own stage and microbatches. The model, the loss, the optimizer and
 the DataLoader stay the user's own.
+
+Do all ranks read the same batches?
+
+The losses of global batches, from the ranks that compute them to all.
+
+A batch's loss is the mean over its microbatches, which run on several ranks and, under schedules that never flush, in
+several calls. Ranks then run apart by up to a step, and waiting for each other would empty the pipeline: a sum that was
+begun in one call is looked at in the next.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +37,7 @@ from meshwright.cost.memory import Backend
 from meshwright.runtime import (
     Compilation,
     OptimizerArgument,
+    Output,
     Outputs,
     Repair,
     Session,
@@ -45,10 +55,8 @@ from meshwright.spec.placement import Placement, check_fit
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan, with_compiled
 from meshwright.spec.timeline import Timeline
-from meshwright.training.agreement import check_same, check_same_batch
 from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, first_samples, load_to, unpack, with_loader
-from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
 from meshwright.training.state import gather_state, save_state
@@ -395,3 +403,79 @@ def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
     for name, parameter in model.named_parameters():
         if name in used and id(parameter) not in own:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise RunError unless all ranks have the same batch."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    check_same("read another first batch than rank 0", digest.hexdigest())
+
+
+def check_same(what: str, own: str) -> None:
+    """Raise RunError unless all ranks say the same."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
+    if different:
+        raise RunError(
+            f"Ranks {', '.join(map(str, different))} {what}. Every rank must read the "
+            "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
+            "and use no DistributedSampler."
+        )
+
+
+class Losses:
+    """Sums of losses over all ranks; every rank knows the same ones at the same call."""
+
+    def __init__(self, session: Session) -> None:
+        self._window = session.steps.num_filling + 1
+        self._output = session.graph.outputs[0]
+        self._num_microbatches = session.plan.num_microbatches
+        self._expected: dict[int, int] = {}
+        # Of a team each process has the loss, or a part of it; and all of them count a microbatch.
+        self._loss_share, self._share = session.model.loss_share, 1.0 / session.grid.width
+        self._device = session.device
+        self._under_way: tuple[int, torch.Tensor, dist.Work] | None = None
+        # Sum of the losses, and number of microbatches, of batches that have run in part.
+        self._partial: dict[int, tuple[float, int]] = {}
+        self.known: list[float] = []
+
+    def add(self, step: int, outputs: dict[int, list[Output]], num_microbatches: int | None = None) -> None:
+        """What this rank made up to the batch of a step, which may have fewer microbatches than the plan's.
+
+        All ranks call it together.
+        """
+        self._expected[step] = num_microbatches or self._num_microbatches
+        sums = torch.zeros(self._window, 2, dtype=torch.float64, device=self._device)
+        for made, loss in outputs.get(self._output, []):
+            sums[made - step - 1, 0] += self._loss_share * loss
+            sums[made - step - 1, 1] += self._share
+        self._take()
+        work = dist.all_reduce(sums, async_op=True)
+        assert work is not None, "every rank takes part"
+        self._under_way = step, sums, work
+        if self._window == 1:
+            self._take()
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        self._take()
+
+    def _take(self) -> None:
+        if self._under_way is None:
+            return
+        step, sums, work = self._under_way
+        self._under_way = None
+        work.wait()
+        for place, (total, count) in enumerate(sums.tolist()):
+            made = step - self._window + 1 + place
+            before = self._partial.get(made, (0.0, 0))
+            if count:
+                self._partial[made] = before[0] + total, before[1] + round(count)
+        for made in sorted(self._partial):
+            total, number = self._partial[made]
+            if number == self._expected[made]:
+                self.known.append(total / number)
+                del self._partial[made], self._expected[made]

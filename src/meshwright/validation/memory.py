@@ -22,12 +22,18 @@ configurations of the same set, never from its own.
 SimuMax leaves schedule and recompute empty: taken are 1F1B and none, as its launchers have it (MooreThreads/SimuMax,
 simu_tools/megatron_scripts/scripts). Zero Bubble does not say which memory was read; it is compared with what is
 allocated.
+
+Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes.
+
+Rows of ``memory_recompute.csv`` also say what is computed again, those of ``memory_sharing.csv`` what replicas share.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -37,8 +43,11 @@ from meshwright.planner import RankedPlan, evaluate_plan
 from meshwright.program.sharding import shard_graph
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
+    GradientExchange,
     MeasurementError,
     Optimizer,
+    Plan,
+    StagePlan,
     Workload,
     format_percent,
     load_cluster,
@@ -54,16 +63,16 @@ from meshwright.templates import decoder_graph
 from meshwright.templates.shapes import TransformerShape
 from meshwright.validation.datasets import load_steps, load_table
 from meshwright.validation.gpu_runs import TABLE, read_run
-from meshwright.validation.pipelines import even_plan, pipeline_plan
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_plans import StepPrediction, evaluate_steps, recompute_attention
 from meshwright.validation.step_rows import read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import Plan
+    from meshwright.spec.exchange import ZeroStage
     from meshwright.spec.recompute import Ranges
     from meshwright.validation.datasets import StepRow
 
@@ -273,3 +282,48 @@ def _simumax_gib(row: StepRow) -> float:
             f"Row {row['id']!r} was to say what SimuMax predicts; expected a number of GiB in its notes. Restore them."
         )
     return float(found[1])
+
+
+# Stages are cut evenly by layers and have so many replicas each.
+PIPELINE_COLUMNS = (
+    "model",
+    "num_stages",
+    "replicas",
+    "microbatch_size",
+    "num_microbatches",
+    "schedule",
+    "optimizer",
+)
+RECOMPUTE_COLUMNS = (*PIPELINE_COLUMNS, "recompute")
+SHARING_COLUMNS = (*PIPELINE_COLUMNS, "zero", "shard_size")
+
+
+def pipeline_plan(row: Mapping[str, Any]) -> Plan:
+    """The plan of a row."""
+    num_stages, replicas, size, count = (int(row[name]) for name in PIPELINE_COLUMNS[1:5])
+    optimizer = Optimizer.named(row["optimizer"])
+    plan = even_plan(row["model"], num_stages, replicas, size, count, row["schedule"], optimizer)
+    again = read_recompute(load_shipped_graph(plan.model), row.get("recompute", "none"), plan.bounds)
+    zero, shard_size = (int(row.get(name, 0)) for name in SHARING_COLUMNS[-2:])
+    exchange = GradientExchange(zero=cast("ZeroStage", zero), shard_size=shard_size)
+    return replace(plan, recompute=again.ranges, keeps=again.keeps, exchange=exchange)
+
+
+def even_plan(
+    model: str, num_stages: int, replicas: int, size: int, count: int, schedule: str, optimizer: Optimizer
+) -> Plan:
+    """A plan with stages of about as many layers each, for ``count`` microbatches of ``size`` samples."""
+    graph = load_shipped_graph(model)
+    cuts = [len(graph.layers) * stage // num_stages for stage in range(num_stages + 1)]
+    return Plan(
+        model=model,
+        graph_hash=graph.content_hash,
+        cluster=f"{num_stages * replicas}xcpu",
+        workload=Workload(global_batch=size * count, optimizer=optimizer),
+        stages=tuple(
+            StagePlan(start=start, stop=stop, ranks=tuple(range(stage * replicas, (stage + 1) * replicas)))
+            for stage, (start, stop) in enumerate(pairwise(cuts))
+        ),
+        num_microbatches=count,
+        schedule=schedule,
+    )

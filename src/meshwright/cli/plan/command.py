@@ -1,4 +1,7 @@
-"""``meshwright plan``: search the space of plans."""
+"""``meshwright plan``: search the space of plans.
+
+``meshwright plan --rewrite``: is the step shorter if the graph is rewritten first?
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from meshwright.cli.plan.choices import closes_space, read_choices, remark_on_sc
 from meshwright.cli.plan.files import files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
-from meshwright.cli.plan.rewriting import mark_rewritten, plan_rewritten
 from meshwright.cli.planning import as_written, choose_batch, choose_precision, priced_by, print_misfit, read_prices
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
@@ -29,9 +31,11 @@ from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.workload import Optimizer, Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from meshwright.cost import CostModel
     from meshwright.planner import Plans, Problem, Shares
-    from meshwright.spec import EventSink, Graph, Plan
+    from meshwright.spec import Cluster, EventSink, Graph, Plan
 
 GraphFor = Callable[[int], "Graph"]
 
@@ -202,3 +206,39 @@ def _replan(request: PlanRequest, events: EventSink | None) -> Found:
     limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
     plans = replan(moved, graph_for, cost, memory=request.memory, prices=read_prices(request.prices), limits=limits)
     return Found(mark_rewritten(plans, moved.rewritten), graph_for, cost, measurements, priced_for=software)
+
+
+def plan_rewritten(
+    plans: Plans,
+    graph_for: Callable[[int], Graph],
+    search: Callable[[Callable[[int], Graph], Sequence[int]], Plans],
+    graphs: Callable[..., Callable[[int], Graph]],
+    machine: Cluster,
+) -> tuple[Plans, Callable[[int], Graph], list[str]]:
+    """The better plans of both graphs, their graph, and what came of it, for people.
+
+    ``graphs`` gives the graph by microbatch size, with ``target`` that of the rewritten model.
+    """
+    from meshwright.rewrite.planned import Target
+    from meshwright.spec.units import format_seconds
+
+    kind = machine.device_kind(0)
+    size = plans.best.plan.microbatch_size
+    rewritten = graphs(target=Target(machine, kind))
+    before_s = plans.best.step_time_s
+    if rewritten(size).content_hash == graph_for(size).content_hash:
+        return plans, graph_for, [f"No rule leads to a cheaper graph on {kind.name}."]
+    others = search(rewritten, [size])
+    after_s = others.best.step_time_s
+    times = f"{format_seconds(after_s)} instead of {format_seconds(before_s)}"
+    if after_s >= before_s:
+        told = f"Rewritten for {kind.name}, the step would take {times}"
+        return plans, graph_for, [f"{told}; the graph stays as it is."]
+    told = f"The graph is rewritten for {kind.name}: the step takes {times}."
+    return mark_rewritten(others, kind.name), rewritten, [told]
+
+
+def mark_rewritten(plans: Plans, kind: str) -> Plans:
+    """The plans of a graph that was rewritten for a kind of device, saying so."""
+    ranked = tuple(replace(item, plan=replace(item.plan, rewritten=kind)) for item in plans.ranked)
+    return replace(plans, ranked=ranked)

@@ -14,26 +14,34 @@ in the order that crosses each node once, whatever the order of the ranks (`best
 through as many NICs as it has ranks there. Which of inside and across is the faster is not assumed.
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
+
+How bytes go over a link: NCCL's protocols, which trade latency for bandwidth; a data file with version and source.
+
+    seconds on a link = base + steps·(share of the link's latency) + bytes / (share of its bandwidth)
+
+Between devices that NCCL does not serve (processors), bytes go as the link says: `PLAIN`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
 from math import ceil, log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.groups import Group
-from meshwright.cost.collectives.protocols import PLAIN, load_nccl
+from meshwright.spec import ClusterError, decode_document
+from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
-    from meshwright.cost.collectives.protocols import Protocol
     from meshwright.cost.prediction import Floats
     from meshwright.spec import Cluster, Node
 
@@ -203,3 +211,40 @@ def _list_ways(
 def _busiest(ways: Ways, within: float, outward: float) -> float:
     """Seconds per byte of the full tensor in the slower of the ports inside a node and out of it, by their shares."""
     return max(within / ways.inside_bytes_per_s, outward / ways.across_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """One way of sending: seconds to start, and shares of the latency and bandwidth that a link has at its best."""
+
+    name: str
+    base_s: float
+    inside_latency_share: float
+    across_latency_share: float
+    bandwidth_share: float
+
+    def __post_init__(self) -> None:
+        shares = (self.inside_latency_share, self.across_latency_share, self.bandwidth_share)
+        if self.base_s < 0 or min(shares) <= 0:
+            raise ClusterError(f"Protocol {self.name!r}: seconds must not be negative, and shares must be positive.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocols:
+    """The protocols of one version of a library."""
+
+    version: str
+    protocols: tuple[Protocol, ...]
+    source: str
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+
+PLAIN = Protocol(name="plain", base_s=0.0, inside_latency_share=1.0, across_latency_share=1.0, bandwidth_share=1.0)
+
+
+@lru_cache(maxsize=1)
+def load_nccl() -> Protocols:
+    """NCCL's protocols, as shipped."""
+    with resources.as_file(resources.files("meshwright.cost.collectives") / "nccl.toml") as path:
+        return decode_document(Protocols, read_data(path), path.name)

@@ -1,4 +1,12 @@
-"""The search behind `place`: candidates, their simulated steps, and moves of chains that make the best one faster."""
+"""The search behind `place`: candidates, their simulated steps, and moves of chains that make the best one faster.
+
+From tasks on devices to the stages of a placement: runs of tasks without communication in between.
+
+Tasks are taken in one order of all devices in which each follows what it reads. A stage ends behind a task from which
+another device reads, so that it leaves at once, and before a task that is the first of its device to read something
+from another one, so that nobody waits longer than he must. So a stage waits only before its first task, and others wait
+only for its last one: stages can be ordered as their first tasks are.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,6 @@ from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.placing.constraints import Constraints, find_choices
 from meshwright.planner.placing.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
 from meshwright.planner.placing.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
-from meshwright.planner.placing.segments import cut_stages
 from meshwright.program import build_placed_program
 from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import (
@@ -21,6 +28,7 @@ from meshwright.spec import (
     Cluster,
     Graph,
     NoFeasiblePlanError,
+    PlacedStage,
     Placement,
     Workload,
     format_bytes,
@@ -274,3 +282,25 @@ def _does_not_fit(problem: PlaceProblem, placement: Placement) -> NoFeasiblePlan
         f"{format_bytes(peak.total_bytes)} of {format_bytes(limit[rank])}, most of it {peak.owner}. Give more devices, "
         "smaller microbatches (num_microbatches), or loosen constraints."
     )
+
+
+def cut_stages(tasks: Tasks, ranks: Sequence[int], order: Sequence[int]) -> tuple[PlacedStage, ...]:
+    """The stages of tasks on ``ranks``, of shape (tasks,), in an ``order`` in which each follows what it reads."""
+    leaves = [False] * len(tasks.ops)
+    for task, reads in enumerate(tasks.reads):
+        for source, _ in reads:
+            leaves[source] |= ranks[source] != ranks[task]
+    stages: list[tuple[int, list[int]]] = []
+    open_stage: dict[int, int] = {}
+    there: set[tuple[int, int, int]] = set()
+    for task in order:
+        rank = ranks[task]
+        arriving = {(source, tensor, rank) for source, tensor in tasks.reads[task] if ranks[source] != rank} - there
+        there |= arriving
+        if arriving or rank not in open_stage:
+            open_stage[rank] = len(stages)
+            stages.append((rank, []))
+        stages[open_stage[rank]][1].extend(tasks.ops[task])
+        if leaves[task]:
+            del open_stage[rank]
+    return tuple(PlacedStage(rank=rank, ops=tuple(sorted(ops))) for rank, ops in stages)

@@ -1,25 +1,40 @@
-"""`generate_rules`: enumerate, compare elsewhere, prove, find a basis."""
+"""`generate_rules`: enumerate, compare elsewhere, prove, find a basis.
+
+Rules of several outputs: terms that are the parts of one.
+
+Where ``slice(t, start, cut) = a`` and ``slice(t, cut, stop) = b`` are rules, a and b can both be had from t, computed
+once: two products of one input are the halves of one product with both weights beside each other.
+
+Candidates → proved rules: of each, the most general reading that trials do not refute and that is proved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from meshwright import __version__
+from meshwright.rewrite.expressions import Call, Expression
+from meshwright.rewrite.fuzz import try_rule
 from meshwright.rewrite.generate.basis import Proved, commuting, find_basis
 from meshwright.rewrite.generate.candidates import rule_of_candidate, unique_candidates
 from meshwright.rewrite.generate.domain import usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
-from meshwright.rewrite.generate.joined import joined_rules
-from meshwright.rewrite.generate.prove import prove_candidates
+from meshwright.rewrite.generate.readings import readings
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import BookRule, RuleBook
+from meshwright.rewrite.rules import Rule
 from meshwright.rewrite.special import special_numbers
 from meshwright.spec import EventSink, NullSink
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.generate.domain import Step
+    from collections.abc import Iterator, Sequence
+
+    from meshwright.rewrite.generate.domain import Domain, Step
     from meshwright.rewrite.rules import Rule
 
 # Two other sets of sizes: what is equal at one set by accident is hardly so at three.
@@ -90,3 +105,65 @@ def _entry(rule: Rule, *, basis: bool) -> BookRule:
     named = replace(rule, source=source)
     ranks = tuple(tuple(each[name] for name in rule.names) for each in prove(rule).ranks)
     return BookRule(rule=named, ranks=ranks, special=special_numbers(rule), basis=basis)
+
+
+def joined_rules(rules: Sequence[Rule]) -> Iterator[Rule]:
+    """Rules of two outputs, from pairs of rules about the parts of one term."""
+    firsts: dict[tuple[Expression, object, object], list[Rule]] = {}
+    for rule in rules:
+        cut = _cut(rule)
+        if cut is not None and cut["start"] == 0:
+            firsts.setdefault((_whole(rule), cut["axis"], cut["stop"]), []).append(rule)
+    for rule in rules:
+        cut = _cut(rule)
+        if cut is None or cut["start"] == 0:
+            continue
+        for first in firsts.get((_whole(rule), cut["axis"], cut["start"]), ()):
+            # Two tensors that are cut out of what they were put together of are no gain.
+            calls = isinstance(first.right[0], Call) and isinstance(rule.right[0], Call)
+            if calls and first.right != rule.right:
+                yield Rule(
+                    name=f"{first.name} and {rule.name}",
+                    left=(first.right[0], rule.right[0]),
+                    right=(first.left[0], rule.left[0]),
+                    ranks=tuple(dict((*first.ranks, *rule.ranks)).items()),
+                    source=first.source,
+                )
+
+
+def _cut(rule: Rule) -> dict[str, object] | None:
+    """The attributes of the slice that a rule's left side is."""
+    left = rule.left[0]
+    if len(rule.left) > 1 or not isinstance(left, Call) or left.operator != "slice":
+        return None
+    return dict(left.attributes)
+
+
+def _whole(rule: Rule) -> Expression:
+    left = rule.left[0]
+    assert isinstance(left, Call)
+    return left.operands[0]
+
+
+# Most candidates that are true are proved with fewer questions to z3, most that are not take many.
+_QUESTIONS = 20
+_TOGETHER = 16
+
+
+def prove_candidates(rules: Sequence[Rule], domain: Domain, processes: int = 1) -> Iterator[Rule | None]:
+    """For each rule of a candidate, in order, the reading of it that was proved, or None."""
+    work = partial(proved_reading, domain=domain)
+    if processes == 1:
+        yield from map(work, rules)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(work, rules, chunksize=_TOGETHER)
+
+
+def proved_reading(rule: Rule, domain: Domain) -> Rule | None:
+    """The first reading that is proved."""
+    for reading in readings(rule, domain):
+        likely = try_rule(reading, num_sizes=2).counter_example is None
+        if likely and prove(reading, questions=_QUESTIONS).status == "proved":
+            return reading
+    return None

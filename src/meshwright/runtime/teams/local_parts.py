@@ -3,6 +3,8 @@
 The graph is the local one that the simulator prices (`program.lowering`): the same ops in the same order, conversions
 among them. Each op is torch's operator on local tensors, but for those of `conversions` and `operators`. Parameters and
 buffers that are whole stay the user's own objects; shares of others are new ones.
+
+Ops as modules that compute nothing of their own: torch's operator, or empty results.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
 from meshwright.runtime.teams.grouped import arranging_module
-from meshwright.runtime.teams.modules import Empty, Plain
 from meshwright.runtime.teams.operators import (
     BIASES,
     AddOnce,
@@ -366,3 +367,32 @@ def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
     others = [i for i, part in zip(op.inputs, is_part, strict=True) if not part]
     is_scaled = is_part.count(True) == 1 and (is_part[0] or name.startswith("mul"))
     return is_scaled and not any(graph.tensors[i].requires_grad for i in others)
+
+
+class Plain(torch.nn.Module):
+    """An op as torch has it, called with its inputs."""
+
+    def __init__(self, graph: Graph, index: int, batch_size: int, device: torch.device) -> None:
+        super().__init__()
+        op = graph.ops[index]
+        feeds = tuple(dict.fromkeys(op.inputs))
+        self._places = tuple(op.inputs.index(i) for i in feeds)
+        self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={}, device=device)
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        """What torch's operator makes."""
+        found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
+        return found[0]
+
+
+class Empty(torch.nn.Module):
+    """Results of known shapes and types, without values."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        super().__init__()
+        self._looks, self._device = tuple(zip(shapes, dtypes, strict=True)), device
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:  # noqa: ARG002 - only shapes count
+        """One tensor, or a tuple of several."""
+        made = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._looks)
+        return made[0] if len(made) == 1 else made

@@ -8,6 +8,8 @@ Waiting is select(2) on the selector's own descriptor, whose timeouts are micros
 milliseconds. The kernel adds 50 microseconds (prctl(2), PR_SET_TIMERSLACK). Falling asleep and waking up takes more
 time of a processor (24 microseconds on a virtual machine) than a request does (10), so that where requests come close
 together one turn serves those of a fifth of a millisecond.
+
+One connection to the server, and the request that is under way on it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ import numpy as np
 
 from meshwright.serving.load.answers import MOST_REASON_BYTES, Answer, MalformedError, is_for_another, read_answer
 from meshwright.serving.load.bodies import ID_DIGITS
-from meshwright.serving.load.connection import Connection
 from meshwright.serving.load.job import Job, Outcome, Records
 from meshwright.spec import ServingError
 
@@ -395,3 +396,18 @@ class Loop:
             if not self._check(self._job.names[whose], number % len(self._requests[whose]), answer):
                 return Outcome.WRONG
         return status
+
+
+class Connection:
+    """See the module's docstring."""
+
+    __slots__ = ("buffer", "is_open", "number", "receive", "request_id", "rest", "send", "socket")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.send, self.receive = connection, connection.send, connection.recv
+        self.is_open = False
+        # The request that is under way, or -1; what of it is still to be sent; what of the answer has come.
+        self.number = -1
+        self.request_id = b""
+        self.rest = b""
+        self.buffer: bytearray | None = None

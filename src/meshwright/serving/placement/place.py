@@ -20,6 +20,8 @@ Beside it stands `bound_share`: whatever is placed where, a request for model m 
 device, over batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a
 simulation (`bound_placed`), r are the requests that counted, and N the seconds in which they can be computed, until the
 longest SLO behind the last one, times the speeds of the devices.
+
+Placements by equations alone: squishy bin packing, and copies of the most loaded.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.serving.batching import best_batch, largest_batch
+import numpy as np
+
+from meshwright.serving.arrivals import mean_rate
+from meshwright.serving.batching import best_batch, devices_for, largest_batch
 from meshwright.serving.expansion import expand_deployment
-from meshwright.serving.placement.groups import Groups, put_together, take_apart
-from meshwright.serving.placement.heuristics import pack_models, replicate_models
+from meshwright.serving.placement.groups import Groups, has_room, join_alike, put_together, take_apart, with_model
 from meshwright.serving.placement.search import score_of, search_placement
 from meshwright.serving.policies.hooks import Policy
-from meshwright.serving.simulation import ServingResult, simulate_deployment
-from meshwright.spec import Deployment, ServedModel, ServingError, Straggler, suggest
+from meshwright.serving.policies.packing import DEVICE_OF, MODEL_OF, SHARE, Floats, pack_all
+from meshwright.serving.policies.pool import NEVER
+from meshwright.serving.simulation import ServingResult, latency_table, simulate_deployment
+from meshwright.spec import Deployment, Group, ServedModel, ServingError, Straggler, suggest
 
 PLACE_METHODS = ("best", "packing", "replication", "simulated")
 # Seeds of requests that placements are chosen by; those that users give are below.
@@ -144,3 +150,63 @@ def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devic
         served, left = served + answered, left - answered * cost
     total = sum(rate for _, rate in costs)
     return served / total if total else 1.0
+
+
+_NS = 1e9
+
+
+def pack_models(deployment: Deployment, scale: float = 1.0) -> Groups:
+    """Groups by squishy bin packing of all rates, times a scale; models without requests are in none."""
+    models = [model for model in deployment.models if mean_rate(model.arrivals) * scale > 0]
+    while models:
+        table = _pack(replace(deployment, models=tuple(models)), scale)
+        devices = [table[table[:, DEVICE_OF] == device] for device in np.unique(table[:, DEVICE_OF])]
+        if devices:
+            return join_alike(
+                Group(
+                    devices=1,
+                    models=tuple(models[int(row[MODEL_OF])].name for row in rows),
+                    weights=tuple(float(row[SHARE]) * _NS for row in rows),
+                )
+                for rows in devices
+            )
+        models.remove(max(models, key=lambda model: (model.memory or 0.0) / mean_rate(model.arrivals)))
+    return join_alike(())
+
+
+def _pack(deployment: Deployment, scale: float) -> Floats:
+    latency, limit, models = latency_table(deployment), deployment.device_memory, deployment.models
+    memory = np.array([(model.memory or 0.0) / limit if limit else 0.0 for model in models])
+    rates = np.array([mean_rate(model.arrivals) * scale / _NS for model in models])
+    most = (latency[:, 1:] < NEVER).sum(axis=1)
+    slo = np.array([round(model.slo * _NS) for model in models], np.int64)
+    table = np.zeros((len(models) + deployment.devices, 6))
+    count = pack_all(latency.ravel(), latency.shape[1], most, slo, rates, memory, deployment.devices, table)
+    return table[:count]
+
+
+def replicate_models(deployment: Deployment, scale: float = 1.0) -> Groups:
+    """Groups by loads: a copy of each model, then further copies of the most loaded."""
+    load = {
+        model.name: devices_for(model.line, model.slo, mean_rate(model.arrivals) * scale) for model in deployment.models
+    }
+    devices: list[Group] = [Group(devices=1, models=())] * deployment.devices
+    copies = dict.fromkeys(load, 0)
+
+    def add(name: str) -> bool:
+        """Put a model on the least loaded device with room; False if there is none."""
+        with_room = [place for place in range(len(devices)) if has_room(deployment, devices[place], name)]
+        if not with_room:
+            return False
+        loads = {place: sum(load[each] / copies[each] for each in devices[place].models) for place in with_room}
+        place = min(with_room, key=loads.__getitem__)
+        devices[place] = with_model(devices[place], name)
+        copies[name] += 1
+        return True
+
+    for name in sorted(load, key=load.__getitem__, reverse=True):
+        add(name)
+    placed = [name for name in load if copies[name]]
+    while any(add(name) for name in sorted(placed, key=lambda name: load[name] / copies[name], reverse=True)):
+        pass
+    return join_alike(devices)

@@ -9,8 +9,7 @@ fleet       devices that are started and handed back
 weights     devices that hold some of the models, and load others
 """
 
-from meshwright.serving.simulation.goodput import IN_TIME, find_goodput
-from meshwright.serving.simulation.regret import compare_policies
+from meshwright.serving.simulation.goodput import IN_TIME, compare_policies, find_goodput
 from meshwright.serving.simulation.simulate import Served, ServingResult, latency_table, simulate_deployment
 
 __all__ = [
