@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 
 class Indexed(nn.Module):
-    """Blocks that hand their number on, as those of transformers do for a cache, and compute a size of the batch."""
+    """Blocks that read their number for a cache only, as those of transformers, and compute a size of the batch."""
 
     class Block(nn.Module):
         def __init__(self, index):
@@ -49,13 +49,10 @@ class Indexed(nn.Module):
             self.linear, self.index = nn.Linear(4, 4), index
             self.act = partial(nn.functional.gelu, approximate="tanh")
 
-        def forward(self, x):
+        def forward(self, x, cache=None):
             places = torch.arange(2 * len(x), dtype=x.dtype)
-            return self.cached(self.act(self.linear(x)).to(x.dtype) + places.mean(), self.index)
-
-        @staticmethod
-        def cached(x, _index, cache=None):
-            return x if cache is None else cache[_index]
+            made = self.act(self.linear(x)).to(x.dtype) + places.mean()
+            return made if cache is None else cache[self.index]
 
     def __init__(self):
         super().__init__()
@@ -233,14 +230,61 @@ class Counting(nn.Module):
 
 
 class Scaled(Numbered):
-    """Blocks that hand their number to a function of torch, which takes numbers alone."""
+    """Blocks that hand their number to a function of torch."""
 
     class Block(Numbered.Block):
         def forward(self, x):
             return torch.mul(torch.tanh(self.linear(x)), self.index)
 
 
-@pytest.mark.parametrize("kind", [Leaky, Numbered, Scaled, Shared, Counting])
+class Typed(Numbered):
+    """Blocks that ask what kind of number theirs is."""
+
+    class Block(Numbered.Block):
+        def forward(self, x):
+            return torch.tanh(self.linear(x)) * (2 if isinstance(self.index, int) else 1)
+
+
+class Trying(Numbered):
+    """Blocks that forgive whatever goes wrong with their number."""
+
+    class Block(Numbered.Block):
+        def forward(self, x):
+            try:
+                scale = {0: 1, 1: 1, 2: 5, 3: 6, 4: 7}[self.index]
+            except Exception:
+                scale = 9
+            return torch.tanh(self.linear(x)) * scale
+
+
+class Asked(Numbered):
+    """A model that reads the numbers of its blocks."""
+
+    class Block(Numbered.Block):
+        def forward(self, x):
+            return torch.tanh(self.linear(x))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) + (3 if type(block.index) is int and block.index == 2 else 0)
+        return x
+
+
+class OneTanh(Numbered):
+    """Blocks that have one activation in common, as a module of each."""
+
+    class Block(Numbered.Block):
+        def forward(self, x):
+            return self.act(self.linear(x))
+
+    def __init__(self):
+        super().__init__()
+        act = nn.Tanh()
+        for block in self.blocks:
+            block.act = act
+
+
+@pytest.mark.parametrize("kind", [Leaky, Numbered, Scaled, Typed, Trying, Asked, OneTanh, Shared, Counting])
 def test_what_cannot_be_repeated_is_traced_in_full(kind):
     torch.manual_seed(0)
     model = kind().double()
@@ -248,6 +292,14 @@ def test_what_cannot_be_repeated_is_traced_in_full(kind):
     captured = capture_model(model, numbers(3, 4), targets=numbers(3, 4, 1), loss=mean_square)
     _, full = describe(model, numbers(3, 4), numbers(3, 4, 1), mean_square, shorten=False)
     assert captured.graph.content_hash == full.content_hash
+
+
+def test_a_class_is_as_before_after_its_numbers_were_watched():
+    model = Indexed().double()
+    before = dict(vars(Indexed.Block))
+    describe(model, numbers(3, 4), numbers(3, 4, 1), mean_square, shorten=True)
+    assert dict(vars(Indexed.Block)) == before
+    assert [block.index for block in model.blocks] == list(range(6))
 
 
 SCRIPT = """

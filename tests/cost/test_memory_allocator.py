@@ -46,6 +46,13 @@ def test_a_freed_block_is_used_again_and_a_larger_one_is_not():
     assert follow(*events, (3, 31 * MIB)) == (62 * MIB, 62 * MIB)
 
 
+def test_a_number_may_stand_for_one_block_after_another():
+    sizes = [count * MIB for count in range(1, 41)]
+    events = [(0, sign * size) for size in sizes for sign in (1, -1)]
+    # Of a different segment each, but for those that fit into the 20 MiB of the first one.
+    assert follow(*events)[0] == 40 * MIB
+
+
 class SlowAllocator:
     """The same rules over a list of segments, each a list of [size, name or None], searched from end to end."""
 

@@ -29,7 +29,7 @@ from meshwright.capture.refusals import (
     refuse_custom_gradients,
     refuse_data_access,
 )
-from meshwright.capture.repeats import NotRepeatableError, Repeats, check_repeats, find_repeats
+from meshwright.capture.repeats import NotRepeatableError, Repeats, check_repeats, find_repeats, watch_numbers
 from meshwright.capture.surroundings import allocated, as_untraced, kept_buffers, training_flags
 from meshwright.capture.trace import Trace
 from meshwright.capture.values import Value
@@ -195,6 +195,7 @@ def _attempt(
             stack.enter_context(refuse_custom_gradients(model))
         places = stack.enter_context(note_data_access(model))
         checkpoints = stack.enter_context(note_checkpoints(model))
+        stack.enter_context(watch_numbers(repeats))
         for group in repeats:
             stack.enter_context(group.installed())
         try:
@@ -207,9 +208,6 @@ def _attempt(
         except (CaptureError, NotRepeatableError):
             raise
         except Exception as error:
-            if any(group.numbered for group in repeats):
-                # What takes plain numbers alone refuses the stand-in for a block's number in words of its own.
-                raise NotRepeatableError(str(error)) from error
             if places and "constant's list" in str(error):
                 raise refuse_data_access(places[0]) from error
             raise explain_failure(error, model) from error

@@ -2,7 +2,7 @@
 
 Two modules of one list have equal structure if class, flags, plain attributes, parameters (shape, dtype, trainable) and
 buffers agree, module by module, and no tensor is shared with the rest of the model. Where blocks differ by their number
-in the list alone (`layer_idx` of transformers), the attribute that holds it is left out; a forward that reads it ends
+in the list alone (`layer_idx` of transformers), the attribute that holds it is left out; a model that reads it ends
 the attempt. While the model is exported, the first two calls among such modules run as they are, between marks in the
 graph; each later call becomes one `meshwright::repeat` node, whose outputs look like those of the second call. The code
 around the blocks runs in full, so nothing is assumed about it. Afterwards `flatten` proves the two traced blocks equal,
@@ -71,29 +71,12 @@ class _Call:
     leaves: tuple[Any, ...]
 
 
-class _Number:
-    """Stands for the number of a module in its list: whatever asks for its value learns that blocks differ by it."""
-
-    def _refuse(self, *_args: object) -> Any:
-        raise NotRepeatableError("a block reads its number")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __index__ = __int__ = __float__ = (
-        _refuse
-    )
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __rpow__ = __neg__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __abs__ = _refuse
-    __str__ = __format__ = __repr__ = __getattr__ = _refuse
-
-
-_NUMBER = _Number()
-
-
 @dataclass(slots=True, kw_only=True)
 class Repeats:
     """Modules of equal structure, by name. ``traced`` names those that export ran, the second being the template.
 
-    ``numbered`` are attributes that hold a module's number in its list, as (module, name, number).
+    ``numbered`` are attributes that hold a module's number in its list, as (module, name, number); ``was_read`` says
+    whether any of them was (`watch_numbers`).
     """
 
     modules: dict[str, nn.Module]
@@ -103,19 +86,16 @@ class Repeats:
     result: _Call | None = None
     like: list[torch.Tensor] = field(default_factory=list)
     num_skipped: int = 0
+    was_read: bool = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Route calls of the modules through this group."""
         try:
-            for module, key, _ in self.numbered:
-                vars(module)[key] = _NUMBER
             for name, module in self.modules.items():
                 vars(module)["forward"] = self._forward(name, module)
             yield
         finally:
-            for module, key, number in self.numbered:
-                vars(module)[key] = number
             for module in self.modules.values():
                 vars(module).pop("forward", None)
             self.like = []
@@ -174,8 +154,43 @@ def _describe(value: Any, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor
     return fresh, _Call(structure, tuple(described))
 
 
+@contextmanager
+def watch_numbers(groups: list[Repeats]) -> Iterator[None]:
+    """Note which groups' numbers are read: their attributes are properties of the modules' classes meanwhile."""
+    watched: dict[tuple[type, str], dict[int, Repeats]] = {}
+    for group in groups:
+        for module, key, _ in group.numbered:
+            watched.setdefault((type(module), key), {})[id(module)] = group
+    before = {(kind, key): vars(kind).get(key) for kind, key in watched}
+    try:
+        for (kind, key), owners in watched.items():
+            setattr(kind, key, _noting(key, owners))
+        yield
+    finally:
+        for (kind, key), value in before.items():
+            delattr(kind, key)
+            if value is not None:
+                setattr(kind, key, value)
+
+
+def _noting(key: str, owners: dict[int, Repeats]) -> property:
+    """An attribute that gives what the module has, and notes that it was read."""
+
+    def read(module: nn.Module) -> Any:
+        if id(module) in owners:
+            owners[id(module)].was_read = True
+        return vars(module)[key]
+
+    def write(module: nn.Module, value: Any) -> None:
+        vars(module)[key] = value
+
+    return property(read, write)
+
+
 def check_repeats(module: fx.GraphModule, groups: list[Repeats]) -> None:
-    """Raise NotRepeatableError unless all marks are in the graph itself (under no_grad they are in a subgraph)."""
+    """Raise NotRepeatableError if a number was read, or not all marks are in the graph itself (as under no_grad)."""
+    if any(group.was_read for group in groups):
+        raise NotRepeatableError("a block's number was read")
     targets = [node.target for node in module.graph.nodes]
     if targets.count(REPEAT) != sum(group.num_skipped for group in groups):
         raise NotRepeatableError("a block was skipped in a subgraph")
@@ -184,7 +199,12 @@ def check_repeats(module: fx.GraphModule, groups: list[Repeats]) -> None:
 
 
 def find_repeats(model: nn.Module) -> list[Repeats]:
-    """Groups of modules of equal structure among the elements of the model's lists; outermost first, never nested."""
+    """Groups of modules of equal structure among the elements of the model's lists; outermost first, never nested.
+
+    None in a model that has a module by two names: torch tells the paths of its modules by the way they are called.
+    """
+    if len(list(model.modules())) < len(list(model.named_modules(remove_duplicate=False))):
+        return []
     owners: dict[int, int] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -221,7 +241,8 @@ def _structures(module: nn.Module, owners: dict[int, int]) -> tuple[dict[str, An
     some = {name: child for name, child in children.items() if elements and _has_children(child)}
     found: dict[str, Any] = dict.fromkeys(children)
     plain = {name: _structure(child, owners) for name, child in some.items()}
-    if len(some) < MIN_REPEATS or max(Counter(plain.values()).values()) >= MIN_REPEATS:
+    counts = Counter(structure for structure in plain.values() if structure is not None)
+    if len(some) < MIN_REPEATS or max(counts.values(), default=0) >= MIN_REPEATS:
         return found | plain, {}
     numbers = {name: number for number, name in enumerate(children)}
     places = [

@@ -174,8 +174,8 @@ def evaluate_plan(
 ) -> RankedPlan:
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster.
 
-    ``only_fitting``: what the allocator adds to a peak is not asked of ranks whose peak exceeds their memory by far,
-    and where a host does not hold its part.
+    ``only_fitting``: what the allocator adds to a peak is left out for ranks whose peak exceeds their memory by far,
+    and for all ranks of a plan that exceeds the memory of a host.
     """
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)

@@ -20,6 +20,7 @@ from meshwright.spec.program import Program, Section
 PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 
 _Message = tuple[int, int, int, Payload]
+_PAYLOADS = {int(opcode): row.payload for opcode, row in INSTRUCTIONS.items() if row.payload}
 # Kind, group, bucket, and how many like it the rank has before.
 _Members = tuple[str, tuple[int, ...], int, int]
 
@@ -217,5 +218,4 @@ def _messages(section: Section) -> set[_Message]:
     """All that is sent in a section."""
     sends = np.flatnonzero(np.isin(section.opcode, SENDS))
     columns = (column[sends].tolist() for column in (section.stage, section.peer, section.microbatch, section.opcode))
-    payload = {int(opcode): row.payload for opcode, row in INSTRUCTIONS.items() if row.payload}
-    return {(stage, peer, mb, payload[opcode]) for stage, peer, mb, opcode in zip(*columns, strict=True)}
+    return {(stage, peer, mb, _PAYLOADS[opcode]) for stage, peer, mb, opcode in zip(*columns, strict=True)}

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from hashlib import sha256
 
 from meshwright.program.sharding import MESH, ShardedGraph, shard_graph
 from meshwright.spec.collective import Collective
@@ -94,13 +93,7 @@ def lower_graph(
     again = Recompute(recompute, keeps)
     local = with_recompute(graph, *again) if sharding.is_whole else _split_graph(graph, sharding, again)
     compiled = compiled or graph.compiled
-    local = local if local.compiled == compiled else replace(local, compiled=compiled)
-    if local is not graph and not local._hash:
-        # To encode all of a large graph takes longer than to lower it.
-        lowered_from = repr((graph.content_hash, sharding, recompute, keeps))
-        is_same = sharding.is_whole and not recompute
-        local._hash.append(graph.content_hash if is_same else sha256(lowered_from.encode()).hexdigest()[:16])
-    return local
+    return local if local.compiled == compiled else replace(local, compiled=compiled)
 
 
 # Why layers of a plan that compiles them run as they are.

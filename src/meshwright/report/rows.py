@@ -26,7 +26,7 @@ from meshwright.spec import (
     Section,
     TransferMeasurement,
 )
-from meshwright.spec.instructions import SUMS
+from meshwright.spec.instructions import SENDS, SUMS
 
 Row = dict[str, Any]
 
@@ -175,7 +175,7 @@ def _rank_counts(program: Program, name: str, section: Section, rank: int) -> Ro
         return None
     opcodes, num_bytes = section.opcode[mine], section.num_bytes[mine]
     counts = Counter(opcodes.tolist())
-    sends = np.isin(opcodes, (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT))
+    sends = np.isin(opcodes, SENDS)
     return {
         "section": name,
         "rank": rank,

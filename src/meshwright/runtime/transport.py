@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from meshwright.runtime.pending import WaitedOnce, Work
 from meshwright.runtime.teams.grid import Grid
-from meshwright.spec.instructions import Opcode
+from meshwright.spec.instructions import SENDS, Opcode
 from meshwright.spec.program import Program
 
 # The description of groups in which instructions of the program sum.
@@ -137,7 +137,7 @@ def _make_ways(program: Program, grid: Grid) -> dict[tuple[int, int], dist.Proce
     pairs = dict.fromkeys(
         program.groups[int(group)]
         for _, section in program.sections()
-        for group in section.group[np.isin(section.opcode, (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT))]
+        for group in section.group[np.isin(section.opcode, SENDS)]
     )
     return {(source, target): grid.new_group((source, target), MESSAGES) for source, target in pairs}
 

@@ -119,7 +119,8 @@ def predict_reserved(
     fullest, slices, buckets = spare.index(min(spare)), slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
 
     def unused(index: int) -> int:
-        stage, shards, order = slices[index], find_shards(plan, index, cluster), _followed_order(plan, index)
+        stage, shards = slices[index], find_shards(plan, index, cluster)
+        order = _followed_order(plan, index, has_backward=stage.has_backward)
         if cost is None:
             return _unused_bytes(plan, graph, stage, buckets, shards, order)
         held = any(index in bucket.stages for bucket in buckets)
@@ -140,12 +141,14 @@ def predict_reserved(
     return tuple(reserved)
 
 
-def _followed_order(plan: Plan, stage: int) -> list[tuple[bool, int]]:
+def _followed_order(plan: Plan, stage: int, *, has_backward: bool) -> list[tuple[bool, int]]:
     """Forwards and backwards of a stage with a few microbatches in flight."""
     count = max(plan.stages[stage].counts(plan.num_microbatches))
     # Whatever the schedule: how many there are matters little for what is unused.
     in_flight = count if plan.schedule == "gpipe" else num_active(plan, stage)
     kept = min(in_flight, count, _FOLLOWED)
+    if not has_backward:
+        return [(False, 0)]
     order = [(False, i) for i in range(kept)]
     if kept < count:
         order += [(True, 0), (False, kept)]

@@ -41,17 +41,15 @@ def encode(value: Any) -> Any:
         return value.encode_scalar()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         data = {"kind": value.KIND} if hasattr(value, "KIND") else {}
-        for field in dataclasses.fields(value):
-            if not field.init:
-                continue
+        for field in _written_fields(type(value)):
             item = getattr(value, field.name)
             if not _is_default(field, item):
-                data[field.name] = encode(item)
+                data[field.name] = item if type(item) in (int, str) else encode(item)
         return data
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [encode(item) for item in value]
+        return [item if type(item) in (int, str) else encode(item) for item in value]
     if isinstance(value, dict):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, np.generic):
@@ -154,6 +152,11 @@ def _is_default(field: dataclasses.Field[Any], item: Any) -> bool:
     if field.default_factory is not dataclasses.MISSING:
         return bool(item == field.default_factory())
     return False
+
+
+@cache
+def _written_fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return tuple(field for field in dataclasses.fields(cls) if field.init)
 
 
 @cache

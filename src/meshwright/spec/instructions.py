@@ -273,8 +273,8 @@ class Row(NamedTuple):
     """What there is to say of the instructions of one opcode.
 
     ``view`` is their class and, of messages, ``payload`` what it says; ``stream`` is where they stand. ``kind``: what
-    they cost. ``name`` is that of a span, ``label`` that of all of them in legends; ``colour`` is theirs in pictures
-    and in the terminal, ("", "") for those that neither shows.
+    they cost. ``name`` is that of a span, ``label`` that of all of them in legends. ``colour`` has the colour in
+    pictures and the one in the terminal, each empty where these do not show the instruction.
     """
 
     view: type[Instruction]

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import Instruction, Opcode, StreamName, instruction_of
+from meshwright.spec.instructions import RECEIVES, Instruction, Opcode, StreamName, instruction_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,7 +234,7 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
     late = section.late_instruction
     same = {len(getattr(section, f"late_{column}")) for column in ("section", "awaited", "lag")} == {len(late)}
     require(same, "the columns of late waits differ in length")
-    receives = np.isin(section.opcode[joins], (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT))
+    receives = np.isin(section.opcode[joins], RECEIVES)
     require(not receives.any(), "a receive, which waits for its send, is a join")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from meshwright.cost import CostModel
 from meshwright.planner import Choices, Problem, evaluate_plan
 from meshwright.planner.methods.grid import bound_grid
 from meshwright.planner.methods.grid.method import plans_of
-from meshwright.spec import MeshwrightError, Workload, load_cluster, load_shipped_graph
+from meshwright.spec import MeshwrightError, Optimizer, Plan, StagePlan, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.offload import ON_DEVICE, Offload
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from tests.planner.test_search import cluster_of, weighted_graph
@@ -98,6 +98,37 @@ def check(seed, count):
 
 def test_no_bound_lies_above_a_simulated_plan():
     check(seed=1, count=300)
+
+
+def test_split_backwards_of_few_microbatches_keep_no_more_than_there_are():
+    graph, cluster = load_shipped_graph("gpt2-small"), load_cluster("4xA100")
+    workload = Workload(global_batch=12, precision="bfloat16", optimizer=Optimizer(kind="sgd"))
+    cost = CostModel(cluster=cluster, precision="bfloat16")
+    choices = Choices(schedules=("zb-h1", "1f1b"), num_stages=(4,), microbatch_sizes=(4, 6))
+    problem = Problem(graph_for=lambda _: graph, cluster=cluster, workload=workload, cost=cost, choices=choices)
+    found = bound_grid(problem)
+    rows = [(sheet, row, sheet.configuration(row)) for sheet in found.sheets for row in range(len(sheet.seconds))]
+    assert {configuration.microbatch_size for *_, configuration in rows if configuration.schedule == "zb-h1"} == {4, 6}
+    for sheet, row, configuration in rows:
+        for plan in plans_of(problem, configuration):
+            peak = max(evaluate_plan(plan, graph, cluster, cost).peak_memory_bytes)
+            assert sheet.bytes[row] <= peak, configuration
+
+
+def test_stages_that_train_nothing_are_followed_without_a_backward():
+    graph, cluster = load_shipped_graph("llama3-8b-lora"), load_cluster("4xA100")
+    edges = (0, 1, 14, 30, len(graph.layers))
+    plan = Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        cluster=cluster.name,
+        workload=Workload(global_batch=8),
+        stages=tuple(StagePlan(start=a, stop=b, ranks=(i % 2,)) for i, (a, b) in enumerate(pairwise(edges))),
+        num_microbatches=4,
+        schedule="looped-bfs",
+    )
+    item = evaluate_plan(plan, graph, cluster, CostModel(cluster=cluster))
+    assert all(held >= peak for held, peak in zip(item.reserved_bytes, item.peak_memory_bytes, strict=True))
 
 
 @pytest.mark.slow

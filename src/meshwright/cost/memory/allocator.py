@@ -70,7 +70,7 @@ class _Memory(NamedTuple):
 def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: int) -> tuple[int, int]:
     """The most bytes that were allocated at once, and those that are reserved in the end."""
     # An allocation makes two pieces at most.
-    room = 2 * num_blocks + 1
+    room = 2 * int((num_bytes > 0).sum()) + 1
     memory = _Memory(
         np.zeros(room, np.int64),
         np.zeros(room, np.int64),

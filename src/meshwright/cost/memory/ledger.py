@@ -64,9 +64,10 @@ def find_peak(events: MemoryEvents) -> Peak:
 
 
 class Stretch(NamedTuple):
-    """Events ``start:stop`` of a ledger; those of them that take something take blocks ``first:last``.
+    """Events ``start:stop`` of a ledger; they take the blocks ``first:last``.
 
-    Of these, ``live`` were not freed by the end: (block, (bytes, part)). ``others`` are earlier blocks that were.
+    ``live`` are those of them that are in use at the end, as (block, (bytes, part)). ``others`` are blocks that were
+    taken before the stretch and are freed in it.
     """
 
     start: int
@@ -119,7 +120,10 @@ class Ledger:
         return Stretch(start, len(self._rows), first, self._count, live, others)
 
     def repeat(self, stretch: Stretch, instead: Mapping[int, int] | None = None) -> int:
-        """Write a stretch again; its own block b is block b + the result now, another one what ``instead`` has."""
+        """Write a stretch again, with new blocks; says by how much their numbers are higher.
+
+        ``instead`` has, for each earlier block that the stretch frees, the block that is freed this time.
+        """
         shift, found = self._count - stretch.first, instead or {}
         self._rows += [
             (block + shift if block >= stretch.first else found[block], num_bytes, part, moment)

@@ -103,8 +103,8 @@ class StageWalk:
         # Backwards of the step so far; the first later one of a step: its events, and the values at its start.
         self._num_backwards = 0
         self._later: tuple[Stretch, dict[int, int]] | None = None
-        # The first step up to its optimizer: its events, blocks of gradients by parameter and by unit, and buckets.
-        self._passes: tuple[Stretch, dict[int, int], dict[tuple[int, ...], int], set[int]] | None = None
+        # The first step up to its optimizer: its events, and blocks of gradients by parameter and by unit.
+        self._passes: tuple[Stretch, dict[int, int], dict[tuple[int, ...], int]] | None = None
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
         """What is there all the time: the stage's state, workspaces of libraries, a step's inputs."""
@@ -214,14 +214,12 @@ class StageWalk:
                     self.backward(microbatch)
                 else:
                     self.forward(microbatch)
-            found = self._parameter_gradients.copy(), self._units.own.copy(), self._in_buckets.copy()
-            self._passes = self.ledger.since(mark), *found
+            self._passes = self.ledger.since(mark), self._parameter_gradients.copy(), self._units.own.copy()
         else:
-            stretch, gradients, own, in_buckets = self._passes
+            stretch, gradients, own = self._passes
             shift = self.ledger.repeat(stretch)
             self._parameter_gradients = {parameter: block + shift for parameter, block in gradients.items()}
             self._units.own = {unit: block + shift for unit, block in own.items()}
-            self._in_buckets = in_buckets.copy()
 
     def optimize(self, *, first: bool) -> None:
         """One step of the optimizer over all trained parameters, then the gradients go."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.report.rows import plan_rows
 from meshwright.spec import Cluster, Graph, Link, Opcode, Plan, Timeline
-from meshwright.spec.instructions import COLLECTIVES
+from meshwright.spec.instructions import COLLECTIVES, SENDS
 
 Row = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _link_row(link: Link) -> Row:
 
 def _flow_rows(plan: Plan, cluster: Cluster | None, timeline: Timeline) -> list[Row]:
     """One row per pair of stages and payload, and one per stage whose replicas sum their gradients; first step."""
-    moves = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT, *COLLECTIVES)
+    moves = (*SENDS, *COLLECTIVES)
     chosen = np.flatnonzero(np.isin(timeline.opcode, moves) & (timeline.step == timeline.step.min(initial=0)))
     reduces = np.isin(timeline.opcode[chosen], COLLECTIVES)
     # The peer of a sum is its bucket: a stage's buckets are one flow.

@@ -298,8 +298,10 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form, has_ma
             kept = _between(layers.kept, edges[place], edges[place + 1])
             held += kept * in_flight(form, position, chunk)
             if form.flight == SPLIT:
-                behind = min(form.rounds, position + 1)
-                waiting += behind * _between(layers.waiting, edges[place], edges[place + 1]) - kept
+                # When so many have done the first part, as many forwards have come after the first one as there are.
+                behind, flight = min(form.rounds, position + 1), in_flight(form, position, chunk)
+                whole = min(form.rounds, flight + behind - 1) - behind
+                waiting += behind * _between(layers.waiting, edges[place], edges[place + 1]) + (whole - flight) * kept
         # Gradients may be there only when what microbatches kept is gone, and all of them are at the end.
         fullest = max(
             fullest, static + held + max(waiting, 0.0), static + gradients / (shared if form.zero >= 2 else 1)

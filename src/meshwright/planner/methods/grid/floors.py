@@ -6,10 +6,10 @@ by a walk through this layer alone. With f of n microbatches in flight, a rank n
     static + f · kept + first(last layer)                 when the first backward of a step begins
     static + g · kept + gradients + later(last layer)     when a later one does; g is f, or n - 1 if f = n
 
-Of several chunks on a rank each has its own f and g: the later backward is the first one that begins when every chunk
-has its gradients. ZeRO 3 adds what is gathered then. Of activations that are on the hosts in between, those of a
-stage's last layer stay. With ZeRO 2 and 3 gradients are not added to wider ones, for which a later backward would need
-a copy: the first one's needs stand for its own.
+Where a rank has several chunks, each has its own f and g, and the later backward is the first that begins after every
+chunk has made its gradients. ZeRO 3 adds what is gathered then. Of activations that are on the hosts in between, those
+of a stage's last layer stay. With ZeRO 2 and 3 gradients are not added to wider ones, for which a later backward would
+need a copy: the first one's needs stand for its own.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _left_later(form: Form, position: int, counts: Sequence[int]) -> tuple[int, 
 def _gathered_bytes(figures: Figures, recompute: str, mine: Sequence[tuple[int, int]], chunk: int) -> float:
     """Parameters that ZeRO 3 has gathered when a chunk's backward begins (`cost.memory.shared_units`).
 
-    Those of the root are gathered all the time, and so is then the last other layer; where this is the chunk's last
-    layer, the one before it is, too.
+    The root is gathered all the time. Of the other layers the last one is gathered, and also the one before it if the
+    chunk ends with a layer that is no part of the root.
     """
     parameters, in_root = figures.bytes(recompute).parameters, figures.is_in_root
     root = sum(float(parameters[start:stop][in_root[start:stop]].sum()) for start, stop in mine) - figures.tied_bytes

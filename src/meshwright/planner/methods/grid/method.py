@@ -42,7 +42,8 @@ def grid(problem: Problem, state: SearchState) -> Steps:
     # Fewer devices are slower, and cost less.
     alike = len(set(problem.choices.num_devices)) < 2
     # Of what does not fit anyway, it is said what lacks least.
-    rows = found.by_bound() if num_fitting or state.fitting or state.rejected else found.leanest(_LEANEST)
+    run.is_by_bound = bool(num_fitting or state.fitting or state.rejected)
+    rows = found.by_bound() if run.is_by_bound else found.leanest(_LEANEST)
     for bound_s, configuration in rows:
         if not run.is_settled and bound_s >= state.best_s * (1 - _CLOSE):
             run.prove(bound_s)
@@ -75,6 +76,8 @@ class _Run:
         self.num_simulated = self.num_others = 0
         self.left_s = math.inf
         self.is_proven = False
+        # Else what cannot fit by its bound, and was counted, comes.
+        self.is_by_bound = True
 
     @property
     def is_settled(self) -> bool:
@@ -89,12 +92,12 @@ class _Run:
     def simulate(self, bound_s: float, configuration: Configuration) -> Steps:
         """Propose the plans of a configuration, unless it cannot fit or one that needs no more did not."""
         if self._misfits.need_less_than(configuration):
-            self._state.count(pruned=1)
+            self._count_out()
             return
         self._state.events.progress("simulate the grid", self.num_simulated, MOST_SIMULATED)
         share, problem = self._found.share_needed(configuration), self._problem
         if share > 1:
-            self._state.count(pruned=1)
+            self._count_out()
             self._misfits.add(configuration)
             self._ruled_out.append((share, bound_s, configuration))
             return
@@ -115,6 +118,10 @@ class _Run:
                 lacking.add(plan.offload)
         if lacking.issuperset(problem.choices.offload):
             self._misfits.add(configuration)
+
+    def _count_out(self) -> None:
+        """Count a configuration that is ruled out without a simulation."""
+        self._state.count(pruned=int(self.is_by_bound))
 
     def simulate_leanest(self) -> Steps:
         """Propose some of what cannot fit, of different settings, that which lacks least: to say what is missing."""
