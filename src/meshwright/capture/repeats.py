@@ -161,25 +161,29 @@ def watch_numbers(groups: list[Repeats]) -> Iterator[None]:
     for group in groups:
         for module, key, _ in group.numbered:
             watched.setdefault((type(module), key), {})[id(module)] = group
-    before = {(kind, key): vars(kind).get(key) for kind, key in watched}
+    # Of a class that has a default of its own.
+    before = {(kind, key): vars(kind)[key] for kind, key in watched if key in vars(kind)}
     try:
         for (kind, key), owners in watched.items():
-            setattr(kind, key, _noting(key, owners))
+            setattr(kind, key, _noting(kind, key, owners))
         yield
     finally:
-        for (kind, key), value in before.items():
+        for kind, key in watched:
             delattr(kind, key)
-            if value is not None:
-                setattr(kind, key, value)
+        for (kind, key), value in before.items():
+            setattr(kind, key, value)
 
 
-def _noting(key: str, owners: dict[int, Repeats]) -> property:
-    """An attribute that gives what the module has, and notes that it was read."""
+def _noting(kind: type, key: str, owners: dict[int, Repeats]) -> property:
+    """An attribute that gives what the module or its class has, and notes that it was read."""
+    default = vars(kind).get(key)
 
     def read(module: nn.Module) -> Any:
         if id(module) in owners:
             owners[id(module)].was_read = True
-        return vars(module)[key]
+        if key not in vars(module) and default is None:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {key!r}")
+        return vars(module).get(key, default)
 
     def write(module: nn.Module, value: Any) -> None:
         vars(module)[key] = value
