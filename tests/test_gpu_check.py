@@ -22,9 +22,8 @@ H100 = {"torch": "2.11.0+cu130", "device": "NVIDIA H100 80GB HBM3", "source": "0
 
 
 @pytest.fixture
-def part(monkeypatch):
+def part():
     """A module of the check by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
 

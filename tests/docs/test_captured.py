@@ -21,8 +21,7 @@ def table(name):
 
 
 @pytest.fixture
-def capture_table(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def capture_table():
     import capture_table
 
     return capture_table

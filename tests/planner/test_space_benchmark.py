@@ -23,9 +23,8 @@ TINY = {
 
 
 @pytest.fixture
-def part(monkeypatch):
+def part():
     """A module of the benchmarks by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
 

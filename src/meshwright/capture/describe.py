@@ -3,7 +3,7 @@
 Sizes are read off walks at two batch sizes, ``n(b) = fixed + per_sample·b``, and confirmed by a third; a model that is
 not affine, or whose ops differ between batch sizes, is described for its example's batch size only.
 
-How much crosses a cut.
+`crossing_bytes` says how much crosses each cut of the ops.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _signature(region: Region, attribute: Callable[[fx.Node], tuple[str, str]]) 
         return "size", str(node.meta.get("val"))
 
     signature: list[Any] = []
-    # Sizes are told apart by what they are; a later block takes those that an earlier one has computed.
+    # A later block may use sizes that an earlier one computed. Sizes are compared by value, where they are read.
     for i, node in enumerate(node for node in region.nodes if not isinstance(node.meta.get("val"), torch.SymInt)):
         signature.append(
             (str(node.target), str(fx.node.map_arg((node.args, node.kwargs), lambda item: _Text(describe(item)))))

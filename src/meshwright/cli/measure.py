@@ -1,8 +1,7 @@
 """``meshwright measure``: times of this machine, into the measurement table; with ``--cluster``, what it has.
 
-``meshwright measure --cluster``: this machine as a cluster file.
-
-``meshwright measure --from``: measurements of other tools, and traces of one's own runs, into the table.
+--cluster    this machine as a cluster file
+--from       measurements of other tools, and traces of one's own runs, into the table
 """
 
 from __future__ import annotations

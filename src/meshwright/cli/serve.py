@@ -1,6 +1,6 @@
 """``meshwright serve``: models under deadlines; ``serve load`` asks a server, and measures how it answers.
 
-``meshwright serve timeline URL``: what happens to each request of a server for some seconds, for Perfetto.
+``serve timeline URL`` writes what happens to each request of a server for some seconds, for Perfetto.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``meshwright show``: look at any document.
 
-``meshwright show PLAN --as SYSTEM``: a plan as settings of another system.
-
-The list of shipped models, as ``meshwright show zoo`` prints it.
+show PLAN --as SYSTEM    a plan as settings of another system
+show zoo                 the list of shipped models
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What ``meshwright show`` prices: the layers of a model on a cluster's devices, or the collectives of a cluster.
 
-``meshwright show MODEL --cluster CLUSTER --memory``: what ways to keep a model on a device would need.
+With ``--memory``: what ways to keep a model on a device would need.
 """
 
 from __future__ import annotations

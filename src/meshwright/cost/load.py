@@ -1,6 +1,6 @@
 """A cost model for a cluster from a file of measurements: ops, optimizers, transfers, collectives, kernels.
 
-Rows that no device can have measured: in another unit, or damaged. They are refused before they price anything.
+`refuse_impossible` refuses rows that no device can have measured, in another unit or damaged. Expected is
 
     seconds / roofline in [1 / 10, 1,000] on GPUs, [1 / 100, 10,000] on processors
 

@@ -9,12 +9,9 @@ POST  /answer                    {query, pinned, page, number} → `documents.an
       /interval                  {query} → `documents.interval_data`: two more simulations, so it is asked for later
       /search                    {query} → a `jobs.SearchJob` report;  /progress, /stop: {job} → the same
 
-The files of the page, by path: its own, and the views of `meshwright.report.page`.
-
-Who computes next? One request at a time, and of each page only its newest one.
-
-A page numbers its requests. While one is computed, later ones wait; when its turn comes, a request of a page that has
-sent a newer one is dropped, so that dragging a control costs at most two computations, not one per step.
+One request is computed at a time (`Turns`). A page numbers its requests. Later ones wait; when its turn comes, a
+request of a page that has sent a newer one is dropped. So dragging a control costs at most two computations, not one
+per step.
 """
 
 from __future__ import annotations

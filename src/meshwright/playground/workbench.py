@@ -8,7 +8,7 @@
 
 No search happens here; an answer is one program, built, priced and simulated.
 
-Cuts that balance the stages: the slowest stage is as fast as can be, the rest as even as can be.
+Balanced cuts: the slowest stage is as fast as can be, the rest as even as can be.
 
     θ* = min over slicings of max_s t_s        t_s = seconds of forward and backward of the layers of stage s
     then, among slicings with t_s <= θ* for all s, the least Σ t_s²

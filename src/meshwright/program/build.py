@@ -3,12 +3,11 @@
 For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move what
 crosses between stages on different ranks (`spec.slices` says what, `transfers` when), `exchange` sums gradients.
 
-An input pipeline as a bounded queue: each rank has a loader that makes one microbatch after the other.
-
-A rank that reads inputs of the graph takes its microbatches from a queue of depth q. Its loader works by itself, at its
-own rate, until the queue is full: microbatch k is begun when microbatch k - q has been through its forward, be that in
-this step or an earlier one. A forward waits for its microbatch. So a slow loader keeps the device waiting, and a slow
-device the loader.
+The input pipeline is a bounded queue: each rank has a loader that makes one microbatch after the other. A rank that
+reads inputs of the graph takes its microbatches from a queue of depth q. Its loader works by itself, at its own rate,
+until the queue is full: microbatch k is begun when microbatch k - q has been through its forward, be that in this step
+or an earlier one. A forward waits for its microbatch. So a slow loader keeps the device waiting, and a slow device the
+loader.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ schedule says, a message beside what it waits for or what waits for it, an all-r
 across a cut is left out: a send and its receive find each other by their absolute number (`spec.program`), and of the
 other kind, receives that hold back until computations before are near their end, a few are then let go early.
 
-Which sum of a wave does a merge wait for that lies in another section, or another repetition of the body?
-
-The prologue has P waves, the body one. A merge waits for the sum of D waves before its own, which is the i-th of the
-section that stands at place x: x = r for repetition r of the body (i = 0), x = n for the epilogue behind n of them.
-For i < D that sum is
+A merge may wait for the sum of a wave in another section or repetition of the body (`find_late_waits`). The prologue
+has P waves, the body one. A merge waits for the sum of D waves before its own, which is the i-th of the section that
+stands at place x: x = r for repetition r of the body (i = 0), x = n for the epilogue behind n of them. For i < D that
+sum is
 
     x + i >= D    the sum of the body, D - i repetitions before
     x + i < D     the sum of wave P + x + i - D of the prologue, which is x + 1 repetitions before

@@ -4,10 +4,9 @@ The module is captured for the batch, its graph is searched (`search`), and what
 in float64, then timed beside the original. Only what is faster here is handed over; otherwise the module comes back as
 it was.
 
-Calls of torch's own functions in place of ATen overloads: the same operators, at half the cost of a call.
-
-On one core of the machine where this was measured a call through ``torch.ops.aten`` takes 2 µs more than one of the
-function that torch's Python binds directly, which is as much as a small operator itself.
+The faster module calls torch's own functions in place of ATen overloads: the same operators, at half the cost of a
+call. On one core of the machine where this was measured a call through ``torch.ops.aten`` takes 2 µs more than one of
+the function that torch's Python binds directly, which is as much as a small operator itself.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 The program that the simulator would also read, this rank's stages cut from the graph, their parameters on the device,
 the process groups, the buckets, the updates, and the executor.
 
-Before a placement runs: does it keep together what writes to the same memory?
-
-The planner goes by names (`planner.op_tasks`), for a graph does not say what an op writes. A captured model does
-(`capture.writes`): memory that is written must be in one stage, from its first maker to its last write, and for good
-where it is state. A placement that breaks this would compute other numbers than one process, so it is refused.
+A placement must keep together what writes to the same memory (`check_placed_writes`). The planner goes by names
+(`planner.op_tasks`), for a graph does not say what an op writes. A captured model does (`capture.writes`): memory that
+is written must be in one stage, from its first maker to its last write, and for good where it is state. A placement
+that breaks this would compute other numbers than one process, so it is refused.
 """
 
 from __future__ import annotations

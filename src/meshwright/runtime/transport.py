@@ -4,10 +4,9 @@ Tensors travel with the strides that the receiving part expects (a later ``view`
 ships its storage order if its strides are those, else a copy that has them. Both ends know every layout beforehand,
 so no metadata travels. Received tensors live in buffers that are used again once the microbatch is done.
 
-Collectives that begin when others are done, without holding up the thread that asks for them.
-
-On a GPU a CUDA stream of its own waits, in which the later one is issued; on processors a thread does, in the order in
-which it was asked. Such collectives have process groups of their own, so that no two threads issue in one of them.
+Some collectives begin when others are done, without holding up the thread that asks for them (`Behind`). On a GPU a
+CUDA stream of its own waits, in which the later one is issued; on processors a thread does, in the order in which it
+was asked. Such collectives have process groups of their own, so that no two threads issue in one of them.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ A steady step follows others without waiting: hosts that are fast enough have is
 simulated without them, and they are added where a step that takes the devices so long waits for one (`host_issue`). The
 timeline that is shown begins cold, its hosts and devices at the same moment.
 
-Do all steps repeat the first one, some time Δ later each? Then one step tells what a steady step is.
-
-A program without prologue and epilogue, whose steps meet in the order of streams and in the queues for links alone. Let
-every stream whose first instruction waits for nothing end its step at Δ. Then step 2 is step 1 moved by Δ if
+Where all steps repeat the first one, some time Δ later each, one step tells what a steady step is. Take a program
+without prologue and epilogue, whose steps meet in the order of streams and in the queues for links alone. Let every
+stream whose first instruction waits for nothing end its step at Δ. Then step 2 is step 1 moved by Δ if
 
     streams   each other stream ends its step no later than Δ after what its first instruction waits for has come
     links     each shared link is given back no later than Δ after it was first wanted

@@ -16,10 +16,9 @@ counts what it does for that step, also where it does so before the window or af
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
 devices used); HFU counts what the devices really execute: ops repeated in several stages and ops that run again, too.
 
-The timeline of all ranks, from that of the ranks that stand for them (`folding`).
-
-The spans of a rank are those of its representative; only its number and the numbers of its microbatches differ. Equal
-to what a simulation of all ranks gives, column by column.
+The timeline of all ranks is made from that of the ranks that stand for them (`folding`). The spans of a rank are those
+of its representative; only its number and the numbers of its microbatches differ. Equal to what a simulation of all
+ranks gives, column by column.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from meshwright.program import Fold
 from meshwright.simulator.host_memory import NodeMemory
 from meshwright.spec import Opcode, OpSpans, Stream, Timeline, format_bytes, format_percent, format_seconds
 from meshwright.spec.html import html_table
-from meshwright.spec.instructions import INSTRUCTIONS, Kind
+from meshwright.spec.instructions import INSTRUCTIONS, CostKind
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
@@ -158,7 +157,7 @@ _OTHERS = ("exchanged_inside_s", "copied_inside_s", "host_s")
 _COLUMNS = tuple(item.name for item in fields(RankSeconds) if item.name not in _OTHERS)
 # The column of what computes, by opcode; then what moves, and of that the collectives.
 _MOVES, _EXCHANGES, _OFFLOADS = 3, 4, 5
-_COLUMN_OF_KIND: dict[Kind, int] = {
+_COLUMN_OF_KIND: dict[CostKind, int] = {
     "forward": 0,
     "backward": 1,
     "update": 2,

@@ -4,17 +4,15 @@ Streams continue from one section into the next, so a fast stream may already wo
 in step k. Instruction i of stream s in repetition k gets the id ``G[s] + (instructions of s before repetition k) +
 (i - offset of s)``, where G counts the instructions of the streams before s.
 
-Programs whose steps reach into each other, for the engine: all repetitions become one section.
+Of programs whose steps reach into each other all repetitions become one section. A message may be sent in one
+repetition of the body and arrive in another; its number, counted on from repetition to repetition, tells which receive
+is meant. A late wait is for an instruction of an earlier repetition. So the sections are not matched one by one, as
+those of programs whose repetitions meet in nothing but the order of streams.
 
-A message may be sent in one repetition of the body and arrive in another; its number, counted on from repetition to
-repetition, tells which receive is meant. A late wait is for an instruction of an earlier repetition. So the sections
-are not matched one by one, as those of programs whose repetitions meet in nothing but the order of streams.
-
-Which links are shared? Only they need requests in order of time; everything else streams can settle alone.
-
-A link is **private** when one stream takes part in every request for it. Its requests then form a chain: the next
-is not made before the last has ended. This is sufficient, found in one pass over the instructions, and true for
-every link between two ranks that only one stream sends on, and for the links of a group that nobody else uses.
+Only shared links need requests in order of time; everything else streams can settle alone. A link is **private** when
+one stream takes part in every request for it. Its requests then form a chain: the next is not made before the last has
+ended. This is sufficient, found in one pass over the instructions, and true for every link between two ranks that only
+one stream sends on, and for the links of a group that nobody else uses.
 """
 
 from __future__ import annotations

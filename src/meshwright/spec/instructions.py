@@ -28,7 +28,7 @@ Payload = Literal["activation", "gradient"]
 StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load", "down", "host", "up", "drives"]
 STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
 # What an instruction costs.
-Kind = Literal[
+CostKind = Literal[
     "forward",  # a microbatch on the device
     "backward",
     "update",  # a pass over all weights of a stage on the device
@@ -269,8 +269,8 @@ Exchange = Collective | Push | Sum | Pull
 Instruction = Computation | Send | Receive | Exchange | Offloading | Load | OptimizerStep | Stash | Drop | Merge
 
 
-class Row(NamedTuple):
-    """What there is to say of the instructions of one opcode.
+class InstructionSpec(NamedTuple):
+    """The properties of all instructions of one opcode.
 
     ``view`` is their class and, of messages, ``payload`` what it says; ``stream`` is where they stand. ``kind``: what
     they cost. ``name`` is that of a span, ``label`` that of all of them in legends. ``colour`` has the colour in
@@ -279,64 +279,74 @@ class Row(NamedTuple):
 
     view: type[Instruction]
     stream: StreamName
-    kind: Kind
+    kind: CostKind
     name: str
     label: str
     colour: tuple[str, str] = ("", "")
     payload: Payload | None = None
 
 
-INSTRUCTIONS: dict[Opcode, Row] = {
-    Opcode.FORWARD: Row(Forward, "compute", "forward", "F{stage}.{microbatch}", "forwards", ("#9fc3e6", "blue")),
-    Opcode.BACKWARD: Row(Backward, "compute", "backward", "B{stage}.{microbatch}", "backwards", ("#a9d3b0", "green")),
-    Opcode.BACKWARD_INPUT: Row(
+INSTRUCTIONS: dict[Opcode, InstructionSpec] = {
+    Opcode.FORWARD: InstructionSpec(
+        Forward, "compute", "forward", "F{stage}.{microbatch}", "forwards", ("#9fc3e6", "blue")
+    ),
+    Opcode.BACKWARD: InstructionSpec(
+        Backward, "compute", "backward", "B{stage}.{microbatch}", "backwards", ("#a9d3b0", "green")
+    ),
+    Opcode.BACKWARD_INPUT: InstructionSpec(
         BackwardInput, "compute", "backward", "I{stage}.{microbatch}", "gradients of inputs", ("#8fc7c9", "cyan")
     ),
-    Opcode.BACKWARD_WEIGHT: Row(
+    Opcode.BACKWARD_WEIGHT: InstructionSpec(
         BackwardWeight, "compute", "backward", "W{stage}.{microbatch}", "gradients of weights", ("#cfe3a8", "magenta")
     ),
-    Opcode.SEND_ACTIVATION: Row(
+    Opcode.SEND_ACTIVATION: InstructionSpec(
         Send, "send", "message", "send {stage}→{peer}.{microbatch}", "sends of activations", payload="activation"
     ),
-    Opcode.RECEIVE_ACTIVATION: Row(
+    Opcode.RECEIVE_ACTIVATION: InstructionSpec(
         Receive, "receive", "message", "receive {peer}→{stage}.{microbatch}", "receives", payload="activation"
     ),
-    Opcode.SEND_GRADIENT: Row(
+    Opcode.SEND_GRADIENT: InstructionSpec(
         Send, "send", "message", "send gradient {stage}→{peer}.{microbatch}", "sends of gradients", payload="gradient"
     ),
-    Opcode.RECEIVE_GRADIENT: Row(
+    Opcode.RECEIVE_GRADIENT: InstructionSpec(
         Receive, "receive", "message", "receive gradient {peer}→{stage}.{microbatch}", "receives", payload="gradient"
     ),
-    Opcode.ALL_REDUCE: Row(AllReduce, "exchange", "collective", "all-reduce {stage} #{peer}", "sums of gradients"),
-    Opcode.OPTIMIZER_STEP: Row(
+    Opcode.ALL_REDUCE: InstructionSpec(
+        AllReduce, "exchange", "collective", "all-reduce {stage} #{peer}", "sums of gradients"
+    ),
+    Opcode.OPTIMIZER_STEP: InstructionSpec(
         OptimizerStep, "compute", "update", "optimizer {stage}", "optimizer", ("#e8c766", "yellow")
     ),
-    Opcode.STASH: Row(Stash, "compute", "stash", "stash {stage}", "copies of weights", ("", "white")),
-    Opcode.DROP: Row(Drop, "compute", "stash", "drop {stage}", "copies of weights"),
-    Opcode.MERGE: Row(Merge, "compute", "update", "merge {stage}", "merges of waves", ("#e6a06f", "yellow")),
-    Opcode.REDUCE_SCATTER: Row(
+    Opcode.STASH: InstructionSpec(Stash, "compute", "stash", "stash {stage}", "copies of weights", ("", "white")),
+    Opcode.DROP: InstructionSpec(Drop, "compute", "stash", "drop {stage}", "copies of weights"),
+    Opcode.MERGE: InstructionSpec(
+        Merge, "compute", "update", "merge {stage}", "merges of waves", ("#e6a06f", "yellow")
+    ),
+    Opcode.REDUCE_SCATTER: InstructionSpec(
         ReduceScatter, "exchange", "collective", "reduce-scatter {stage} #{peer}", "sums of gradients"
     ),
-    Opcode.ALL_GATHER: Row(AllGather, "exchange", "collective", "all-gather {stage} #{peer}", "gathers of parameters"),
-    Opcode.PUSH: Row(Push, "exchange", "server", "push {stage} #{peer}", "pushes to servers"),
-    Opcode.SUM: Row(Sum, "serve", "server", "sum {stage} #{peer}", "sums on servers"),
-    Opcode.PULL: Row(Pull, "reply", "server", "pull {stage} #{peer}", "pulls from servers"),
-    Opcode.LOAD: Row(Load, "load", "load", "load {microbatch}", "loading of inputs"),
-    Opcode.COPY_DOWN: Row(CopyDown, "down", "copy", "copy down {stage} #{peer}", "copies to the host"),
-    Opcode.HOST_STEP: Row(HostStep, "host", "host", "host step {stage} #{peer}", "optimizer on the host"),
-    Opcode.COPY_UP: Row(CopyUp, "up", "copy", "copy up {stage} #{peer}", "copies from the host"),
-    Opcode.READ_STATES: Row(ReadStates, "drives", "drives", "read {stage} #{peer}", "reads of drives"),
-    Opcode.WRITE_STATES: Row(WriteStates, "drives", "drives", "write {stage} #{peer}", "writes to drives"),
-    Opcode.SAVED_DOWN: Row(
+    Opcode.ALL_GATHER: InstructionSpec(
+        AllGather, "exchange", "collective", "all-gather {stage} #{peer}", "gathers of parameters"
+    ),
+    Opcode.PUSH: InstructionSpec(Push, "exchange", "server", "push {stage} #{peer}", "pushes to servers"),
+    Opcode.SUM: InstructionSpec(Sum, "serve", "server", "sum {stage} #{peer}", "sums on servers"),
+    Opcode.PULL: InstructionSpec(Pull, "reply", "server", "pull {stage} #{peer}", "pulls from servers"),
+    Opcode.LOAD: InstructionSpec(Load, "load", "load", "load {microbatch}", "loading of inputs"),
+    Opcode.COPY_DOWN: InstructionSpec(CopyDown, "down", "copy", "copy down {stage} #{peer}", "copies to the host"),
+    Opcode.HOST_STEP: InstructionSpec(HostStep, "host", "host", "host step {stage} #{peer}", "optimizer on the host"),
+    Opcode.COPY_UP: InstructionSpec(CopyUp, "up", "copy", "copy up {stage} #{peer}", "copies from the host"),
+    Opcode.READ_STATES: InstructionSpec(ReadStates, "drives", "drives", "read {stage} #{peer}", "reads of drives"),
+    Opcode.WRITE_STATES: InstructionSpec(WriteStates, "drives", "drives", "write {stage} #{peer}", "writes to drives"),
+    Opcode.SAVED_DOWN: InstructionSpec(
         SavedDown, "down", "copy", "saved down {stage}.{microbatch} #{peer}", "copies of activations to the host"
     ),
-    Opcode.SAVED_UP: Row(
+    Opcode.SAVED_UP: InstructionSpec(
         SavedUp, "up", "copy", "saved up {stage}.{microbatch} #{peer}", "copies of activations from the host"
     ),
 }
 
 
-def of_kind(*kinds: Kind) -> tuple[Opcode, ...]:
+def of_kind(*kinds: CostKind) -> tuple[Opcode, ...]:
     """All opcodes of some kinds of cost, in order."""
     return tuple(opcode for opcode in Opcode if INSTRUCTIONS[opcode].kind in kinds)
 

@@ -5,7 +5,7 @@ Both have the same tracks and span names.
 Times are int64 picoseconds from the start of the step. ``memory_*`` sample the bytes in use per rank whenever they
 change.
 
-Op spans: what happens inside the computations of a timeline, op by op.
+`OpSpans` say what happens inside the computations of a timeline, op by op.
 """
 
 from __future__ import annotations

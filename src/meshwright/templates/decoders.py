@@ -4,8 +4,6 @@ rotary (a shape with root mean square norms)   RMS norms, rotary positions, grou
 else                                           layer norms, learned positions, one product for Q, K, V, as `zoo.gpt`
 gated feed-forward                             SwiGLU; else GELU
 experts                                        routed with a fixed capacity, as `zoo.mixtral`
-
-Rotary positions, as `zoo.llama` computes them.
 """
 
 from __future__ import annotations

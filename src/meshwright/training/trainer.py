@@ -9,13 +9,10 @@ The script is started once per rank (``torchrun --nproc-per-node N script.py``).
 reads the same global batches; each works on its own stage and microbatches. The model, the loss, the optimizer and
 the DataLoader stay the user's own.
 
-Do all ranks read the same batches?
-
-The losses of global batches, from the ranks that compute them to all.
-
-A batch's loss is the mean over its microbatches, which run on several ranks and, under schedules that never flush, in
-several calls. Ranks then run apart by up to a step, and waiting for each other would empty the pipeline: a sum that was
-begun in one call is looked at in the next.
+`check_same` compares what all ranks have read. `Losses` go from the ranks that compute them to all: a batch's loss is
+the mean over its microbatches, which run on several ranks and, under schedules that never flush, in several calls.
+Ranks then run apart by up to a step, and waiting for each other would empty the pipeline: a sum that was begun in one
+call is looked at in the next.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ SimuMax leaves schedule and recompute empty: taken are 1F1B and none, as its lau
 simu_tools/megatron_scripts/scripts). Zero Bubble does not say which memory was read; it is compared with what is
 allocated.
 
-Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes.
-
-Rows of ``memory_recompute.csv`` also say what is computed again, those of ``memory_sharing.csv`` what replicas share.
+A row of ``memory_pipelines.csv`` describes a plan; rows of ``memory_recompute.csv`` also say what is computed again,
+those of ``memory_sharing.csv`` what replicas share.
 """
 
 from __future__ import annotations

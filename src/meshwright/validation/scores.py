@@ -3,9 +3,8 @@
 error = |predicted - measured| / measured        coverage = share of rows inside the 80 % interval
 MAPE = mean error · 100                          width = median of (high - low) / predicted
 
-Do predictions put layouts in the order in which they were measured? Among runs that a planner would choose between.
-
-Runs of one job (the same model, devices and batch) are compared with each other only; jobs with one run say nothing.
+How well predictions order layouts is asked among runs that a planner would choose between. Runs of one job (the same
+model, devices and batch) are compared with each other only; jobs with one run say nothing.
 
     tau       (concordant - discordant) / pairs over the pairs of all jobs (Kendall, 1938); pairs that were measured
               within `_TIE` of each other are left out, pairs that are predicted alike count for neither

@@ -7,7 +7,7 @@ is heads, microbatches follow from the batch, and a pipeline whose microbatches 
 two (torchtitan's, too). A row that lacks more, or whose words or model are not known, is an error that names column,
 cell, and what is expected.
 
-Which model a row of measured training steps is of: its columns, and what is published of models they cannot hold.
+Which model a row is of follows from its columns, and from what is published of models that they cannot hold.
 """
 
 from __future__ import annotations

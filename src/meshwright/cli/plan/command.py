@@ -1,6 +1,6 @@
 """``meshwright plan``: search the space of plans.
 
-``meshwright plan --rewrite``: is the step shorter if the graph is rewritten first?
+With ``--rewrite`` the graph is also rewritten, and the plan for the faster of both graphs is kept.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ through as many NICs as it has ranks there. Which of inside and across is the fa
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
 
-How bytes go over a link: NCCL's protocols, which trade latency for bandwidth; a data file with version and source.
+NCCL's protocols trade latency for bandwidth; a data file has them, with version and source:
 
     seconds on a link = base + steps·(share of the link's latency) + bytes / (share of its bandwidth)
 

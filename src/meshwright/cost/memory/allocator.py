@@ -52,15 +52,15 @@ def follow_allocator(events: MemoryEvents) -> DevicePeaks:
 class _Memory(NamedTuple):
     """Pieces of segments as columns, shape (pieces,), and the free ones of the large and the small pool.
 
-    ``before`` and ``after`` are a piece's neighbours in its segment, -1 at the ends. ``free`` (2, pieces) has those of
-    ``num_free`` (2,) in the order of size and address.
+    ``before`` and ``after`` are a piece's neighbours in its segment, -1 at the ends; ``pool`` is 1 for the small pool.
+    ``free`` (2, pieces) has the ``num_free`` (2,) free pieces of each pool in the order of size and address.
     """
 
     size: NDArray[np.int64]
     address: NDArray[np.int64]
     before: NDArray[np.int64]
     after: NDArray[np.int64]
-    is_small: NDArray[np.bool_]
+    pool: NDArray[np.int64]
     is_free: NDArray[np.bool_]
     free: NDArray[np.int64]
     num_free: NDArray[np.int64]
@@ -76,12 +76,12 @@ def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: 
         np.zeros(room, np.int64),
         np.full(room, -1, np.int64),
         np.full(room, -1, np.int64),
-        np.zeros(room, np.bool_),
+        np.zeros(room, np.int64),
         np.zeros(room, np.bool_),
         np.zeros((2, room), np.int64),
         np.zeros(2, np.int64),
     )
-    # The piece of each block: none yet, or none for an empty tensor, for which nothing is allocated.
+    # Of each block that is in use; an empty tensor has none.
     piece_of = np.full(num_blocks, -1, np.int64)
     made, reserved, allocated, most = 0, 0, 0, 0
     for event in range(len(block)):
@@ -101,13 +101,13 @@ def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: 
             else:
                 piece, made = made, made + 1
                 segment = _segment_bytes(size, small)
-                memory.size[piece], memory.address[piece], memory.is_small[piece] = segment, reserved, small
+                memory.size[piece], memory.address[piece], memory.pool[piece] = segment, reserved, pool
                 reserved += segment
             rest = memory.size[piece] - size
             if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_BYTES:
                 other, made = made, made + 1
                 memory.size[piece], memory.size[other] = size, rest
-                memory.address[other], memory.is_small[other] = memory.address[piece] + size, small
+                memory.address[other], memory.pool[other] = memory.address[piece] + size, pool
                 memory.before[other], memory.after[other] = piece, memory.after[piece]
                 if memory.after[other] >= 0:
                     memory.before[memory.after[other]] = other
@@ -144,8 +144,7 @@ def _give_back(memory: _Memory, piece: int) -> None:
 @compiled
 def _merge(memory: _Memory, first: int, second: int, free: int) -> None:
     """Make two neighbours one, of which ``free`` leaves the pool."""
-    pool = 1 if memory.is_small[free] else 0
-    _leave_pool(memory, pool, _place(memory, pool, memory.size[free], memory.address[free]))
+    _leave_pool(memory, memory.pool[free], _place(memory, memory.pool[free], memory.size[free], memory.address[free]))
     memory.size[first] += memory.size[second]
     memory.after[first] = memory.after[second]
     if memory.after[second] >= 0:
@@ -168,7 +167,7 @@ def _place(memory: _Memory, pool: int, size: int, address: int) -> int:
 
 @compiled
 def _join_pool(memory: _Memory, piece: int) -> None:
-    pool = 1 if memory.is_small[piece] else 0
+    pool = memory.pool[piece]
     place, count = _place(memory, pool, memory.size[piece], memory.address[piece]), memory.num_free[pool]
     for i in range(count, place, -1):
         memory.free[pool, i] = memory.free[pool, i - 1]

@@ -1,11 +1,10 @@
 """The search behind `place`: candidates, their simulated steps, and moves of chains that make the best one faster.
 
-From tasks on devices to the stages of a placement: runs of tasks without communication in between.
-
-Tasks are taken in one order of all devices in which each follows what it reads. A stage ends behind a task from which
-another device reads, so that it leaves at once, and before a task that is the first of its device to read something
-from another one, so that nobody waits longer than he must. So a stage waits only before its first task, and others wait
-only for its last one: stages can be ordered as their first tasks are.
+Stages of a placement are runs of tasks of one device without communication in between. Tasks are taken in one order of
+all devices in which each follows what it reads. A stage ends behind a task from which another device reads, so that it
+leaves at once, and before a task that is the first of its device to read something from another one, so that nobody
+waits longer than he must. So a stage waits only before its first task, and others wait only for its last one: stages
+can be ordered as their first tasks are.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@
 PipeDream-Flush with replicated stages: k = ceil(R_s + R_(s+1) + … / R_s), PipeDream's number of active minibatches per
 replica; no order of such ranks can wait in a circle, because k_s R_s > (k_(s+1) - 1) R_(s+1).
 
-GPipe and 1F1B where replicas have shares of the microbatches: windows in place of counts.
-
-With equal replicas 1F1B keeps so many microbatches of a replica in flight. Where replica r of stage s computes m_r of M
-microbatches, one is due every M / m_r microbatches, and it runs
+Where replicas have shares of the microbatches, GPipe and 1F1B have windows in place of counts. With equal replicas 1F1B
+keeps so many microbatches of a replica in flight. Where replica r of stage s computes m_r of M microbatches, one is due
+every M / m_r microbatches, and it runs
 
     forward of m before backward of b  if  m - b < w_r = floor(M / m_r) + q        q = Σ stages behind max ceil(M / m_r)
 

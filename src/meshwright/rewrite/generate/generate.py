@@ -1,11 +1,10 @@
 """`generate_rules`: enumerate, compare elsewhere, prove, find a basis.
 
-Rules of several outputs: terms that are the parts of one.
+Rules of several outputs are terms that are the parts of one. Where ``slice(t, start, cut) = a`` and ``slice(t, cut,
+stop) = b`` are rules, a and b can both be had from t, computed once: two products of one input are the halves of one
+product with both weights beside each other.
 
-Where ``slice(t, start, cut) = a`` and ``slice(t, cut, stop) = b`` are rules, a and b can both be had from t, computed
-once: two products of one input are the halves of one product with both weights beside each other.
-
-Candidates → proved rules: of each, the most general reading that trials do not refute and that is proved.
+Of each candidate the most general reading is kept that trials do not refute and that is proved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A rank's host, put together: the pieces of what it updates, memory for them, states, threads.
 
-Shards of torch's FSDP2 whose optimizer is on the host: gradients in their own type, parameters in its memory.
-
+Shards of torch's FSDP2 whose optimizer is on the host keep gradients in their own type, and parameters in its memory.
 FSDP2 casts summed gradients to the type of the shards. With master weights on the host shards have the type of the
 parameters, and gradients are to stay wide. Where parameters lie on the host, a `CPUOffloadPolicy` keeps shards there,
 and copies gradients to them; on processors, whose memory is both, it does nothing, and shards and gradients are put

@@ -4,7 +4,7 @@ The graph is the local one that the simulator prices (`program.lowering`): the s
 among them. Each op is torch's operator on local tensors, but for those of `conversions` and `operators`. Parameters and
 buffers that are whole stay the user's own objects; shares of others are new ones.
 
-Ops as modules that compute nothing of their own: torch's operator, or empty results.
+Modules that stand for one op compute nothing of their own: they call torch's operator, or give empty results.
 """
 
 from __future__ import annotations

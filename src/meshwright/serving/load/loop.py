@@ -8,8 +8,6 @@ Waiting is select(2) on the selector's own descriptor, whose timeouts are micros
 milliseconds. The kernel adds 50 microseconds (prctl(2), PR_SET_TIMERSLACK). Falling asleep and waking up takes more
 time of a processor (24 microseconds on a virtual machine) than a request does (10), so that where requests come close
 together one turn serves those of a fifth of a millisecond.
-
-One connection to the server, and the request that is under way on it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ Beside it stands `bound_share`: whatever is placed where, a request for model m 
 device, over batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a
 simulation (`bound_placed`), r are the requests that counted, and N the seconds in which they can be computed, until the
 longest SLO behind the last one, times the speeds of the devices.
-
-Placements by equations alone: squishy bin packing, and copies of the most loaded.
 """
 
 from __future__ import annotations

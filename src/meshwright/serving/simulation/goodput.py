@@ -1,6 +1,6 @@
 """The highest rates at which a policy answers a share of the requests in time.
 
-How much worse is a policy than the best of others, for the same requests? Its **regret**, in answers in time.
+`compare_policies` gives each policy's **regret**: how many fewer answers it gives in time than the best of all.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ The step times of all stretches of the run are simulated (`machines`, at the mom
 the run is followed on them for several seeds (`run`). Where no interval is given, the best one is taken: by closed form
 where failures have no memory (below), else the one of a grid whose runs are shortest, under the same failures.
 
-How often to save? The interval of work that loses least time, and the time that is to be expected.
-
-Failures come at random with a mean of M seconds between them, and saving takes C seconds:
+The best interval loses least time. Failures come at random with a mean of M seconds between them, and saving takes C
+seconds:
 
     young     √(2 C M)                                          Young, CACM 17 (9), 1974
     daly      √(2 C M) (1 + √(C / 2M) / 3 + C / 18 M) - C,      Daly, FGCS 22 (3), 2006

@@ -97,8 +97,8 @@ def _left_later(form: Form, position: int, counts: Sequence[int]) -> tuple[int, 
 def _gathered_bytes(figures: Figures, recompute: str, mine: Sequence[tuple[int, int]], chunk: int) -> float:
     """Parameters that ZeRO 3 has gathered when a chunk's backward begins (`cost.memory.shared_units`).
 
-    The root is gathered all the time. Of the other layers the last one is gathered, and also the one before it if the
-    chunk ends with a layer that is no part of the root.
+    The layers of the root are gathered all the time. Of the others the last one is gathered; so is the one before it if
+    the chunk's last layer is outside the root.
     """
     parameters, in_root = figures.bytes(recompute).parameters, figures.is_in_root
     root = sum(float(parameters[start:stop][in_root[start:stop]].sum()) for start, stop in mine) - figures.tied_bytes

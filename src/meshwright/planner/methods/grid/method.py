@@ -38,12 +38,12 @@ def grid(problem: Problem, state: SearchState) -> Steps:
     found = bound_grid(problem, state.seconds_left)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
-    run = _Run(problem, state, found)
+    # Of what does not fit anyway, it is said what lacks least.
+    by_bound = bool(num_fitting or state.fitting or state.rejected)
+    run = _Run(problem, state, found, counts_pruned=by_bound)
     # Fewer devices are slower, and cost less.
     alike = len(set(problem.choices.num_devices)) < 2
-    # Of what does not fit anyway, it is said what lacks least.
-    run.is_by_bound = bool(num_fitting or state.fitting or state.rejected)
-    rows = found.by_bound() if run.is_by_bound else found.leanest(_LEANEST)
+    rows = found.by_bound() if by_bound else found.leanest(_LEANEST)
     for bound_s, configuration in rows:
         if not run.is_settled and bound_s >= state.best_s * (1 - _CLOSE):
             run.prove(bound_s)
@@ -68,7 +68,9 @@ def grid(problem: Problem, state: SearchState) -> Steps:
 class _Run:
     """What came of the configurations that were simulated so far."""
 
-    def __init__(self, problem: Problem, state: SearchState, found: Grid) -> None:
+    def __init__(self, problem: Problem, state: SearchState, found: Grid, *, counts_pruned: bool) -> None:
+        # Those that cannot fit by the bound of their sheet were counted before.
+        self._counts_pruned = counts_pruned
         self._problem, self._state, self._misfits, self._found = problem, state, _Misfits(), found
         # What cannot fit and was not simulated, by the share of the limit that it needs at least.
         self._ruled_out: list[tuple[float, float, Configuration]] = []
@@ -76,8 +78,6 @@ class _Run:
         self.num_simulated = self.num_others = 0
         self.left_s = math.inf
         self.is_proven = False
-        # Else what cannot fit by its bound, and was counted, comes.
-        self.is_by_bound = True
 
     @property
     def is_settled(self) -> bool:
@@ -121,7 +121,7 @@ class _Run:
 
     def _count_out(self) -> None:
         """Count a configuration that is ruled out without a simulation."""
-        self._state.count(pruned=int(self.is_by_bound))
+        self._state.count(pruned=int(self._counts_pruned))
 
     def simulate_leanest(self) -> Steps:
         """Propose some of what cannot fit, of different settings, that which lacks least: to say what is missing."""
