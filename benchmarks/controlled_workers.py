@@ -8,7 +8,7 @@ import numpy as np
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BoundedDelay
-from meshwright.simulator import bare_prices, simulate_controlled
+from meshwright.simulator import bare_costs, simulate_controlled
 from meshwright.simulator.engine import Contention
 from meshwright.spec import Backward, OptimizerStep, Send
 
@@ -21,9 +21,9 @@ def measure_controlled(contention: Contention, num_clocks: int, repeats: int) ->
     policy = BoundedDelay(num_workers=16, max_delay=2, num_clocks=num_clocks)
     program = ProgramBuilder(policy.num_ranks).build(schedule="bounded delay", plan_hash="")
     durations = np.random.default_rng(0).integers(1_000_000, 1_500_000, 16 * num_clocks)
-    prices = bare_prices(program, [0, 10_000, *durations], [(0,)])
+    costs = bare_costs(program, [0, 10_000, *durations], [(0,)])
 
-    def price(issue, _):
+    def estimate(issue, _):
         match issue.instruction:
             case Backward(microbatch=microbatch):
                 return 2 + microbatch, -1
@@ -35,9 +35,9 @@ def measure_controlled(contention: Contention, num_clocks: int, repeats: int) ->
                 return 0, -1
 
     seconds = np.empty(repeats)
-    run = simulate_controlled(program, prices, policy, price, contention=contention)
+    run = simulate_controlled(program, costs, policy, estimate, contention=contention)
     for k in range(repeats):
         start = time.process_time()
-        run = simulate_controlled(program, prices, policy, price, contention=contention)
+        run = simulate_controlled(program, costs, policy, estimate, contention=contention)
         seconds[k] = time.process_time() - start
     return seconds, run.log.num_decisions, run.timeline.num_spans

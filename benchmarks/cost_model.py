@@ -1,4 +1,4 @@
-"""How many kernels are priced in a second, and how long a model of 70 B parameters takes."""
+"""How many kernels are estimated in a second, and how long a model of 70 B parameters takes."""
 
 from functools import partial
 from time import perf_counter
@@ -29,9 +29,9 @@ def main() -> int:
         taken = [timed(partial(shipped_model().predict, kernel, sizes)) for _ in range(repeats)]
         rows.append(scored(f"a million products, {dtype}", np.array(taken) * 1e6 / count, SECONDS_PER_MILLION))
     graph = load_shipped_graph("llama3-70b")
-    CostModel(cluster=cluster, precision="bfloat16").price_ops(graph, 1, device)
+    CostModel(cluster=cluster, precision="bfloat16").estimate_ops(graph, 1, device)
     taken = [
-        timed(lambda: CostModel(cluster=cluster, precision="bfloat16").price_ops(graph, 1, device))
+        timed(lambda: CostModel(cluster=cluster, precision="bfloat16").estimate_ops(graph, 1, device))
         for _ in range(repeats)
     ]
     rows.append(scored(f"{graph.name}, {len(graph.ops)} ops", np.array(taken), SECONDS_PER_GRAPH))

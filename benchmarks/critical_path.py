@@ -9,7 +9,7 @@ from harness import make_row, parse_options, publish
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program
-from meshwright.simulator import explain_step, price_program
+from meshwright.simulator import estimate_program, explain_step
 from meshwright.simulator.critical_path import find_critical_path
 from meshwright.simulator.network import durations
 from meshwright.simulator.simulate import run_unrolled
@@ -36,9 +36,9 @@ def main() -> int:
     )
     cost = CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(plan, graph)
-    prices = price_program(program, plan, graph, cost)
-    unrolled = unroll(program, prices, -(-INSTRUCTIONS // program.body.num_instructions))
-    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps)
+    costs = estimate_program(program, plan, graph, cost)
+    unrolled = unroll(program, costs, -(-INSTRUCTIONS // program.body.num_instructions))
+    network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps)
     start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
     find = partial(find_critical_path, network, start_ps, end_ps, (0, int(end_ps.max())))
     length, repeats = len(find().instruction), 3 if options.quick else 21

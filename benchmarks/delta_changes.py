@@ -77,7 +77,7 @@ def delta_rows(quick: bool) -> list[Row]:
         kept = measure_kept(network, num_links, 100 if quick else 500)
         rows.append(make_row(f"delta, {name}: all kept", kept, "of full runs"))
     found = measure_moves(500, 40 if quick else 300)
-    for name, full in (("built, priced and run", found.built + found.priced), ("built and run", found.built)):
+    for name, full in (("built, estimated and run", found.built + found.estimated), ("built and run", found.built)):
         ratios = found.followed / full
         unit = f"of the placement {name}"
         rows.append(

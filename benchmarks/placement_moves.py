@@ -1,8 +1,8 @@
 """What simulating the move of one op to another device takes, beside building and simulating the placement anew.
 
 A graph of ops, each of which reads two of the 50 before it, trained on one node of 8 devices in two microbatches, every
-op a stage of its own on any device. Building is the program of the changed placement and its network, with prices of
-instructions that are there already; what finding these takes in full (`price_program`, with memory) is told apart.
+op a stage of its own on any device. Building is the program of the changed placement and its network, with costs of
+instructions that are there already; what finding these takes in full (`estimate_program`, with memory) is told apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from meshwright.cost import CostModel
 from meshwright.program import build_placed_program
-from meshwright.simulator import price_program
+from meshwright.simulator import estimate_program
 from meshwright.simulator.delta import DeltaPlacement
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.unroll import unroll
@@ -30,13 +30,13 @@ DEVICES = 8
 
 
 class Moves(NamedTuple):
-    """Seconds of each move (moves,): followed, taken back; and in full: built and run, run alone, priced."""
+    """Seconds of each move (moves,): followed, taken back; and in full: built and run, run alone, estimated."""
 
     followed: np.ndarray
     undone: np.ndarray
     built: np.ndarray
     run: np.ndarray
-    priced: np.ndarray
+    estimated: np.ndarray
     num_instructions: int
 
 
@@ -64,15 +64,15 @@ def measure_moves(num_ops: int, count: int) -> Moves:
         moments.append(time.perf_counter())
         program = build_placed_program(changed, graph)
         moments.append(time.perf_counter())
-        prices = price_program(program, changed, graph, cost)
+        costs = estimate_program(program, changed, graph, cost)
         moments.append(time.perf_counter())
-        unrolled = unroll(program, prices, 1)
+        unrolled = unroll(program, costs, 1)
         moments.append(time.perf_counter())
         outcome = run_network(unrolled.network, unrolled.num_links)
         moments.append(time.perf_counter())
         assert np.array_equal(outcome.end_ps, ends), "not the ends of the placement simulated anew"
-        followed, _, built, priced, laid_out, run = np.diff(moments)
-        rows.append((followed, undone, built + laid_out + run, run, priced))
+        followed, _, built, estimated, laid_out, run = np.diff(moments)
+        rows.append((followed, undone, built + laid_out + run, run, estimated))
     # The first one compiles.
     return Moves(*np.array(rows[1:]).T, num_instructions=len(ends))
 

@@ -1,7 +1,7 @@
 """The playground's response for a plan on 64 devices: the server's part, and from a control's event to the picture.
 
 Llama 3 8B on 8 nodes of 8 A100, 64 to 256 microbatches. Every change leads to a state that was not answered before, so
-that nothing but graph and prices is kept: cuts moved by keys, sliders of the scenario, a choice of schedule, another
+that nothing but graph and costs is kept: cuts moved by keys, sliders of the scenario, a choice of schedule, another
 number of stages, another microbatch size. The browser is headless Chromium, 1400 pixels wide; its clock starts with the
 event of the control and ends after the frame that shows the answer (`Meshwright.update`). Median and p95 over all
 changes, and the median per control; targets hold for the median and the p95 of the whole response.

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from meshwright.rewrite.expressions import Name
 from meshwright.rewrite.matching import apply, matches, node_of
+from meshwright.rewrite.search.call_costs import FREE, call_of
 from meshwright.rewrite.search.loading import find_known, load
-from meshwright.rewrite.search.pricing import FREE, call_of
 from meshwright.rewrite.search.search import CircularError, build_terms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meshwright.rewrite.matching import Directed, Match
-    from meshwright.rewrite.search.pricing import CallPrices
+    from meshwright.rewrite.search.call_costs import CallCosts
     from meshwright.rewrite.search.ruleset import Guided
     from meshwright.rewrite.terms import Terms
 
@@ -40,17 +40,17 @@ class Backtracked:
 def backtrack(
     terms: Terms,
     rules: Guided,
-    prices: CallPrices,
+    costs: CallCosts,
     *,
     frozen: bool,
     alpha: float = 1.05,
     most_popped: int = 1000,
     limit_s: float = 60.0,
 ) -> Backtracked:
-    """Search as TASO does, for graphs without effects; new calls are priced as they are met."""
+    """Search as TASO does, for graphs without effects; new calls are estimated as they are met."""
     deadline = time.perf_counter() + limit_s
     ways = (*rules.simplify, *rules.explore, *rules.fold, *rules.merge)
-    first = _cost(terms, prices, frozen)
+    first = _cost(terms, costs, frozen)
     best, best_s = terms, first
     order = count()
     queue = [(first, next(order), terms)]
@@ -66,7 +66,7 @@ def backtrack(
             if label in known:
                 continue
             known.add(label)
-            cost = _cost(new, prices, frozen)
+            cost = _cost(new, costs, frozen)
             if cost < best_s:
                 best, best_s = new, cost
             if cost < alpha * best_s:
@@ -80,7 +80,7 @@ def _label(terms: Terms) -> tuple[object, ...]:
     return (tuple(terms.nodes), terms.outputs)
 
 
-def _cost(terms: Terms, prices: CallPrices, frozen: bool) -> float:
+def _cost(terms: Terms, costs: CallCosts, frozen: bool) -> float:
     graph, _ = load(terms, terms.outputs)
     known = find_known(graph, frozen=frozen)
     calls = [
@@ -90,8 +90,8 @@ def _cost(terms: Terms, prices: CallPrices, frozen: bool) -> float:
         for node in graph.nodes(cls)
         if node.operator not in FREE
     ]
-    prices.price(calls)
-    return sum(map(prices.seconds, calls))
+    costs.estimate(calls)
+    return sum(map(costs.seconds, calls))
 
 
 def _neighbours(terms: Terms, ways: tuple[Directed, ...], frozen: bool) -> Iterator[Terms]:

@@ -1,6 +1,6 @@
 """Sections of `benchmarks/rewrite.py` about graphs: the search, and the speed of what it finds.
 
-Prices of the section ``search`` are those of datasheets, so that it gives the same figures everywhere. The section
+Costs of the section ``search`` are those of datasheets, so that it gives the same figures everywhere. The section
 ``speed`` times whole graphs on one thread of this machine, arms alternated; onnxruntime is an arm where it is installed
 (pip install onnxruntime onnx onnxscript).
 """
@@ -27,7 +27,7 @@ from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.read import Source
 from meshwright.rewrite.optimize import LIMITS, rewrite_model
-from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
 from meshwright.rewrite.search.search import Found, Grown, Space
 from meshwright.rewrite.search.timing import alternate
@@ -42,9 +42,9 @@ def read(model: torch.nn.Module, batch: Any) -> Any:
     return read_captured(captured, batch)
 
 
-def prices_on(name: str) -> CallPrices:
+def costs_on(name: str) -> CallCosts:
     cluster = load_cluster(name)
-    return CallPrices(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
+    return CallCosts(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
 
 
 def peak_bytes(run: Run) -> int:
@@ -59,9 +59,9 @@ def peak_bytes(run: Run) -> int:
 def searched(source: Source, rules: Guided) -> tuple[Grown, Found]:
     space = Space(source.terms, source.effects, frozen=True)
     grown = space.grow(rules, LIMITS)
-    prices = prices_on("2xcpu")
-    prices.price(space.calls())
-    return grown, space.choose(prices, grown)
+    costs = costs_on("2xcpu")
+    costs.estimate(space.calls())
+    return grown, space.choose(costs, grown)
 
 
 def search(quick: bool) -> list[Row]:
@@ -75,7 +75,7 @@ def search(quick: bool) -> list[Row]:
         seconds = time.process_time() - start
         label = f"{name}, {len(source.terms.needed())} terms"
         rows += [
-            make_row(f"{label}: rules, prices and choice", seconds, "s", target=5.0),
+            make_row(f"{label}: rules, costs and choice", seconds, "s", target=5.0),
             make_row(
                 f"{label}: memory that it takes",
                 peak_bytes(partial(searched, source, rules)) / 2**30,
@@ -106,13 +106,13 @@ def search(quick: bool) -> list[Row]:
         for cluster in ("2xcpu", "8xH100"):
             space = Space(source.terms, source.effects, frozen=True)
             grown = space.grow(rules, LIMITS)
-            prices = prices_on(cluster)
-            prices.price(space.calls())
-            found = space.choose(prices, grown)
+            costs = costs_on(cluster)
+            costs.estimate(space.calls())
+            found = space.choose(costs, grown)
             chosen[cluster] = found.terms.nodes
             if cluster == "2xcpu":
                 # As long as the search takes, and at least as many graphs as TASO's own settings pop.
-                taso = backtrack(source.terms, rules, prices, frozen=True, most_popped=1000, limit_s=5 if quick else 30)
+                taso = backtrack(source.terms, rules, costs, frozen=True, most_popped=1000, limit_s=5 if quick else 30)
                 rows.append(
                     make_row(
                         f"{name}: predicted, ours / TASO's search",

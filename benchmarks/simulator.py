@@ -14,8 +14,8 @@ differ by up to 20 % (seed 0), so that none do.
 `joins` are workers in rounds (`join_rounds.py`): every instruction goes on when k of the n of the round before ended.
 
 `delta` is a change of one duration of some 10^4 instructions (`delta_changes.py`) beside a full run, both with all that
-they hand back; and a move of one of 500 ops to another of 8 devices (`placement_moves.py`) beside building, pricing and
-simulating the placement anew.
+they hand back; and a move of one of 500 ops to another of 8 devices (`placement_moves.py`) beside building, estimating
+and simulating the placement anew.
 
 `controlled` is a parameter server (`controlled_workers.py`): all that `simulate_controlled` does, the policy in Python,
 the log and the timeline too.
@@ -28,7 +28,7 @@ forward, in the memory of 1F1B: 20 draws (seeds 0 to 19). The length is held aga
 and against the bound.
 
 And whole plans. SC'21: the GPT of a trillion parameters on 3,072 GPUs (Narayanan et al. 2021, table 1), here as 64
-stages of 48 replicas with 512 microbatches each, without tensor parallelism: building the program, pricing it, and
+stages of 48 replicas with 512 microbatches each, without tensor parallelism: building the program, estimating it, and
 simulating it with memory, of the one pipeline that stands for all; everything together, and with every op of every
 layer. Compiled code is loaded, and the cost model knows ops and collectives; program, costs of stages and routes are
 made anew. A smaller plan is simulated with and without folding, and many plans with one process and with one per core
@@ -63,7 +63,7 @@ from meshwright.cost import CostModel
 from meshwright.program import StageTimes, build_folded_program, build_program, find_orders, shard_graph
 from meshwright.program.build import forget_programs
 from meshwright.program.sharding.dims import op_dims
-from meshwright.simulator import price_program, simulate_plan, simulate_plans
+from meshwright.simulator import estimate_program, simulate_plan, simulate_plans
 from meshwright.simulator.engine import CONTENTIONS, run_network
 from meshwright.simulator.folding import find_fold
 from meshwright.simulator.network import collectives, durations, routes, with_durations
@@ -122,7 +122,7 @@ def unrolled(num_nodes, num_devices, num_stages, num_replicas, num_microbatches,
     times = {"forward": 1e-6 / layers, "backward": 2e-6 / layers, "send": 1e-7, "all_reduce": 1e-6, "optimizer": 1e-6}
     cost = FixedCost(cluster=cluster, **times)
     program = build_program(plan, graph)
-    made = unroll(program, price_program(program, plan, graph, cost), num_steps)
+    made = unroll(program, estimate_program(program, plan, graph, cost), num_steps)
     return made.network, made.num_links
 
 
@@ -199,7 +199,7 @@ def trillion_rows(repeats):
     names = (
         "find what is alike",
         "build",
-        "price",
+        "cost",
         "simulate with memory",
         "all, seconds per rank too",
         "with every op",
@@ -212,9 +212,9 @@ def trillion_rows(repeats):
         marks.append(time.process_time())
         program = build_folded_program(fold, graph)
         marks.append(time.process_time())
-        prices = price_program(program, fold.plan, graph, cost, fold=fold)
+        costs = estimate_program(program, fold.plan, graph, cost, fold=fold)
         marks.append(time.process_time())
-        record_run(program, prices, run_program(program, prices, 1))
+        record_run(program, costs, run_program(program, costs, 1))
         marks.append(time.process_time())
         for detail in ("instructions", "ops"):
             forget_programs()

@@ -16,7 +16,7 @@ from harness import make_row, parse_options, publish
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
-from meshwright.simulator import bare_prices, simulate_controlled
+from meshwright.simulator import bare_costs, simulate_controlled
 from meshwright.spec import Backward, Opcode
 
 WORKERS, TARGET = 16, 0.02
@@ -43,13 +43,13 @@ def simulate(policy, count: int, slow: float = 1.0):
     draws = random.lognormal(0, 0.1, (count, WORKERS)) * np.where(random.random((count, WORKERS)) < 0.05, 3, 1)
     draws[:, 0] *= slow
     program = ProgramBuilder(policy.num_ranks).build(schedule="stragglers", plan_hash="")
-    prices = bare_prices(program, [0, *np.rint(draws.reshape(-1) * 1e12).astype(np.int64)])
+    costs = bare_costs(program, [0, *np.rint(draws.reshape(-1) * 1e12).astype(np.int64)])
 
-    def price(issue, _):
+    def estimate(issue, _):
         is_backward = isinstance(issue.instruction, Backward)
         return (1 + issue.instruction.microbatch if is_backward else 0), -1
 
-    return simulate_controlled(program, prices, policy, price).timeline
+    return simulate_controlled(program, costs, policy, estimate).timeline
 
 
 def rate(policy, facts, count: int, slow: float = 1.0) -> float:

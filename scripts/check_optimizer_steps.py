@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from meshwright.cost.optimizers import optimizer_curves, price_copy, price_step, trainable_elements
+from meshwright.cost.optimizers import estimate_copy, estimate_step, optimizer_curves, trainable_elements
 from meshwright.cost.prediction import fit_interval
 from meshwright.cost.table import ROOFLINE
 from meshwright.measurement.optimizers import make_optimizer, measure_optimizers
@@ -58,9 +58,9 @@ def _compare() -> list[tuple[float, float, float]]:
         for name, step in _steps(parameters):
             optimizer = next((item for item in OPTIMIZERS if item.name == name), None)
             by_curve, by_datasheet = (
-                price_copy(elements, kind, "float32", curve, ROOFLINE)
+                estimate_copy(elements, kind, "float32", curve, ROOFLINE)
                 if optimizer is None
-                else price_step(elements, optimizer, kind, "float32", curve, "tensors", ROOFLINE)
+                else estimate_step(elements, optimizer, kind, "float32", curve, "tensors", ROOFLINE)
                 for curve in (curves[name], None)
             )
             rows.append((_time(parameters, step), by_curve.seconds, by_datasheet.seconds))

@@ -1,6 +1,6 @@
 """Alpa's intra-operator pass: from a captured graph to the placements of all ops on a logical mesh.
 
-CPU time of one process, from the graph in memory to the placements: prices of ops and collectives, folding of equal
+CPU time of one process, from the graph in memory to the placements: costs of ops and collectives, folding of equal
 blocks, strategies, the integer program with HiGHS on one thread, layouts of all ops. Importing and reading the graph
 are left out. "first" is the first call in a new process, where tables of measured kernels are read and compiled code is
 loaded; "again" are calls in a warm process with a new cost model, of which the median counts and the spread is the half
@@ -13,7 +13,7 @@ equal), and seconds of both. The instances stand in ``splits/planner_alpa.json``
 "limited": seconds under a limit of memory per device, and the objective over that without.
 
 "stages": the simulated step of the best plan by the paper's objective, which knows no communication between stages,
-over that of the best plan by the priced one; both with placements by the integer program. The simulator has shared
+over that of the best plan by the estimated one; both with placements by the integer program. The simulator has shared
 network cards in both. "placed": the best plan of the method over that of slicing, which has the rules' placements only.
 
 AutoParallel's seconds are quoted from its pull request 521 (meta-pytorch/autoparallel, table "total"): Llama 8B on a
@@ -168,7 +168,7 @@ def _stages(instances: list[dict]) -> list[Row]:
             ("slicing", "slicing"),
             ("alpa", "alpa"),
             ("paper", _only("alpa")),
-            ("priced", _only("priced")),
+            ("estimated", _only("estimated")),
         ):
             plans = search_plans(
                 Problem(
@@ -181,7 +181,10 @@ def _stages(instances: list[dict]) -> list[Row]:
             )
             best[name] = plans.best.step_time_s
         name = f"{instance['model']} {instance['cluster']}"
-        pairs = (("paper's objective / priced", "paper", "priced"), ("placed / slicing by rules", "alpa", "slicing"))
+        pairs = (
+            ("paper's objective / estimated", "paper", "estimated"),
+            ("placed / slicing by rules", "alpa", "slicing"),
+        )
         for what, ours, theirs in pairs:
             ratio = best[ours] / best[theirs]
             found.append(make_row(f"{name}, step {what}", best[ours], "s", baseline=best[theirs], ratio=ratio))

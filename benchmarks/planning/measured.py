@@ -24,7 +24,7 @@ from meshwright.planner import evaluate_plan
 from meshwright.planner.choices import Choices
 from meshwright.planner.methods.differentiable import method
 from meshwright.planner.methods.differentiable.layouts import StageLayout
-from meshwright.planner.methods.differentiable.stage_repair import price_layout
+from meshwright.planner.methods.differentiable.stage_repair import layout_cost
 
 MEASURED = SPLITS["measured"]
 
@@ -69,7 +69,7 @@ def random_moves(space, start, measure, random, *, num_measurements):
             stage_of[rank] = np.clip(stage_of[rank] + random.choice([-1, 1]), 0, num_stages - 1)
         if (np.diff(edges) < 1).any() or len(set(stage_of)) < num_stages:
             continue
-        seconds, excess = price_layout(space, edges, stage_of)
+        seconds, excess = layout_cost(space, edges, stage_of)
         layout = StageLayout(edges=edges, stage_of=stage_of, seconds=seconds, excess=excess)
         if excess == 0 and (taken := measure(layout)) < best_s:
             best, best_s = layout, taken

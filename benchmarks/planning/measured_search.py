@@ -28,7 +28,7 @@ from meshwright.planner.methods.differentiable.descent import softmax
 from meshwright.planner.methods.differentiable.layouts import StageLayout, logits_of, valid_layout
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
 from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
-from meshwright.planner.methods.differentiable.stage_repair import price_layout
+from meshwright.planner.methods.differentiable.stage_repair import layout_cost
 from meshwright.spec import PlanError
 
 Measure = Callable[[StageLayout], float]
@@ -90,7 +90,7 @@ def with_noise(seconds_of: Measure, random: np.random.Generator, share: float) -
 def _draw(space: StageSpace, logits: Logits, random: np.random.Generator) -> StageLayout:
     noisy = Logits(*(part + random.gumbel(size=part.shape) for part in logits))
     edges, stage_of = valid_layout(space, noisy)
-    seconds, excess = price_layout(space, edges, stage_of)
+    seconds, excess = layout_cost(space, edges, stage_of)
     return StageLayout(edges=edges, stage_of=stage_of, seconds=seconds, excess=excess)
 
 

@@ -2,7 +2,7 @@
 
     python docs/pictures/compiled.py
 
-Prices are those of an H100 as it ships; a test (tests/docs/test_pictures.py) runs this and compares with the file.
+Costs are those of an H100 as it ships; a test (tests/docs/test_pictures.py) runs this and compares with the file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def draw() -> str:
 def _ready(graph: Graph, units: list[tuple[int, int]]) -> list[tuple[float, float]]:
     """Shares of the backward's time and of the gradients' bytes, as steps."""
     cluster = load_cluster("1xH100")
-    backward = CostModel(cluster=cluster, precision="amp").price_ops(graph, BATCH, cluster.device_kind(0)).backward_s
+    backward = CostModel(cluster=cluster, precision="amp").estimate_ops(graph, BATCH, cluster.device_kind(0)).backward_s
     first = {
         i: op for op in reversed(range(len(graph.ops))) for i in graph.ops[op].inputs if graph.tensors[i].requires_grad
     }

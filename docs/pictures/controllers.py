@@ -14,7 +14,7 @@ from drawing import COLOURS, IDLE, Panel, legend, stack
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce
-from meshwright.simulator import ControlledRun, bare_prices, simulate_controlled
+from meshwright.simulator import ControlledRun, bare_costs, simulate_controlled
 from meshwright.spec import Backward, Forward, Opcode, write_text
 from meshwright.spec.control import Issue
 
@@ -60,11 +60,11 @@ def _backups() -> BackupWorkers:
 
 def _run(policy: BackupWorkers | BoundedDelay | PartialReduce) -> ControlledRun:
     program = ProgramBuilder(policy.num_ranks).build(schedule="controlled", plan_hash="")
-    prices = bare_prices(program, [0, SECOND, 2 * SECOND, 3 * SECOND, 6 * SECOND])
-    return simulate_controlled(program, prices, policy, _price)
+    costs = bare_costs(program, [0, SECOND, 2 * SECOND, 3 * SECOND, 6 * SECOND])
+    return simulate_controlled(program, costs, policy, _estimate)
 
 
-def _price(issue: Issue, _: int) -> tuple[int, int]:
+def _estimate(issue: Issue, _: int) -> tuple[int, int]:
     if not isinstance(issue.instruction, Forward | Backward):
         return 0, -1
     iteration, worker = divmod(issue.instruction.microbatch, WORKERS)

@@ -156,7 +156,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x[:, None].expand(-1, 3, -1))[0])
 
 
-def test_an_lstm_is_captured_and_priced():
+def test_an_lstm_is_captured_and_estimated():
     graph = capture_model(Recurrent().double(), numbers(3, 4), loss=mean_square).graph
     (lstm,) = (op for op in graph.ops if op.kind == "aten.lstm.input")
     assert lstm.flops.at(5) == 2 * 5 * 3 * 2 * (4 * 16 + 4 * 16)

@@ -56,7 +56,7 @@ def test_unlike_devices_and_layers_that_take_no_time(run):
 
 
 @pytest.mark.long
-def test_a_found_order_has_its_price_and_is_on_the_front(run):
+def test_a_found_order_has_its_cost_and_is_on_the_front(run):
     asked = [*PLANNED, "--cluster", "4xL40S", "--stages", "4", "-m", "8", "--prices", "1", "--top", "2"]
     code, out, errors = run(*asked, "--find-orders", "found.csv")
     assert code == 0, errors

@@ -1,4 +1,4 @@
-"""A plan's file remembers what it was priced with; those who read it go by that without being told."""
+"""A plan's file remembers what it was estimated with; those who read it go by that without being told."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def planned(run):
-    """A plan in a folder, priced with a table beside that."""
+    """A plan in a folder, estimated with a table beside that."""
     save_table(0.5)
     assert run(*PLAN, "--measurements", "table.json", "--out", "plans/plan.json")[0] == 0
     return Path("plans/plan.json")
@@ -46,14 +46,14 @@ def step(out):
     return json.loads(out)["step_time_s"]
 
 
-def test_what_it_was_priced_with_is_used_again(run, planned):
+def test_what_it_was_estimated_with_is_used_again(run, planned):
     made_with = read_document(Plan, planned).made_with
     assert made_with.measurements == "../table.json"
     assert len(made_with.measurements_hash) == 16
     assert made_with.software == own_software()
     code, out, error = run("simulate", planned, "--json")
     assert code == 0
-    assert error == "Priced with table.json, as the plan was made."
+    assert error == "Estimated with table.json, as the plan was made."
     _, told, error = run("simulate", planned, "--measurements", "table.json", "--json")
     assert (step(told), error) == (step(out), "")
     _, plain, error = run("simulate", planned, "--cluster", "2x1xcpu", "--json")
@@ -68,12 +68,12 @@ def test_another_table_and_none_are_told(run, planned):
     code, out, error = run("simulate", planned, "--json")
     assert code == 0
     assert step(out) < step(before)
-    assert error == "table.json, which the plan was made with, has changed since; prices are those of today."
+    assert error == "table.json, which the plan was made with, has changed since; costs are those of today."
     table.unlink()
     code, out, error = run("simulate", planned, "--json")
     assert code == 0
     assert step(out) < 0.25
-    assert error.startswith("The plan was made with table.json, which is gone: prices are those of datasheets.")
+    assert error.startswith("The plan was made with table.json, which is gone: costs are those of datasheets.")
 
 
 def test_other_software_is_told(run, planned):
@@ -98,15 +98,15 @@ def test_a_folder_that_moves_keeps_its_table(tmp_path):
 def test_a_run_is_judged_by_it(run, planned, warm_ranks):
     code, out, error = run("run", planned, "--steps", 2)
     assert code == 0, error
-    assert "Priced with table.json" in error
+    assert "Estimated with table.json" in error
     assert "outside of that interval" in " ".join(out.split()), "half a second per instruction was predicted"
 
 
 def test_the_playground_goes_by_it(run, planned):
     made = {kind: Workbench({}, {}, Table(kind, Path("table.json"))) for kind in ("cpu", "A100")}
     state = State(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=2, precision="float32")
-    priced = {kind: bench._usual(state, load_cluster("2xcpu")).overhead_s for kind, bench in made.items()}
-    assert priced == {"cpu": 0.5, "A100": 0.0}
+    estimated = {kind: bench._usual(state, load_cluster("2xcpu")).overhead_s for kind, bench in made.items()}
+    assert estimated == {"cpu": 0.5, "A100": 0.0}
 
 
 def test_a_table_that_is_given_is_compared(run, planned, tmp_path):
@@ -123,5 +123,5 @@ def test_placements_remember_it_too(run, planned):
     options = ["--cluster", "2xcpu", "--batch", 4, "--method", "place", "--measurements", "table.json"]
     assert run("plan", "gpt-tiny", *options, "--out", "placed.json")[0] == 0
     _, out, error = run("simulate", "placed.json", "--json")
-    assert error == "Priced with table.json, as the plan was made."
+    assert error == "Estimated with table.json, as the plan was made."
     assert out == run("simulate", "placed.json", "--measurements", "table.json", "--json")[1]

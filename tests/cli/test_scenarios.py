@@ -72,7 +72,7 @@ def test_a_device_without_the_precision_is_told(planned):
     assert "remark" not in facts(planned, "--scenario", "slow.toml")["scenario"]
 
 
-def test_runs_and_prices_are_told(planned):
+def test_runs_and_costs_are_told(planned):
     found = facts(planned, "--scenario", "spot", "--run-steps", "1000000", "--seeds", "3")["scenario"]
     assert found["run"]["run_steps"] == 1_000_000
     shares = [value for name, value in found["run"].items() if name.endswith("_share")]

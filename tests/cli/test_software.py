@@ -30,13 +30,13 @@ def test_a_slower_host_makes_a_longer_step(run):
     assert step_s(run, "--software", "megatron@2022")[0] > 1.5 * step_s(run)[0]
 
 
-def test_a_plan_remembers_what_it_was_priced_for(run):
+def test_a_plan_remembers_what_it_was_estimated_for(run):
     asked = ("gpt2-small", "--cluster", "1xA100", "--batch", 1, "-m", 1, "--out", "plan.json", "--json")
     code, planned, error = run("plan", *asked, "--software", "megatron@2022")
     assert code == 0, error
     code, simulated, said = run("simulate", "plan.json", "--json")
     assert code == 0
-    assert "Priced for megatron@2022, as the plan was made." in said
+    assert "Estimated for megatron@2022, as the plan was made." in said
     assert json.loads(simulated)["step_time_s"] == pytest.approx(json.loads(planned)["plans"][0]["step_time_s"])
 
 

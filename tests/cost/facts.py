@@ -1,4 +1,4 @@
-"""Clusters, graphs and tables with round numbers, so that prices can be worked out by hand."""
+"""Clusters, graphs and tables with round numbers, so that costs can be worked out by hand."""
 
 from dataclasses import replace
 

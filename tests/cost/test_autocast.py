@@ -133,16 +133,16 @@ def test_amp_takes_more_memory_than_two_bytes_and_less_than_four():
         for precision in ("bfloat16", "amp", "float32")
     }
     assert peaks["bfloat16"] < peaks["amp"] < peaks["float32"]
-    prices = {
-        precision: CostModel(cluster=load_cluster("1xH100"), precision=precision).price_ops(
+    costs = {
+        precision: CostModel(cluster=load_cluster("1xH100"), precision=precision).estimate_ops(
             graph, 8, load_cluster("1xH100").device_kind(0)
         )
         for precision in ("mixed-bf16-gradients", "mixed", "amp")
     }
-    plain, wide, amp = (item.forward_s.sum() for item in prices.values())
+    plain, wide, amp = (item.forward_s.sum() for item in costs.values())
     assert plain == wide < amp, "casts take time"
-    assert prices["mixed"].backward_s.sum() > prices["mixed-bf16-gradients"].backward_s.sum()
-    assert prices["mixed"].accumulate_s.sum() > prices["mixed-bf16-gradients"].accumulate_s.sum()
+    assert costs["mixed"].backward_s.sum() > costs["mixed-bf16-gradients"].backward_s.sum()
+    assert costs["mixed"].accumulate_s.sum() > costs["mixed-bf16-gradients"].accumulate_s.sum()
 
 
 def test_what_crosses_has_the_type_of_autocast():

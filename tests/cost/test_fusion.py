@@ -1,4 +1,4 @@
-"""Compiled layers: which kernels, what they move, and their prices. Against inductor itself: `test_fusion_inductor`."""
+"""Compiled layers: which kernels, what they move, and their costs. Against inductor itself: `test_fusion_inductor`."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def test_the_cut_is_minimal(seed):
     assert crossing == most
 
 
-def test_graphs_without_compiled_layers_are_priced_as_ever():
+def test_graphs_without_compiled_layers_are_estimated_as_ever():
     plain = replace(GPT, compiled=False)
     cost = CostModel(cluster=H100, precision="amp")
     kind = H100.device_kind(0)
-    before = cost.price_ops(plain, BATCH, kind)
-    compiled = cost.price_ops(GPT, BATCH, kind)
-    again = CostModel(cluster=H100, precision="amp").price_ops(plain, BATCH, kind)
+    before = cost.estimate_ops(plain, BATCH, kind)
+    compiled = cost.estimate_ops(GPT, BATCH, kind)
+    again = CostModel(cluster=H100, precision="amp").estimate_ops(plain, BATCH, kind)
     for column in ("forward_s", "backward_s", "accumulate_s", "issue_s", "low_s", "high_s"):
         np.testing.assert_array_equal(getattr(before, column), getattr(again, column))
     assert compiled.total().seconds < before.total().seconds
@@ -130,33 +130,33 @@ def test_graphs_without_compiled_layers_are_priced_as_ever():
 
 
 def test_a_kernel_is_with_its_last_op_forward_and_its_first_backward():
-    prices = CostModel(cluster=H100, precision="bfloat16").price_ops(GPT, BATCH, H100.device_kind(0))
+    costs = CostModel(cluster=H100, precision="bfloat16").estimate_ops(GPT, BATCH, H100.device_kind(0))
     start, stop = compiled_units(GPT)[1]
     ops = {operator_name(GPT.ops[op]): op for op in reversed(range(start, stop))}
     norms = [op for op in range(start, stop) if operator_name(GPT.ops[op]) == "layer_norm"]
     # The sum before the second norm is computed with it.
-    assert prices.forward_s[ops["add"]] == 0 < prices.forward_s[norms[1]]
-    assert prices.backward_s[norms[0]] > 0
+    assert costs.forward_s[ops["add"]] == 0 < costs.forward_s[norms[1]]
+    assert costs.backward_s[norms[0]] > 0
     for op in range(start, stop):
         if is_view(GPT, GPT.ops[op]):
-            assert prices.forward_s[op] == 0
-    low, high = prices.low_s[:, :2].sum(), prices.high_s[:, :2].sum()
-    assert low < prices.total().seconds < high
+            assert costs.forward_s[op] == 0
+    low, high = costs.low_s[:, :2].sum(), costs.high_s[:, :2].sum()
+    assert low < costs.total().seconds < high
 
 
-def test_equal_blocks_are_priced_alike():
-    prices = CostModel(cluster=H100, precision="amp").price_ops(GPT, BATCH, H100.device_kind(0))
+def test_equal_blocks_are_estimated_alike():
+    costs = CostModel(cluster=H100, precision="amp").estimate_ops(GPT, BATCH, H100.device_kind(0))
     (first, end), (second, _) = compiled_units(GPT)[1:3]
     same = slice(first, end), slice(second, second + end - first)
-    for column in (prices.forward_s, prices.backward_s, prices.issue_s[:, 0], prices.issue_s[:, 1]):
+    for column in (costs.forward_s, costs.backward_s, costs.issue_s[:, 0], costs.issue_s[:, 1]):
         np.testing.assert_array_equal(column[same[0]], column[same[1]])
 
 
 def test_a_processor_takes_the_share_of_the_bytes_that_are_left():
     cluster = load_cluster("cpu")
     kind, cost = cluster.device_kind(0), CostModel(cluster=cluster)
-    plain = cost.price_ops(replace(GPT, compiled=False), BATCH, kind)
-    compiled = cost.price_ops(GPT, BATCH, kind)
+    plain = cost.estimate_ops(replace(GPT, compiled=False), BATCH, kind)
+    compiled = cost.estimate_ops(GPT, BATCH, kind)
     start, stop = compiled_units(GPT)[1]
     gelu = next(op for op in range(start, stop) if operator_name(GPT.ops[op]) == "gelu")
     moved = 2 * BATCH * TOKENS * 4 * WIDTH * 4
@@ -168,7 +168,7 @@ def test_a_processor_takes_the_share_of_the_bytes_that_are_left():
 
 
 def test_hosts_issue_kernels_of_a_unit():
-    prices = CostModel(cluster=H100, precision="float32").price_ops(GPT, BATCH, H100.device_kind(0))
+    costs = CostModel(cluster=H100, precision="float32").estimate_ops(GPT, BATCH, H100.device_kind(0))
     start, stop = compiled_units(GPT)[1]
     unit, _ = unit_of(GPT, 1)
     calls = load_host_calls()
@@ -176,13 +176,13 @@ def test_hosts_issue_kernels_of_a_unit():
     generated = len(unit.forward) - extern
     own = calls.compiled.unit_s + extern * calls.compiled.extern_s + generated * calls.compiled.generated_s
     expected = calls.compiled_speed * own + len(unit.forward) * calls.launch_s
-    assert prices.issue_s[start:stop, 0].sum() == pytest.approx(expected)
+    assert costs.issue_s[start:stop, 0].sum() == pytest.approx(expected)
 
 
 def test_products_of_odd_sizes_are_padded():
     graph = load_shipped_graph("gpt2-small")
     cost, kind = CostModel(cluster=H100, precision="amp"), H100.device_kind(0)
-    plain, compiled = (cost.price_ops(replace(graph, compiled=flag), 8, kind) for flag in (False, True))
+    plain, compiled = (cost.estimate_ops(replace(graph, compiled=flag), 8, kind) for flag in (False, True))
     head = max(op for op in range(len(graph.ops)) if operator_name(graph.ops[op]) == "linear")
     assert compiled.forward_s[head] < plain.forward_s[head] / 2
     assert compiled.backward_s[head] < plain.backward_s[head] / 2
@@ -192,7 +192,7 @@ def test_what_is_computed_again_is_compiled_too():
     layer = next(item for item in GPT.layers if item.name == "blocks.0")
     graph = replace(GPT, recompute=((layer.start, layer.stop),))
     cost, kind = CostModel(cluster=H100, precision="amp"), H100.device_kind(0)
-    kept, again = (cost.price_ops(each, BATCH, kind) for each in (GPT, graph))
+    kept, again = (cost.estimate_ops(each, BATCH, kind) for each in (GPT, graph))
     last = layer.stop - 1
     assert 0 < again.again_s[last] <= kept.forward_s[layer.start : layer.stop].sum()
     assert again.backward_s[last] == pytest.approx(kept.backward_s[last] + again.again_s[last])
@@ -206,9 +206,9 @@ def test_what_was_measured_on_a_gpu_is_scaled_by_bytes():
     gelu = next(op for op in range(start, stop) if operator_name(GPT.ops[op]) == "gelu")
     took = OpMeasurement(key=op_key(plain, plain.ops[gelu], BATCH), forward_s=1e-3, backward_s=2e-3, num_samples=9)
     table = Measurements(device=kind.name, software="torch", date="2026-11-28", ops=(took,))
-    prices = CostModel(cluster=H100, measurements=table).price_ops(GPT, BATCH, kind)
+    costs = CostModel(cluster=H100, measurements=table).estimate_ops(GPT, BATCH, kind)
     unit, _ = unit_of(GPT, 1)
     kernel = next(item for item in unit.forward if item.members == {(gelu - start, False)})
     alone = passes_of(GPT, GPT.ops[gelu], BATCH, "float32").forward.num_bytes
-    assert prices.forward_s[gelu] == pytest.approx(1e-3 * (kernel.read + kernel.written) / alone)
-    assert prices.basis[gelu] == "transferred"
+    assert costs.forward_s[gelu] == pytest.approx(1e-3 * (kernel.read + kernel.written) / alone)
+    assert costs.basis[gelu] == "transferred"

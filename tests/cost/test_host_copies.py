@@ -5,7 +5,7 @@ import math
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.cost.host_copies import HOST_COPY, price_host_copy
+from meshwright.cost.host_copies import HOST_COPY, estimate_host_copy
 from meshwright.spec import Link, MeasurementError
 from tests.cost.facts import make_cluster
 
@@ -13,19 +13,19 @@ PCIE = Link(latency_s=2e-6, bandwidth_bytes_per_s=1e9)
 
 
 def test_a_copy_is_a_message_over_the_link():
-    found = price_host_copy(PCIE, 1e6)
+    found = estimate_host_copy(PCIE, 1e6)
     assert found.seconds == pytest.approx(2e-6 + 1e-3)
     assert (found.basis, found.low_s, found.high_s) == ("roofline", found.seconds, found.seconds * HOST_COPY.high)
 
 
 def test_nothing_takes_no_time():
-    assert price_host_copy(PCIE, 0).high_s == 0.0
+    assert estimate_host_copy(PCIE, 0).high_s == 0.0
 
 
 @pytest.mark.parametrize("num_bytes", [-1, -math.inf, math.nan])
 def test_what_is_no_size_is_refused(num_bytes):
     with pytest.raises(MeasurementError, match="0 or more"):
-        price_host_copy(PCIE, num_bytes)
+        estimate_host_copy(PCIE, num_bytes)
 
 
 def test_a_rank_copies_over_the_link_of_its_node():
@@ -33,4 +33,4 @@ def test_a_rank_copies_over_the_link_of_its_node():
     cost = CostModel(cluster=cluster)
     assert cost.host_transfer_seconds(5, 1e6) == pytest.approx(1e-6 + 1e-3)
     assert cost.at_end("high").host_transfer_seconds(5, 1e6) == pytest.approx(HOST_COPY.high * (1e-6 + 1e-3))
-    assert cost.price_host_transfer(5, 1e6) == price_host_copy(cluster.nodes[1].pcie, 1e6)
+    assert cost.estimate_host_transfer(5, 1e6) == estimate_host_copy(cluster.nodes[1].pcie, 1e6)

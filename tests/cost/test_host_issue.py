@@ -62,8 +62,8 @@ def test_a_step_goes_over_tensors(kind, optimizer):
 
 def test_hosts_are_beside_cuda_devices_alone():
     issued, own = (load_cluster(name) for name in ("1xH100", "1xcpu"))
-    prices = CostModel(cluster=issued).price_ops(GRAPH, 1, issued.device_kind(0))
-    more = CostModel(cluster=issued).price_ops(GRAPH, 64, issued.device_kind(0))
-    assert np.array_equal(prices.issue_s, more.issue_s)
-    assert prices.issue_s.shape == (len(GRAPH.ops), 3)
-    assert CostModel(cluster=own).price_ops(GRAPH, 1, own.device_kind(0)).issue_s is None
+    costs = CostModel(cluster=issued).estimate_ops(GRAPH, 1, issued.device_kind(0))
+    more = CostModel(cluster=issued).estimate_ops(GRAPH, 64, issued.device_kind(0))
+    assert np.array_equal(costs.issue_s, more.issue_s)
+    assert costs.issue_s.shape == (len(GRAPH.ops), 3)
+    assert CostModel(cluster=own).estimate_ops(GRAPH, 1, own.device_kind(0)).issue_s is None

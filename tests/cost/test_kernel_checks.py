@@ -160,6 +160,6 @@ def linear(rows):
 )
 def test_a_graph_keeps_the_roofline_of_what_cannot_be_asked(device, precision, rows):
     cluster = load_cluster(device)
-    prices = CostModel(cluster=cluster, precision=precision).price_ops(linear(rows), 1, cluster.device_kinds[0])
-    assert prices.basis == ("roofline",)
-    assert prices.high_s[0, 0] == pytest.approx(GPU_ROOFLINE.high * prices.forward_s[0])
+    costs = CostModel(cluster=cluster, precision=precision).estimate_ops(linear(rows), 1, cluster.device_kinds[0])
+    assert costs.basis == ("roofline",)
+    assert costs.high_s[0, 0] == pytest.approx(GPU_ROOFLINE.high * costs.forward_s[0])

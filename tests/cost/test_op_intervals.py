@@ -38,12 +38,12 @@ def test_a_sum_lies_in_its_interval_which_grows_with_what_is_shared(rows):
 def test_instances_of_one_op_err_together_and_so_do_all_rooflines():
     graph = chain_graph(4)
     cost = CostModel(cluster=make_cluster())
-    prices = cost.price_ops(graph, 2, KIND)
-    assert set(prices.basis) == {"roofline"}
-    assert len(set(prices.group.tolist())) == 1
-    total = prices.total()
-    assert total.seconds == pytest.approx(float((prices.forward_s + prices.backward_s).sum()))
-    assert total.high_s == pytest.approx(float(prices.high_s[:, :2].sum()))
+    costs = cost.estimate_ops(graph, 2, KIND)
+    assert set(costs.basis) == {"roofline"}
+    assert len(set(costs.group.tolist())) == 1
+    total = costs.total()
+    assert total.seconds == pytest.approx(float((costs.forward_s + costs.backward_s).sum()))
+    assert total.high_s == pytest.approx(float(costs.high_s[:, :2].sum()))
 
 
 def test_a_measured_op_is_as_unsure_as_another_run_or_its_own_spread():
@@ -51,7 +51,7 @@ def test_a_measured_op_is_as_unsure_as_another_run_or_its_own_spread():
     steady, restless = (op_row(graph, 0, size, 1.0) for size in (2, 3))
     restless = type(restless)(key=restless.key, forward_s=1.0, backward_s=1.0, num_samples=5, spread=1.6)
     cost = CostModel(cluster=make_cluster(), measurements=make_table((steady, restless)))
-    quiet, wide = (cost.price_ops(graph, size, KIND) for size in (2, 3))
+    quiet, wide = (cost.estimate_ops(graph, size, KIND) for size in (2, 3))
     assert quiet.basis[0] == wide.basis[0] == "measured"
     assert 0.5 < quiet.low_s[0, 0] < 1.0 < quiet.high_s[0, 0] < 1.6
     assert (wide.low_s[0, 0], wide.high_s[0, 0]) == (pytest.approx(0.2), pytest.approx(1.8))
@@ -62,7 +62,7 @@ def test_a_spread_beyond_reason_leaves_the_interval_finite():
     graph = linear_graph()
     row = op_row(graph, 0, 2, 1.0)
     wild = type(row)(key=row.key, forward_s=1.0, backward_s=1.0, num_samples=5, spread=1e300)
-    prices = CostModel(cluster=make_cluster(), measurements=make_table((wild,))).price_ops(graph, 2, KIND)
-    assert prices.low_s[0, 0] == 0.0
-    assert prices.high_s[0, 0] == ROOFLINE.high
-    assert prices.total().high_s < 100.0
+    costs = CostModel(cluster=make_cluster(), measurements=make_table((wild,))).estimate_ops(graph, 2, KIND)
+    assert costs.low_s[0, 0] == 0.0
+    assert costs.high_s[0, 0] == ROOFLINE.high
+    assert costs.total().high_s < 100.0

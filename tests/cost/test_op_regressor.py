@@ -1,4 +1,4 @@
-"""Learned prices of ops: laws that are known, leaving out by brute force, and what is not claimed."""
+"""Learned costs of ops: laws that are known, leaving out by brute force, and what is not claimed."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_an_op_far_from_all_rows_is_less_sure():
     assert width[1] > 2 * width[0]
 
 
-def test_a_new_operator_is_priced_by_its_family_with_doubt():
+def test_a_new_operator_is_estimated_by_its_family_with_doubt():
     regressor = fit_op_regressor(RELU, KIND, "float32")
     known, new = relu_key(30, 300), relu_key(30, 300).replace("relu", "silu")
     found = regressor.predict([known, new], "forward")
@@ -110,8 +110,8 @@ def test_leaving_relatives_out_is_what_refitting_without_them_gives():
 
 @given(st.permutations(range(16)))
 def test_the_order_of_rows_does_not_matter(order):
-    first = fit_op_regressor(RELU, KIND, "float32").price(relu_key(20, 50))
-    second = fit_op_regressor([RELU[i] for i in order], KIND, "float32").price(relu_key(20, 50))
+    first = fit_op_regressor(RELU, KIND, "float32").estimate(relu_key(20, 50))
+    second = fit_op_regressor([RELU[i] for i in order], KIND, "float32").estimate(relu_key(20, 50))
     assert second.seconds.forward_s == pytest.approx(first.seconds.forward_s)
     assert second.high.backward_s == pytest.approx(first.high.backward_s)
 
@@ -134,15 +134,15 @@ def test_four_fifths_of_rows_left_out_are_inside_the_interval():
 def test_the_cost_model_learns_from_its_table():
     graph = linear_graph()
     # ops of other sizes at the same table: x (b, 8) by (4, 8) itself was never measured
-    prices = CostModel(cluster=make_cluster(), measurements=make_table(LINEAR)).price_ops(graph, 64, KIND)
-    assert prices.basis == ("regressed", "roofline", "roofline")
-    assert prices.forward_s[0] == pytest.approx(law(linear_key(64, 4, 8)).forward_s, rel=0.3)
-    assert (prices.low_s <= prices.high_s).all()
-    assert prices.low_s[0, 0] < prices.forward_s[0] < prices.high_s[0, 0]
+    costs = CostModel(cluster=make_cluster(), measurements=make_table(LINEAR)).estimate_ops(graph, 64, KIND)
+    assert costs.basis == ("regressed", "roofline", "roofline")
+    assert costs.forward_s[0] == pytest.approx(law(linear_key(64, 4, 8)).forward_s, rel=0.3)
+    assert (costs.low_s <= costs.high_s).all()
+    assert costs.low_s[0, 0] < costs.forward_s[0] < costs.high_s[0, 0]
 
 
 def test_a_measured_row_still_decides():
     graph = linear_graph()
     table = make_table((*LINEAR, op_row(graph, 0, 64, 0.5, 0.25)))
-    prices = CostModel(cluster=make_cluster(), measurements=table).price_ops(graph, 64, KIND)
-    assert (prices.basis[0], prices.forward_s[0], prices.backward_s[0]) == ("measured", 0.5, 0.25)
+    costs = CostModel(cluster=make_cluster(), measurements=table).estimate_ops(graph, 64, KIND)
+    assert (costs.basis[0], costs.forward_s[0], costs.backward_s[0]) == ("measured", 0.5, 0.25)

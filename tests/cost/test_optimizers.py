@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.cost import LAUNCH_S, CostModel
-from meshwright.cost.optimizers import price_step
+from meshwright.cost.optimizers import estimate_step
 from meshwright.cost.table import ROOFLINE
 from meshwright.spec import Optimizer, OptimizerMeasurement, load_cluster
 from meshwright.spec.measurements import BUCKET_COPY
@@ -66,7 +66,7 @@ def test_loops_start_other_numbers_of_kernels():
     cost = CostModel(cluster=make_cluster())
 
     def seconds(optimizer, loop):
-        return cost.price_optimizer(graph, parameters, optimizer, KIND, loop).seconds
+        return cost.estimate_optimizer(graph, parameters, optimizer, KIND, loop).seconds
 
     # All at once: the same operations, each started once. In one kernel: 4 floats read and 3 written, and the count.
     assert seconds(ADAMW, "foreach") == pytest.approx(1010 * 80e-9 + 9 * LAUNCH_S)
@@ -80,7 +80,7 @@ def test_gpus_run_the_loop_that_our_runtime_asks_for():
     gpu = load_cluster("8xA100")
     cost, kind = CostModel(cluster=gpu), gpu.device_kinds[0]
     for optimizer, loop in ((ADAMW, "fused"), (SGD, "foreach"), (MOMENTUM, "foreach")):
-        assert cost.price_optimizer(graph, parameters, optimizer, kind) == cost.price_optimizer(
+        assert cost.estimate_optimizer(graph, parameters, optimizer, kind) == cost.estimate_optimizer(
             graph, parameters, optimizer, kind, loop
         )
 
@@ -88,7 +88,8 @@ def test_gpus_run_the_loop_that_our_runtime_asks_for():
 def test_many_elements_take_several_starts():
     elements = np.array([320 * 65_536 + 1], np.int64)
     one, two = (
-        price_step(size, SGD, KIND, "float32", None, "foreach", ROOFLINE).seconds for size in (elements - 1, elements)
+        estimate_step(size, SGD, KIND, "float32", None, "foreach", ROOFLINE).seconds
+        for size in (elements - 1, elements)
     )
     assert two - one == pytest.approx(12e-9 + LAUNCH_S)
 
@@ -99,7 +100,7 @@ def test_mixed_precision_goes_over_a_master_copy():
     def seconds(precision):
         return (
             CostModel(cluster=make_cluster(), precision=precision)
-            .price_optimizer(graph, parameters, ADAMW, KIND, "fused")
+            .estimate_optimizer(graph, parameters, ADAMW, KIND, "fused")
             .seconds
         )
 
@@ -110,19 +111,19 @@ def test_mixed_precision_goes_over_a_master_copy():
     assert seconds("bfloat16") == pytest.approx(1010 * 14e-9 + 2 * LAUNCH_S)
 
 
-def test_a_price_says_what_it_rests_on():
+def test_a_cost_says_what_it_rests_on():
     graph, parameters = weights()
     table = make_table(optimizers=rows("adamw", 1.0, 0.1))
     cost = CostModel(cluster=make_cluster(), measurements=table)
-    inside = cost.price_optimizer(graph, parameters, ADAMW, KIND)
+    inside = cost.estimate_optimizer(graph, parameters, ADAMW, KIND)
     assert inside.basis == "interpolated"
     assert inside.low_s < inside.seconds < inside.high_s
-    guessed = cost.price_optimizer(graph, parameters, SGD, KIND)
+    guessed = cost.estimate_optimizer(graph, parameters, SGD, KIND)
     assert (guessed.basis, guessed.high_s) == ("roofline", pytest.approx(guessed.seconds * ROOFLINE.high))
     # what was measured is torch's loop over the tensors
-    assert cost.price_optimizer(graph, parameters, ADAMW, KIND, "fused").basis == "roofline"
+    assert cost.estimate_optimizer(graph, parameters, ADAMW, KIND, "fused").basis == "roofline"
     assert cost.at_end("high").optimizer_seconds(graph, parameters, ADAMW, KIND) == inside.high_s
-    assert cost.price_bucket(graph, parameters, KIND).basis == "roofline"
+    assert cost.estimate_bucket(graph, parameters, KIND).basis == "roofline"
 
 
 def test_the_overhead_is_the_measured_one():

@@ -1,4 +1,4 @@
-"""Tables that price what no device can do are refused: other units, damaged rows, rows that contradict each other."""
+"""Tables that claim what no device can do are refused: other units, damaged rows, rows that contradict each other."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def test_odd_questions_are_refused():
     kind = cost.cluster.device_kind(0)
     for batch in (0, -1, 1.5):
         with pytest.raises(GraphError, match="at least 1"):
-            cost.price_ops(GRAPH, batch, kind)
+            cost.estimate_ops(GRAPH, batch, kind)
     with pytest.raises(MeasurementError, match="loop 'bogus'"):
-        cost.price_optimizer(GRAPH, GRAPH.parameters, Optimizer(), kind, loop="bogus")
+        cost.estimate_optimizer(GRAPH, GRAPH.parameters, Optimizer(), kind, loop="bogus")
     with pytest.raises(PlanError, match="precision 'int3'"):
         CostModel(cluster=cost.cluster, precision="int3")
     with pytest.raises(MeasurementError, match="end 'middle'"):

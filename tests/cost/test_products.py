@@ -69,8 +69,8 @@ def test_float8_multiplies_linear_layers_of_sizes_that_it_can(graph, dtype):
 
 def seconds(graph, precision, kind):
     machine = replace(H100, device_kinds=(kind,))
-    prices = CostModel(cluster=machine, precision=precision).price_ops(graph, 1, kind)
-    return prices.forward_s[0], prices.backward_s[0]
+    costs = CostModel(cluster=machine, precision=precision).estimate_ops(graph, 1, kind)
+    return costs.forward_s[0], costs.backward_s[0]
 
 
 def test_rooflines_have_the_rate_of_the_product_and_the_casts():
@@ -117,7 +117,7 @@ def test_tables_hold_what_was_multiplied_by_default():
     for precision in ("float32", "tf32"):
         cost = CostModel(cluster=H100, precision=precision, measurements=table)
         for name, graph in graphs.items():
-            found[name, precision] = float(cost.price_ops(graph, 1, KIND).forward_s[0]) == 1.0
+            found[name, precision] = float(cost.estimate_ops(graph, 1, KIND).forward_s[0]) == 1.0
     assert found == {
         ("conv", "float32"): True,
         ("linear", "float32"): True,

@@ -13,14 +13,14 @@ from meshwright.spec import MeasurementError, load_cluster, load_shipped_graph
 GRAPH = load_shipped_graph("gpt2-small")
 
 
-def prices(device, software):
+def costs(device, software):
     cluster = load_cluster(f"1x{device}")
-    return CostModel(cluster=cluster, precision="amp", software=software).price_ops(GRAPH, 8, cluster.device_kind(0))
+    return CostModel(cluster=cluster, precision="amp", software=software).estimate_ops(GRAPH, 8, cluster.device_kind(0))
 
 
 def attention_s(device, attention):
     """Forward and backward of all attention of a step, s."""
-    found = prices(device, Software(framework="any", since="2000", citation="none", attention=attention))
+    found = costs(device, Software(framework="any", since="2000", citation="none", attention=attention))
     mine = [i for i, op in enumerate(GRAPH.ops) if operator_name(op) == "scaled_dot_product_attention"]
     assert len(mine) == 12
     return float(found.forward_s[mine].sum() + found.backward_s[mine].sum())
@@ -100,7 +100,7 @@ def test_current_pytorch_has_the_fastest_attention_on_h100():
 @pytest.mark.parametrize("factor", [0.0, 2.5])
 def test_a_slower_host_takes_as_many_times_as_long(factor):
     slower = Software(framework="x", since="2000", citation="", host_factor=factor)
-    plain, other = (prices("H100", software) for software in (PYTORCH, slower))
+    plain, other = (costs("H100", software) for software in (PYTORCH, slower))
     assert plain.issue_s.sum() > 0
     assert other.issue_s == pytest.approx(factor * plain.issue_s)
     assert np.array_equal(other.forward_s, plain.forward_s)

@@ -1,4 +1,4 @@
-"""Prices of what teams exchange: who talks at once, and how it adds to the ops of a local graph."""
+"""Costs of what teams exchange: who talks at once, and how it adds to the ops of a local graph."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_an_op_takes_its_own_time_and_that_of_its_exchanges():
     cost = CostModel(cluster=CLUSTER, precision="bfloat16")
     teams = cost.for_teams(sharding)
     kind = CLUSTER.device_kind(0)
-    found = teams.price_ops(local, 2, kind)
-    silent = cost.price_ops(replace(local, collectives=()), 2, kind)
+    found = teams.estimate_ops(local, 2, kind)
+    silent = cost.estimate_ops(replace(local, collectives=()), 2, kind)
     expected = np.stack([silent.forward_s, silent.backward_s])
     for item in local.collectives:
         if item.phase != "step":
@@ -81,8 +81,8 @@ def test_attention_waits_for_all_that_goes_round():
     local = lower_graph(GPT, sharding, ())
     cost = CostModel(cluster=CLUSTER, precision="bfloat16")
     kind = CLUSTER.device_kind(0)
-    found = cost.for_teams(sharding).price_ops(local, batch, kind)
-    silent = cost.price_ops(replace(local, collectives=()), batch, kind)
+    found = cost.for_teams(sharding).estimate_ops(local, batch, kind)
+    silent = cost.estimate_ops(replace(local, collectives=()), batch, kind)
     at = next(i for i, op in enumerate(local.ops) if op.kind.startswith("aten.scaled_dot_product"))
     part_bytes = local.tensors[local.ops[at].inputs[0]].num_bytes(batch, 2)
     (first, *beside) = axis_groups(CLUSTER, sharding, ("context",))[0]
@@ -95,10 +95,10 @@ def test_attention_waits_for_all_that_goes_round():
         assert mine >= alone * (1 - 1e-12)
 
 
-def test_a_share_of_a_graph_has_no_price_without_its_team():
+def test_a_share_of_a_graph_has_no_cost_without_its_team():
     local = lower_graph(GPT, Sharding(tensor=2), ())
     with pytest.raises(MeasurementError, match="for_teams"):
-        CostModel(cluster=CLUSTER).price_ops(local, 1, CLUSTER.device_kind(0))
+        CostModel(cluster=CLUSTER).estimate_ops(local, 1, CLUSTER.device_kind(0))
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(2, 16))

@@ -1,4 +1,4 @@
-"""Ops of a trace of somebody's own run price the same ops of a captured model: real profiles, and tables by hand."""
+"""Ops of a trace of somebody's own run cost the same ops of a captured model: real profiles, and tables by hand."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def traced_table(tmp_path_factory):
     return add_records(rows, folder / "table.parquet"), source.batch_size, rows
 
 
-def test_a_trace_of_a_model_prices_that_model(traced_table):
+def test_a_trace_of_a_model_costs_that_model(traced_table):
     path, batch_size, rows = traced_table
     graph = load_shipped_graph("gpt-tiny")
     cost = load_cost_model(CLUSTER, path, "float32")
-    prices = cost.price_ops(graph, batch_size, CLUSTER.device_kind(0))
-    counts = Counter(prices.basis)
+    costs = cost.estimate_ops(graph, batch_size, CLUSTER.device_kind(0))
+    counts = Counter(costs.basis)
     # Making positions leaves no row with tensors; sums and splits run no operator of their own in the backward.
     assert counts["roofline"] <= 1
     assert counts["measured"] >= 0.8 * len(graph.ops)
     gelu = next(i for i, op in enumerate(graph.ops) if "gelu" in op.kind)
-    assert prices.forward_s[gelu] == rows.where(op="aten.gelu").seconds[0]
-    assert prices.backward_s[gelu] == rows.where(op="aten.gelu_backward").seconds[0]
-    assert (prices.low_s[gelu] < [prices.forward_s[gelu], prices.backward_s[gelu], 1e-9]).all()
+    assert costs.forward_s[gelu] == rows.where(op="aten.gelu").seconds[0]
+    assert costs.backward_s[gelu] == rows.where(op="aten.gelu_backward").seconds[0]
+    assert (costs.low_s[gelu] < [costs.forward_s[gelu], costs.backward_s[gelu], 1e-9]).all()
     # Another batch was not traced.
-    other = cost.price_ops(graph, 2 * batch_size, CLUSTER.device_kind(0))
+    other = cost.estimate_ops(graph, 2 * batch_size, CLUSTER.device_kind(0))
     assert "measured" not in [other.basis[gelu]]
 
 
@@ -92,7 +92,7 @@ def test_rows_of_measure_itself_are_no_trace():
 def test_dtypes_are_told_apart(traced_table):
     path, batch_size, _ = traced_table
     graph = load_shipped_graph("gpt-tiny")
-    prices = load_cost_model(CLUSTER, path, "bfloat16").price_ops(graph, batch_size, CLUSTER.device_kind(0))
+    costs = load_cost_model(CLUSTER, path, "bfloat16").estimate_ops(graph, batch_size, CLUSTER.device_kind(0))
     gelu = next(i for i, op in enumerate(graph.ops) if "gelu" in op.kind)
-    assert prices.basis[gelu] != "measured"
+    assert costs.basis[gelu] != "measured"
     assert torch.get_default_dtype() is torch.float32

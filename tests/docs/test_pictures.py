@@ -50,7 +50,7 @@ def test_the_picture_of_experts_is_what_is_drawn(drawn):
     assert experts.PICTURE.read_text() == experts.draw(), "run python docs/pictures/experts.py"
 
 
-def test_the_picture_of_compiled_layers_is_what_prices_say(drawn):
+def test_the_picture_of_compiled_layers_is_what_costs_say(drawn):
     compiled = drawn("compiled")
     assert compiled.PICTURE.read_text() == compiled.draw(), "run python docs/pictures/compiled.py"
 

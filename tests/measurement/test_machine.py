@@ -49,9 +49,9 @@ def test_a_machine_is_measured_stored_and_believed(tmp_path, warm_ranks):
     rows = {row.key: row for row in table.ops}
     for batch_size in (2, 8):
         graph = perceptron(batch_size).graph
-        prices = cost.price_ops(graph, batch_size, kind)
-        assert set(prices.basis) == {"measured"}
-        assert set(prices.forward_s.tolist()) <= {row.forward_s for row in rows.values()}
+        costs = cost.estimate_ops(graph, batch_size, kind)
+        assert set(costs.basis) == {"measured"}
+        assert set(costs.forward_s.tolist()) <= {row.forward_s for row in rows.values()}
     assert len(rows) == 2 * len(graph.ops)
     assert all(row.num_samples >= 2 * 3 for row in table.ops)
     assert cost.collective_seconds("send", (0, 1), 4) == pytest.approx(table.transfers[0].seconds)

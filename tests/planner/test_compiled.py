@@ -26,7 +26,7 @@ def problem_of(*, compiled, **choices):
 
 
 @pytest.mark.parametrize("method", ["auto", "slicing", "grid", "alpa"])
-def test_plans_are_compiled_and_priced_so(method):
+def test_plans_are_compiled_and_estimated_so(method):
     choices = {"recompute": ("none", "full"), "zero": (0, 3)} if method in ("auto", "grid") else {}
     found = {
         each: search_plans(problem_of(compiled=each, **choices), method, Limits(max_plans=3)) for each in (False, True)

@@ -1,4 +1,4 @@
-"""How sure a step time is: every price at its end, and said to be a datasheet's where no op was measured."""
+"""How sure a step time is: every estimate at its end, and said to be a datasheet's where no op was measured."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def test_the_ends_are_the_steps_of_slower_and_faster_ops(spread):
     assert found.measured
     assert found.low_s < step_s < found.high_s
     # nothing but ops takes time here but for microseconds of transfers and of the optimizer
-    whole = cost.price_ops(GRAPH, 2, CLUSTER.device_kind(0)).total()
+    whole = cost.estimate_ops(GRAPH, 2, CLUSTER.device_kind(0)).total()
     assert found.low_s / step_s == pytest.approx(whole.low_s / whole.seconds, rel=1e-3)
     assert found.high_s / step_s == pytest.approx(whole.high_s / whole.seconds, rel=1e-3)
     assert explain_step_interval(found).startswith("Step time, 80 % interval by those")
@@ -79,20 +79,20 @@ def test_the_ends_are_the_steps_of_slower_and_faster_ops(spread):
 
 @pytest.mark.parametrize("spread", [0.1, 1.6])
 @pytest.mark.parametrize("measured", [False, True])
-def test_every_price_is_at_its_end(spread, measured):
+def test_every_cost_is_at_its_end(spread, measured):
     """Ops, transfers, optimizer and buckets: none is left in the middle, and none is beyond what it claims itself."""
     cost = CostModel(cluster=CLUSTER, measurements=everything(spread) if measured else None)
     kind, adamw = CLUSTER.device_kind(0), Optimizer(kind="adamw")
     parameters = [i for op in GRAPH.ops for i in op.inputs if GRAPH.tensors[i].role == "parameter"]
-    prices = [
+    costs = [
         lambda cost: cost.collective_seconds("send", (0, 1), 1e6),
         lambda cost: cost.collective_seconds("all_reduce", (0, 1), 1e6),
         lambda cost: cost.optimizer_seconds(GRAPH, parameters, adamw, kind),
         lambda cost: cost.bucket_seconds(GRAPH, parameters, kind),
-        lambda cost: cost.price_ops(GRAPH, 2, kind).total().seconds,
+        lambda cost: cost.estimate_ops(GRAPH, 2, kind).total().seconds,
     ]
-    for price in prices:
-        low, middle, high = (price(model) for model in (cost.at_end("low"), cost, cost.at_end("high")))
+    for estimate in costs:
+        low, middle, high = (estimate(model) for model in (cost.at_end("low"), cost, cost.at_end("high")))
         assert 0 < low < middle < high
     for op in ("send", "all_reduce"):
         claimed = cost.predict_collective(op, (0, 1), np.array([1e6]))
@@ -109,7 +109,7 @@ def test_transfers_and_optimizer_widen_the_interval_of_sure_ops():
         for model in (cost, cost.at_end("low"), cost.at_end("high"))
     )
     kind = CLUSTER.device_kind(0)
-    ops_s = [2 * model.price_ops(GRAPH, 2, kind).total().seconds for model in (cost, cost.at_end("high"))]
+    ops_s = [2 * model.estimate_ops(GRAPH, 2, kind).total().seconds for model in (cost, cost.at_end("high"))]
     assert high_s - step_s > ops_s[1] - ops_s[0]
     assert low_s < step_s
 
@@ -117,8 +117,8 @@ def test_transfers_and_optimizer_widen_the_interval_of_sure_ops():
 def test_a_cost_model_at_one_end_is_sure_of_it():
     cost = CostModel(cluster=CLUSTER, measurements=table(1.0))
     kind = CLUSTER.device_kind(0)
-    whole = cost.price_ops(GRAPH, 2, kind).total()
+    whole = cost.estimate_ops(GRAPH, 2, kind).total()
     for end, expected in (("low", whole.low_s), ("high", whole.high_s)):
-        total = cost.at_end(end).price_ops(GRAPH, 2, kind).total()
+        total = cost.at_end(end).estimate_ops(GRAPH, 2, kind).total()
         assert (total.low_s, total.seconds, total.high_s) == pytest.approx((expected,) * 3)
-    assert cost.price_ops(GRAPH, 2, kind).total().seconds == whole.seconds
+    assert cost.estimate_ops(GRAPH, 2, kind).total().seconds == whole.seconds

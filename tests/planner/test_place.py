@@ -94,7 +94,7 @@ def test_training_branches_run_side_by_side():
 
 
 def test_where_sending_is_dear_all_stays_on_one_device():
-    """Eight ops, of which two devices would save three, at the price of a message."""
+    """Eight ops, of which two devices would save three, at the cost of a message."""
     graph = fork(3)
     dear = FixedCost(cluster=small_cluster(devices=4), forward=10e-6, send=31e-6)
     placement = put(graph, cost=dear)

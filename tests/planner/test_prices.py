@@ -39,7 +39,7 @@ def test_what_is_left_is_what_can_be_paid(money, counts):
     assert not counts or set(found) == set(affordable)
 
 
-def test_no_plan_costs_more_than_the_budget_and_all_are_priced():
+def test_no_plan_costs_more_than_the_budget_and_all_are_estimated():
     graph, cluster = weighted_graph([10**9] * 4), cluster_of(8)
     plans = search(graph, cluster, 64, prices=TWO_EACH, max_price_per_hour=9.0, max_plans=50)
     assert {item.plan.num_devices for item in plans.ranked} == {1, 2, 4}
@@ -82,7 +82,7 @@ def test_bad_input_is_refused():
         search(graph, cluster, 8, prices=Scenario(effects=(Price(per_hour=1.0, device="H100"),)))
 
 
-def test_effects_that_are_no_prices_are_left_behind():
+def test_effects_that_are_no_costs_are_left_behind():
     mixed = Scenario(effects=(Failures(mttf=3600.0), Price(per_hour=2.0)), name="mixed").read_from(["a", "b"])
     assert mixed.only(Price).effects == (Price(per_hour=2.0),)
     assert mixed.only(Price).origins == ("b",)

@@ -45,7 +45,7 @@ def test_of_plans_that_differ_in_names_alone_the_simplest_is_listed(plans):
 def test_what_errs_together_cancels(plans):
     first, second, third = plans.ranked[:3]
     fastest = timed(first, 1.0, 0.8, 1.5, 50)
-    # 3 % slower by all prices; and 3 % slower, but faster where all is slow.
+    # 3 % slower by all costs; and 3 % slower, but faster where all is slow.
     always, unsure = timed(second, 1.03, 0.824, 1.545, 10), timed(third, 1.03, 0.83, 1.45, 20)
     assert not is_as_fast(always, fastest)
     assert is_as_fast(unsure, fastest)

@@ -129,7 +129,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
     )
     tables = make_tables(graph, structure_of(graph, cluster, workload), batch, cluster, workload, cost)
     num_layers = len(graph.layers)
-    prices = cost.price_ops(graph, batch, cluster.device_kind(0))
+    costs = cost.estimate_ops(graph, batch, cluster.device_kind(0))
     seconds = tables.seconds["H100"]
     for i in range(num_layers):
         for j in range(i + 1, num_layers + 1):
@@ -141,7 +141,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
                 assert found.static[i, j] == memory.static_bytes
                 assert found.inputs[i, j] == memory.input_bytes
                 assert found.exchange[i, j] == memory.gradient_bytes
-            each = prices.forward_s + (prices.backward_s + prices.accumulate_s if graph.mode == "training" else 0)
+            each = costs.forward_s + (costs.backward_s + costs.accumulate_s if graph.mode == "training" else 0)
             assert seconds.total[i, j] == pytest.approx(each[list(piece.ops)].sum(), abs=1e-11)
     for name in ("static", "flight", "inputs", "exchange"):
         table = getattr(tables.bytes, name)
@@ -150,7 +150,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
 
 
 def training_of(name, cluster, recompute):
-    """A shipped graph that computes parts again, its batch, a workload of four of these, and prices."""
+    """A shipped graph that computes parts again, its batch, a workload of four of these, and costs."""
     graph = load_shipped_graph(name)
     graph = with_recompute(graph, *read_recompute(graph, recompute))
     batch = graph.batch_size or 2

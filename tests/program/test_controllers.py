@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import ProgramBuilder, decided_program
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce
-from meshwright.simulator import bare_prices, simulate_controlled, simulate_program
+from meshwright.simulator import bare_costs, simulate_controlled, simulate_program
 from meshwright.spec import Backward, Forward, Opcode, OptimizerStep, ProgramError, Receive
 from tests.marks import examples
 
@@ -31,9 +31,9 @@ def straggling(count, seed):
 def run(controller, backwards, *, update=0, latency=0, routes=(), contention="queued"):
     """Forwards take nothing, the backward of microbatch m ``backwards[m]``; the result and its decided program."""
     program = ProgramBuilder(controller.num_ranks).build(schedule="controlled", plan_hash="")
-    prices = bare_prices(program, [0, update, latency, *backwards], routes)
+    costs = bare_costs(program, [0, update, latency, *backwards], routes)
 
-    def price(issue, _):
+    def estimate(issue, _):
         match issue.instruction:
             case Backward(microbatch=microbatch):
                 return 3 + microbatch, -1
@@ -44,9 +44,9 @@ def run(controller, backwards, *, update=0, latency=0, routes=(), contention="qu
             case _:
                 return 2, 0 if routes else -1
 
-    result = simulate_controlled(program, prices, controller, price, contention=contention)
+    result = simulate_controlled(program, costs, controller, estimate, contention=contention)
     made = decided_program(program, result.log)
-    assert simulate_program(made, result.prices, contention=contention) == result.timeline
+    assert simulate_program(made, result.costs, contention=contention) == result.timeline
     return result, made.body
 
 

@@ -1,7 +1,7 @@
 """Grappler's examples: each rewrites what it is about, and leaves a near miss as it is.
 
 Examples are those of TensorFlow's graph optimizations (tensorflow/core/grappler/optimizers: constant_folding.cc,
-arithmetic_optimizer.cc, remapper.cc), stated in torch. Prices are a datasheet's, so that nothing here depends on the
+arithmetic_optimizer.cc, remapper.cc), stated in torch. Costs are a datasheet's, so that nothing here depends on the
 machine. Every rule that took part must be one that ships, with its proof.
 """
 
@@ -18,7 +18,7 @@ from meshwright.rewrite.fx import read_captured, write_graph
 from meshwright.rewrite.optimize import finite_names
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.saturate import Limits
-from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import shipped_rules
 from meshwright.rewrite.search.search import Space
 from meshwright.rewrite.terms import INPUT, OPAQUE
@@ -52,9 +52,9 @@ def left(function, inputs, special="kept", *, whole=False, **weights):
     grown = space.grow(shipped_rules(special), Limits(rounds=4, nodes=10_000, seconds=100.0))
     assert grown.ended in ({"saturated"} if whole else {"saturated", "rounds", "nodes"})
     cluster = load_cluster("2xcpu")
-    prices = CallPrices(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
-    prices.price(space.calls())
-    found = space.choose(prices, grown)
+    costs = CallCosts(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
+    costs.estimate(space.calls())
+    found = space.choose(costs, grown)
     assert set(found.rules) <= PROVED
     largest = max(math.prod(source.terms.types[output].shape) for output in source.terms.outputs)
     names = []

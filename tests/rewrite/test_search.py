@@ -18,10 +18,10 @@ from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.rules import rule_of
 from meshwright.rewrite.saturate import Limits, saturate
+from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.extraction import extract, smallest
 from meshwright.rewrite.search.merging import Merging
 from meshwright.rewrite.search.options import Options
-from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import Guided, guide
 from meshwright.rewrite.search.search import Space, grow
 from meshwright.rewrite.terms import INPUT, Node, TensorType, Terms
@@ -146,10 +146,10 @@ def test_the_choice_is_the_cheapest_of_all(seed):
         graph.merge(one, other)
         graph.rebuild()
     roots = rng.sample(classes[2:], 2)
-    prices = {}
+    costs = {}
 
     def seconds(cls, node):
-        return 0.0 if node.operator == INPUT else prices.setdefault((cls, node), float(rng.choice([0, 1, 1, 2, 5, 9])))
+        return 0.0 if node.operator == INPUT else costs.setdefault((cls, node), float(rng.choice([0, 1, 1, 2, 5, 9])))
 
     first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
     start = {cls: node._replace(operands=tuple(map(graph.find, node.operands))) for cls, node in first.items()}
@@ -267,9 +267,9 @@ def space_of(model, x):
     return source, Space(source.terms, source.effects, frozen=True)
 
 
-def prices_on(name):
+def costs_on(name):
     cluster = load_cluster(name)
-    return CallPrices(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
+    return CallCosts(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ def test_no_graph_that_backtracking_finds_is_cheaper(model, x):
     source, space = space_of(model, x)
     rules = guide(shipped_rule_book("torch").rules)
     grown = space.grow(rules, LIMITS)
-    prices = prices_on("2xcpu")
-    prices.price(space.calls())
-    found = space.choose(prices, grown)
-    reference = backtrack(source.terms, rules, prices, frozen=True, most_popped=40, limit_s=20.0)
+    costs = costs_on("2xcpu")
+    costs.estimate(space.calls())
+    found = space.choose(costs, grown)
+    reference = backtrack(source.terms, rules, costs, frozen=True, most_popped=40, limit_s=20.0)
     assert found.proved
     assert found.after_s <= reference.seconds * (1 + 1e-9)
     assert found.after_s < found.before_s
@@ -303,9 +303,9 @@ def test_the_best_graph_depends_on_the_device():
     for cluster in ("2xcpu", "8xH100"):
         _, space = space_of(Wide(), torch.randn(512, 256))
         grown = space.grow(guide(shipped_rule_book("torch").rules), LIMITS)
-        prices = prices_on(cluster)
-        prices.price(space.calls())
-        terms = space.choose(prices, grown).terms
+        costs = costs_on(cluster)
+        costs.estimate(space.calls())
+        terms = space.choose(costs, grown).terms
         chosen[cluster] = [terms.nodes[term].operator for term in terms.needed()]
     assert chosen["2xcpu"] != chosen["8xH100"]
 
@@ -326,9 +326,9 @@ def test_an_e_graph_that_explodes_is_cut_and_the_best_so_far_returned():
     grown = space.grow(rules, Limits(rounds=50, nodes=2_000, seconds=20.0))
     assert grown.ended == "nodes"
     assert 1_500 < grown.num_nodes < 2_600
-    prices = prices_on("2xcpu")
-    prices.price(space.calls())
-    found = space.choose(prices, grown, limit_s=5.0)
+    costs = costs_on("2xcpu")
+    costs.estimate(space.calls())
+    found = space.choose(costs, grown, limit_s=5.0)
     assert found.after_s <= found.before_s
 
 
@@ -337,9 +337,9 @@ def test_the_same_search_twice_is_the_same_graph():
     for _ in range(2):
         _, space = space_of(Qkv(), torch.randn(2, 32))
         grown = space.grow(guide(shipped_rule_book("torch").rules), LIMITS)
-        prices = prices_on("2xcpu")
-        prices.price(space.calls())
-        found.append(space.choose(prices, grown).terms.nodes)
+        costs = costs_on("2xcpu")
+        costs.estimate(space.calls())
+        found.append(space.choose(costs, grown).terms.nodes)
     assert found[0] == found[1]
 
 

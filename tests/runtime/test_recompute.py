@@ -1,4 +1,4 @@
-"""What runs again: the same gradients and buffers, the ops that are priced, and less that is kept.
+"""What runs again: the same gradients and buffers, the ops that are estimated, and less that is kept.
 
 Plans of all policies on four ranks train as one process does; every word with one optimizer, all cases are slow.
 """
@@ -100,7 +100,7 @@ def test_gradients_buffers_and_flops(name, word):
     again = [graph.ops[op] for r in ranges for op in computed_again(graph, *r)]
     expected = sum(op.flops.at(4) for op in again if not op.kind.startswith(ATTENTION))
     assert expected > 0 or word != "all"
-    assert found[3] - wanted[3] == pytest.approx(expected, rel=0.35), "what runs again is what is priced"
+    assert found[3] - wanted[3] == pytest.approx(expected, rel=0.35), "what runs again is what is estimated"
 
 
 def test_less_is_kept():

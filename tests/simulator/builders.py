@@ -1,4 +1,4 @@
-"""Programs by hand and at random, with prices. Rows are appended per section; stage s lives on rank s unless said."""
+"""Programs by hand and at random, with costs. Rows are appended per section; stage s lives on rank s unless said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.simulator import Prices, SectionPrices
+from meshwright.simulator import ProgramCosts, SectionCosts
 from meshwright.spec import Opcode, Program, Section, Stream
 from meshwright.spec.instructions import STREAM_NAMES
 
@@ -69,8 +69,8 @@ def ends_by_name(timeline) -> dict[str, int]:
     return {f"{ranks[i]}: {timeline.name(i)}": int(timeline.end_ps[i]) for i in range(timeline.num_spans)}
 
 
-def section_of(rows: list[Row], num_ranks: int) -> tuple[Section, SectionPrices]:
-    """Columns and prices of rows in any order; a stream keeps the order of its rows."""
+def section_of(rows: list[Row], num_ranks: int) -> tuple[Section, SectionCosts]:
+    """Columns and costs of rows in any order; a stream keeps the order of its rows."""
     key = lambda row: row.rank * NUM_STREAMS + STREAM_NAMES.index(row.stream)
     rows = sorted(rows, key=key)
     number = {row: i for i, row in enumerate(rows)}
@@ -101,15 +101,15 @@ def section_of(rows: list[Row], num_ranks: int) -> tuple[Section, SectionPrices]
         join_instruction=np.array([i for i, row in enumerate(rows) if row.need is not None], np.int64),
         join_need=np.array([row.need for row in rows if row.need is not None], np.int32),
     )
-    costs = SectionPrices(
+    section_costs = SectionCosts(
         cost_class=column("cost", np.int32),
         route=column("route", np.int32),
         mark_offset_ps=np.array(mark_offsets, np.int64),
     )
-    return section, costs
+    return section, section_costs
 
 
-def program_of(sections, num_ranks, durations, routes=(), groups=()) -> tuple[Program, Prices]:
+def program_of(sections, num_ranks, durations, routes=(), groups=()) -> tuple[Program, ProgramCosts]:
     """Prologue, body and epilogue (lists of rows) as a program, with classes of ``durations`` and no memory."""
     made = [section_of(rows, num_ranks) for rows in sections]
     program = Program(
@@ -121,7 +121,7 @@ def program_of(sections, num_ranks, durations, routes=(), groups=()) -> tuple[Pr
         **dict(zip(("prologue", "body", "epilogue"), (section for section, _ in made), strict=True)),
     )
     links = [link for route in routes for link in route]
-    prices = Prices(
+    costs = ProgramCosts(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.zeros(len(durations), np.int64),
         allocate_bytes=np.zeros((len(durations), 1), np.int64),
@@ -131,14 +131,14 @@ def program_of(sections, num_ranks, durations, routes=(), groups=()) -> tuple[Pr
         route_offsets=np.cumsum([0, *(len(route) for route in routes)]).astype(np.int64),
         route_links=np.array(links, np.int32),
         num_links=max(links, default=-1) + 1,
-        **dict(zip(("prologue", "body", "epilogue"), (costs for _, costs in made), strict=True)),
+        **dict(zip(("prologue", "body", "epilogue"), (part for _, part in made), strict=True)),
     )
-    return program, prices
+    return program, costs
 
 
 def random_program(
     seed: int, size: int, *, may_deadlock: bool = False, joins: bool = False, body_alone: bool = False
-) -> tuple[Program, Prices]:
+) -> tuple[Program, ProgramCosts]:
     """Compute, transfers and collectives on 2-4 ranks, waiting for ends and marks of others, with many ties.
 
     With ``joins``, some of those that wait need only a few of their waits. Classes 0-2 may take no time and are for

@@ -22,8 +22,8 @@ HAPPENING, CONTROL, REQUEST = 0, 1, 2
 class Oracle:
     """Simulates ``num_steps`` repetitions; `ends` gives the end of every instruction, None where it never ends."""
 
-    def __init__(self, program: Program, prices, num_steps: int) -> None:
-        self.prices = prices
+    def __init__(self, program: Program, costs, num_steps: int) -> None:
+        self.costs = costs
         self.rank = [stream.rank for stream in program.streams]
         parts = [("prologue", program.prologue), *[("body", program.body)] * num_steps, ("epilogue", program.epilogue)]
         self.queues = [[] for _ in program.streams]
@@ -32,7 +32,7 @@ class Oracle:
         for k, (name, section) in enumerate(parts):
             for s in range(len(program.streams)):
                 self.queues[s] += [(k, int(i)) for i in section.stream_range(s)]
-            self._read_section(k, section, getattr(prices, name), num_steps)
+            self._read_section(k, section, getattr(costs, name), num_steps)
         if program.advance:
             # A message may arrive in a later part than that in which it is sent: its number counts on.
             numbered = [(k, section, max(0, min(k, num_steps) - 1)) for k, (_, section) in enumerate(parts)]
@@ -46,7 +46,7 @@ class Oracle:
     def _read_section(self, k, section, costs, num_steps):
         n = section.num_instructions
         for i in range(n):
-            self.cost[k, i] = (int(self.prices.duration_ps[costs.cost_class[i]]), int(costs.route[i]))
+            self.cost[k, i] = (int(self.costs.duration_ps[costs.cost_class[i]]), int(costs.route[i]))
             self.waits[k, i] = [(k, int(w)) if w < n else ("mark", k, int(w) - n) for w in section.waits_of(i).tolist()]
         late = section.late_instruction, section.late_section, section.late_awaited, section.late_lag
         for i, which, awaited, lag in zip(*(column.tolist() for column in late), strict=True):
@@ -137,7 +137,7 @@ class Oracle:
 
     def _links(self, key):
         route = self.cost[key][1]
-        return self.prices.route_links[self.prices.route_offsets[route] : self.prices.route_offsets[route + 1]].tolist()
+        return self.costs.route_links[self.costs.route_offsets[route] : self.costs.route_offsets[route + 1]].tolist()
 
     def _start(self, start, members):
         for member in members:

@@ -17,9 +17,9 @@ TIMERS = 10**9
 class _Controlled:
     """`ends` of a body and all that is issued, in the order of ranks and streams; ``decided`` is what was decided."""
 
-    def __init__(self, program, prices, controller, price_issue) -> None:
-        super().__init__(program, prices, 1)
-        self.controller, self.price_issue = controller, price_issue
+    def __init__(self, program, costs, controller, estimate_issue) -> None:
+        super().__init__(program, costs, 1)
+        self.controller, self.estimate_issue = controller, estimate_issue
         self.state, self.next_handle = controller.initial, program.body.num_instructions
         self.typed = {i: program.body.instruction(i) for i in range(self.next_handle)}
         self.watched, self.timers, self.sent, self.decided = set(), 0, {}, []
@@ -68,8 +68,8 @@ class _Controlled:
                 self.need[key] = issue.need
             if issue.watched:
                 self.watched.add(key)
-            cost_class, route = self.price_issue(issue, key[1])
-            self.cost[key] = int(self.prices.duration_ps[cost_class]), route
+            cost_class, route = self.estimate_issue(issue, key[1])
+            self.cost[key] = int(self.costs.duration_ps[cost_class]), route
             message = issue.instruction
             if isinstance(message, Send):
                 self.sent[message.stage, message.peer, message.microbatch, message.payload] = key

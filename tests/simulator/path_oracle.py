@@ -31,7 +31,7 @@ class PathOracle(Oracle):
         route = self.cost[key][1]
         if route < 0:
             return []
-        return self.prices.route_links[self.prices.route_offsets[route] : self.prices.route_offsets[route + 1]].tolist()
+        return self.costs.route_links[self.costs.route_offsets[route] : self.costs.route_offsets[route + 1]].tolist()
 
     @cached_property
     def raiser(self):

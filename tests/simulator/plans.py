@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.cost import CostModel, OpPrices, StageMemory
+from meshwright.cost import CostModel, OpCosts, StageMemory
 from meshwright.spec import Cluster, DeviceGroup, DeviceKind, Link, Node, load_cluster
 
 
@@ -42,10 +42,10 @@ def fast_cluster(name: str) -> Cluster:
     return with_fast_hosts(load_cluster(name))
 
 
-def exact_prices(forward_s, backward_s, accumulate_s):
-    """Prices without any doubt."""
+def exact_costs(forward_s, backward_s, accumulate_s):
+    """Costs without any doubt."""
     columns = np.stack([forward_s, backward_s, accumulate_s], axis=1)
-    return OpPrices(
+    return OpCosts(
         forward_s=forward_s,
         backward_s=backward_s,
         accumulate_s=accumulate_s,
@@ -78,9 +78,9 @@ class FixedCost(CostModel):
     def overhead_s(self) -> float:
         return self.overhead
 
-    def price_ops(self, graph, batch_size, device_kind):
+    def estimate_ops(self, graph, batch_size, device_kind):
         ones = np.ones(len(graph.ops))
-        return exact_prices(self.forward * ones, self.backward * ones, self.accumulate * ones)
+        return exact_costs(self.forward * ones, self.backward * ones, self.accumulate * ones)
 
     def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
         return self.send if op == "send" else self.all_reduce

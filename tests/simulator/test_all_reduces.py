@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program, check_program
-from meshwright.simulator import price_program, simulate_plan
+from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.simulator.routes import Routes
 from meshwright.spec import Link, Opcode, PlanError, load_cluster
 from meshwright.spec.exchange import GradientExchange
@@ -22,7 +22,7 @@ ALPHA, B = 1e-6, 1e9
 
 
 def summed(num_nodes, devices, *, num_nics=1, **exchange):
-    """The program, its prices and the seconds from the backward's end to the optimizer's step; one layer of M bytes."""
+    """The program, its costs and the seconds from the backward's end to the optimizer's step; one layer of M bytes."""
     graph = chain_graph(1, width=WIDTH)
     count = num_nodes * devices
     plan = make_plan(graph, [(0, 1)], [count], count, exchange=GradientExchange(overlap=False, **exchange))
@@ -31,7 +31,7 @@ def summed(num_nodes, devices, *, num_nics=1, **exchange):
     timeline = simulate_plan(plan, graph, cluster).timeline
     backward = timeline.end_ps[timeline.opcode == Opcode.BACKWARD].max()
     seconds = (timeline.start_ps[timeline.opcode == Opcode.OPTIMIZER_STEP].max() - backward) / 1e12
-    return program, price_program(program, plan, graph, CostModel(cluster=cluster)), seconds
+    return program, estimate_program(program, plan, graph, CostModel(cluster=cluster)), seconds
 
 
 @pytest.mark.parametrize(("num_nodes", "devices"), [(1, 4), (4, 1), (2, 2), (3, 4)])
@@ -62,7 +62,7 @@ def test_a_hierarchy(num_nodes, num_nics):
 
 
 def test_a_hierarchy_moves_every_byte_once():
-    program, prices, _ = summed(2, 3, algorithm="hierarchical", node_size=3, partition_bytes=100_000)
+    program, costs, _ = summed(2, 3, algorithm="hierarchical", node_size=3, partition_bytes=100_000)
     body = program.body
     for kind, groups in (
         (Opcode.REDUCE_SCATTER, {(0, 1, 2), (3, 4, 5)}),
@@ -76,7 +76,7 @@ def test_a_hierarchy_moves_every_byte_once():
     # Parts overlap: while one crosses nodes, the next is scattered.
     lanes = {stream.lane for stream in program.streams if stream.name == "exchange"}
     assert lanes == {0, 1, 2}
-    assert prices.num_links > 0
+    assert costs.num_links > 0
 
 
 def test_the_links_of_a_tree():

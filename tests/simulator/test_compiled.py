@@ -9,7 +9,7 @@ import pytest
 from meshwright.cost import CostModel
 from meshwright.program import build_program, gradient_buckets, lower_plan
 from meshwright.simulator import simulate_plan
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.spec import (
     GradientExchange,
     Plan,
@@ -45,8 +45,8 @@ def test_a_bucket_is_ready_when_the_unit_of_its_last_gradient_is_through():
     plan, graph = lower_plan(plan_of(compiled=True, exchange=GradientExchange(bucket_bytes=2**22)), GRAPH)
     program = build_program(plan, graph)
     cost = CostModel(cluster=CLUSTER, precision="amp")
-    prices = price_program(program, plan, graph, cost)
-    ops = cost.price_ops(graph, plan.microbatch_size, CLUSTER.device_kind(0))
+    costs = estimate_program(program, plan, graph, cost)
+    ops = cost.estimate_ops(graph, plan.microbatch_size, CLUSTER.device_kind(0))
     first = {i: op for op in reversed(range(len(graph.ops))) for i in graph.ops[op].inputs}
     starts = [start for start, _ in compiled_units(graph)]
     buckets = {bucket.index: bucket for bucket in gradient_buckets(graph, plan)}
@@ -59,7 +59,7 @@ def test_a_bucket_is_ready_when_the_unit_of_its_last_gradient_is_through():
     section = program.body
     assert len(section.mark_index) > len(starts)
     for mark, bucket in enumerate(section.mark_index.tolist()):
-        assert prices.body.mark_offset_ps[mark] == pytest.approx(filled[bucket] * 1e12, rel=1e-9)
+        assert costs.body.mark_offset_ps[mark] == pytest.approx(filled[bucket] * 1e12, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import ProgramBuilder, decided_program
-from meshwright.simulator import bare_prices, controlled, simulate_controlled, simulate_program
+from meshwright.simulator import bare_costs, controlled, simulate_controlled, simulate_program
 from meshwright.spec import (
     AllReduce,
     DeadlockError,
@@ -50,15 +50,15 @@ def without_empty_streams(program):
 
 
 def draw(seed, size, **facts):
-    program, prices = random_program(seed, size, joins=seed % 2 == 1, body_alone=True)
+    program, costs = random_program(seed, size, joins=seed % 2 == 1, body_alone=True)
     if seed % 3:
         program = without_empty_streams(program)
-    changes = np.random.default_rng(seed).integers(0, 9, (2, len(prices.duration_ps), 1))
-    prices = replace(prices, allocate_bytes=changes[0], free_bytes=changes[1])
+    changes = np.random.default_rng(seed).integers(0, 9, (2, len(costs.duration_ps), 1))
+    costs = replace(costs, allocate_bytes=changes[0], free_bytes=changes[1])
     controller = RandomController(
         seed=seed, num_ranks=program.num_ranks, num_marks=len(program.body.mark_instruction), **facts
     )
-    return program, prices, controller, RandomCosts(seed, len(prices.route_offsets) - 1)
+    return program, costs, controller, RandomCosts(seed, len(costs.route_offsets) - 1)
 
 
 # The first to run compiles the engine for controlled networks, 10 s of one core for each model of contention.
@@ -68,14 +68,14 @@ def draw(seed, size, **facts):
 @given(seed=seeds, size=st.integers(0, 20), may_deadlock=st.booleans())
 @pytest.mark.matrix
 def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock):
-    program, prices, controller, costs = draw(seed, size, may_deadlock=may_deadlock)
-    oracle = ORACLES[contention](program, prices, controller, costs)
+    program, costs, controller, issue_costs = draw(seed, size, may_deadlock=may_deadlock)
+    oracle = ORACLES[contention](program, costs, controller, issue_costs)
     expected = oracle.ends()
     if None in expected:
         with pytest.raises(DeadlockError):
-            simulate_controlled(program, prices, controller, costs, contention=contention)
+            simulate_controlled(program, costs, controller, issue_costs, contention=contention)
         return
-    run = simulate_controlled(program, prices, controller, costs, contention=contention)
+    run = simulate_controlled(program, costs, controller, issue_costs, contention=contention)
     assert run.timeline.end_ps.tolist() == expected
     arrivals = np.isin(run.timeline.opcode, RECEIVES)
     assert run.timeline.start_ps[~arrivals].tolist() == np.array(oracle.starts())[~arrivals].tolist()
@@ -87,11 +87,11 @@ def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock
 @given(seed=seeds, size=st.integers(0, 20), contention=contentions, timers=st.booleans())
 @pytest.mark.long
 def test_a_log_is_replayed_and_becomes_a_program(seed, size, contention, timers):
-    program, prices, controller, costs = draw(seed, size, timers=timers)
-    run = simulate_controlled(program, prices, controller, costs, contention=contention)
+    program, costs, controller, issue_costs = draw(seed, size, timers=timers)
+    run = simulate_controlled(program, costs, controller, issue_costs, contention=contention)
     log = decode_document(DecisionLog, json.loads(json.dumps(encode_document(run.log))), "log")
     assert log == run.log
-    again = simulate_controlled(program, prices, log, costs, contention=contention)
+    again = simulate_controlled(program, costs, log, issue_costs, contention=contention)
     assert again.timeline == run.timeline
     assert again.log == run.log
     rang = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
@@ -100,7 +100,7 @@ def test_a_log_is_replayed_and_becomes_a_program(seed, size, contention, timers)
             decided_program(program, log)
     else:
         made = decided_program(program, log)
-        assert simulate_program(made, run.prices, contention=contention) == run.timeline
+        assert simulate_program(made, run.costs, contention=contention) == run.timeline
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Script:
 
 def nothing(num_ranks, durations, routes=()):
     program = ProgramBuilder(num_ranks).build(schedule="test", plan_hash="")
-    return program, bare_prices(program, durations, routes)
+    return program, bare_costs(program, durations, routes)
 
 
 def compute(rank, cost, **facts):
@@ -133,15 +133,15 @@ def message(source, target, number, cost, **facts):
     )
 
 
-def costs(issue, _):
+def issue_costs(issue, _):
     """Class by microbatch or bytes; messages and sums go over route 0."""
     if isinstance(issue.instruction, Forward):
         return issue.instruction.microbatch, -1
     return (0, -1) if isinstance(issue.instruction, Receive) else (issue.instruction.num_bytes, 0)
 
 
-def run_script(num_ranks, durations, *decisions, routes=((0,),), price=costs, **facts):
-    return simulate_controlled(*nothing(num_ranks, durations, routes), Script(decisions), price, **facts)
+def run_script(num_ranks, durations, *decisions, routes=((0,),), cost=issue_costs, **facts):
+    return simulate_controlled(*nothing(num_ranks, durations, routes), Script(decisions), cost, **facts)
 
 
 def spans(run):
@@ -198,11 +198,11 @@ def test_a_join_keeps_its_count_when_its_moment_becomes_a_wait():
     """One of two is needed: the end at 3 has happened when the end at 8 lets the join be issued, so it begins at 8."""
     first = Decision(issues=(compute(0, 1), compute(1, 2, watched=True), compute(2, 3)))
     join = compute(0, 1, waits=(0, 2), need=1)
-    program, prices = nothing(3, [0, 3, 8, 20], [(0,)])
-    run = simulate_controlled(program, prices, Script((first, Decision(issues=(join,)))), costs)
+    program, costs = nothing(3, [0, 3, 8, 20], [(0,)])
+    run = simulate_controlled(program, costs, Script((first, Decision(issues=(join,)))), issue_costs)
     assert run.timeline.start_ps.tolist() == [0, 8, 0, 0]
     made = decided_program(program, run.log)
-    assert simulate_program(made, run.prices) == run.timeline
+    assert simulate_program(made, run.costs) == run.timeline
     assert made.body.join_need.tolist() == [3]
 
 
@@ -231,7 +231,7 @@ REFUSED = {
     "no send": (Decision(issues=message(0, 1, 0, 1)[1:]), "no send of it that is not received yet"),
     "no receive": (Decision(issues=message(0, 1, 0, 1)[:1]), "the controller issued no receive of it"),
     "twice": (Decision(issues=message(0, 1, 0, 1) * 2), "a message like it before"),
-    "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the prices have classes 0 to 1"),
+    "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the costs have classes 0 to 1"),
     "no time": (Decision(issues=message(0, 1, 0, 0)), "takes less than 1 ps on its links"),
     "past": (Decision(timers=(Timer(at_ps=-1),)), "was set at 0 ps; expected that moment or a later one"),
     "watch": (Decision(watch=(0,)), "Instruction 0 was to be watched; the program's body has 0"),
@@ -309,41 +309,41 @@ def test_what_cannot_be_controlled_is_refused():
         for rank in range(2)
     )
     with pytest.raises(ProgramError, match="expected the same for all"):
-        run_script(2, [0, 1], Decision(issues=sums), price=lambda issue, _: (1, issue.rank - 1))
-    program, prices = random_program(1, 5)
+        run_script(2, [0, 1], Decision(issues=sums), cost=lambda issue, _: (1, issue.rank - 1))
+    program, costs = random_program(1, 5)
     with pytest.raises(ProgramError, match=r"the prologue has . instructions, not 0"):
-        bare_prices(program, [1])
+        bare_costs(program, [1])
     with pytest.raises(ProgramError, match="expected a body alone"):
-        simulate_controlled(program, prices, Script(()), costs)
-    program, prices = nothing(1, [0, 1])
+        simulate_controlled(program, costs, Script(()), issue_costs)
+    program, costs = nothing(1, [0, 1])
     with pytest.raises(ProgramError, match="Set `host_ps` to zero"):
-        simulate_controlled(program, replace(prices, host_ps=np.array([0, 1])), Script(()), costs)
+        simulate_controlled(program, replace(costs, host_ps=np.array([0, 1])), Script(()), issue_costs)
 
 
 def test_a_log_that_does_not_fit_is_refused():
-    program, prices = nothing(2, [0, 5])
+    program, costs = nothing(2, [0, 5])
     first = Decision(issues=(compute(0, 1, watched=True), compute(1, 1, watched=True)))
-    log = simulate_controlled(program, prices, Script((first,)), costs).log
+    log = simulate_controlled(program, costs, Script((first,)), issue_costs).log
     with pytest.raises(ProgramError, match=r"event 1 is the end of instruction 0 at 6 ps; the log has .* 0 at 5 ps"):
-        simulate_controlled(program, replace(prices, duration_ps=np.array([0, 6])), log, costs)
+        simulate_controlled(program, replace(costs, duration_ps=np.array([0, 6])), log, issue_costs)
     with pytest.raises(ProgramError, match="of 2 ranks with 0 instructions; the program has 3 and 0"):
-        simulate_controlled(*nothing(3, [0, 5]), log, costs)
+        simulate_controlled(*nothing(3, [0, 5]), log, issue_costs)
     shorter = make_log(2, 0, [(Started(next_handle=0), 0, first)])
     with pytest.raises(ProgramError, match="the log has nothing after its 1 decisions"):
-        simulate_controlled(program, prices, shorter, costs)
+        simulate_controlled(program, costs, shorter, issue_costs)
     more = [
         (Started(next_handle=0), 0, first),
         *((Ended(next_handle=2, handle=k, rank=k, instruction=None), 5, NOTHING) for k in range(2)),
         (Rang(next_handle=2, number=4), 9, NOTHING),
     ]
     with pytest.raises(ProgramError, match="the run ended after 3 events; the log goes on with timer 4 at 9 ps"):
-        simulate_controlled(program, prices, make_log(2, 0, more), costs)
+        simulate_controlled(program, costs, make_log(2, 0, more), issue_costs)
 
 
-@pytest.mark.parametrize("price", [None, 1, (0.5, -1), (1,), (1, -1, 0), [1, -1]])
-def test_a_price_is_a_class_and_a_route(price):
-    with pytest.raises(ProgramError, match=r"The price of Forward\(.*\) is .*; expected two ints, a cost class and a"):
-        run_script(1, [0, 5], Decision(issues=(compute(0, 1),)), price=lambda *_: price)
+@pytest.mark.parametrize("cost", [None, 1, (0.5, -1), (1,), (1, -1, 0), [1, -1]])
+def test_a_cost_is_a_class_and_a_route(cost):
+    with pytest.raises(ProgramError, match=r"The cost of Forward\(.*\) is .*; expected two ints, a cost class and a"):
+        run_script(1, [0, 5], Decision(issues=(compute(0, 1),)), cost=lambda *_: cost)
 
 
 @pytest.mark.parametrize("contention", sorted(ORACLES))
@@ -354,11 +354,11 @@ def test_a_route_without_links_is_none(contention):
         for rank in range(2)
     )
     decision = Decision(issues=(*message(0, 1, 0, 1), *message(1, 0, 1, 1), *sums))
-    program, prices = nothing(2, [0, 5], [()])
-    run = simulate_controlled(program, prices, Script((decision,)), costs, contention=contention)
+    program, costs = nothing(2, [0, 5], [()])
+    run = simulate_controlled(program, costs, Script((decision,)), issue_costs, contention=contention)
     assert run.timeline.end_ps.tolist() == [5] * 6
-    assert simulate_program(decided_program(program, run.log), run.prices, contention=contention) == run.timeline
-    assert run.prices.body.route.max() == 0
+    assert simulate_program(decided_program(program, run.log), run.costs, contention=contention) == run.timeline
+    assert run.costs.body.route.max() == 0
 
 
 TOO_LONG = {
@@ -374,12 +374,12 @@ TOO_LONG = {
 @pytest.mark.parametrize("case", TOO_LONG)
 def test_a_run_that_takes_too_long_for_its_times_is_refused(case, contention):
     with pytest.raises(ProgramError, match=r"takes more than 2\^63 - 1 ps"):
-        run_script(2, [0, 2**62, 5], *TOO_LONG[case], price=by_first_two, contention=contention)
+        run_script(2, [0, 2**62, 5], *TOO_LONG[case], cost=by_first_two, contention=contention)
 
 
 def by_first_two(issue, handle):
-    """As `costs`, but messages have class 1."""
-    return (1, 0) if isinstance(issue.instruction, Send) else costs(issue, handle)
+    """As `issue_costs`, but messages have class 1."""
+    return (1, 0) if isinstance(issue.instruction, Send) else issue_costs(issue, handle)
 
 
 class Forgetful:
@@ -393,7 +393,7 @@ class Forgetful:
 
 def test_what_is_returned_is_a_state_and_a_decision():
     with pytest.raises(ProgramError, match=r"`decide` returned Decision\(.*expected its state and a `Decision`"):
-        simulate_controlled(*nothing(1, [0]), Forgetful(), costs)
+        simulate_controlled(*nothing(1, [0]), Forgetful(), issue_costs)
 
 
 def test_a_controller_that_never_ends_is_stopped(monkeypatch):
@@ -418,9 +418,9 @@ def abandoning(*decisions):
         ),
         timers=(Timer(at_ps=15),),
     )
-    program, prices = nothing(1, [10, 20, 5])
+    program, costs = nothing(1, [10, 20, 5])
     return simulate_controlled(
-        program, prices, Script((begin, *decisions)), lambda issue, _: (issue.instruction.microbatch, -1)
+        program, costs, Script((begin, *decisions)), lambda issue, _: (issue.instruction.microbatch, -1)
     )
 
 
@@ -442,10 +442,10 @@ def test_what_has_not_begun_takes_no_time_when_it_is_abandoned():
         ),
         timers=(Timer(at_ps=4),),
     )
-    program, prices = nothing(1, [10, 20, 5])
+    program, costs = nothing(1, [10, 20, 5])
     run = simulate_controlled(
         program,
-        prices,
+        costs,
         Script((begin, Decision(abandon=(1,)))),
         lambda issue, _: (issue.instruction.microbatch, -1),
     )
@@ -466,11 +466,11 @@ def test_only_abandonable_computations_are_abandoned(abandon, words):
 
 
 def test_what_holds_links_or_is_sent_cannot_be_abandonable():
-    program, prices = nothing(2, [10], [[0]])
+    program, costs = nothing(2, [10], [[0]])
     computed = Issue(rank=0, stream="compute", instruction=Forward(stage=0, microbatch=0), abandonable=True)
     with pytest.raises(ProgramError, match="what holds links cannot be given up"):
-        simulate_controlled(program, prices, Script((Decision(issues=(computed,)),)), lambda *_: (0, 0))
+        simulate_controlled(program, costs, Script((Decision(issues=(computed,)),)), lambda *_: (0, 0))
     message = Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=1)
     sent = Issue(rank=0, stream="send", instruction=message, group=(0, 1), abandonable=True)
     with pytest.raises(ProgramError, match="issued as abandonable; expected a computation"):
-        simulate_controlled(program, prices, Script((Decision(issues=(sent,)),)), lambda *_: (0, -1))
+        simulate_controlled(program, costs, Script((Decision(issues=(sent,)),)), lambda *_: (0, -1))

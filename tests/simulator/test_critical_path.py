@@ -20,19 +20,19 @@ from tests.simulator.path_oracle import LINK, MARK, STREAM, WAIT, PathOracle
 seeds = st.integers(0, 2**31)
 
 
-def run(program, prices, num_steps):
+def run(program, costs, num_steps):
     """What the path is found from: network, starts without the arrival of bytes, ends and steps."""
-    unrolled = unroll(program, prices, num_steps)
-    network, _, end_ps = run_unrolled(program, unrolled, prices.host_ps)
+    unrolled = unroll(program, costs, num_steps)
+    network, _, end_ps = run_unrolled(program, unrolled, costs.host_ps)
     return network, end_ps - durations(network), end_ps, unrolled.step
 
 
 @settings(max_examples=examples(300))
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
 def test_the_path_is_the_longest_chain(seed, size, num_steps, joins):
-    program, prices = random_program(seed, size, joins=joins)
-    network, start_ps, end_ps, _ = run(program, prices, num_steps)
-    oracle = PathOracle(program, prices, num_steps)
+    program, costs = random_program(seed, size, joins=joins)
+    network, start_ps, end_ps, _ = run(program, costs, num_steps)
+    oracle = PathOracle(program, costs, num_steps)
     assert end_ps.tolist() == oracle.ends()
     known = {}
     for key, start in zip(oracle.order, start_ps.tolist(), strict=True):
@@ -46,9 +46,9 @@ def test_the_path_is_the_longest_chain(seed, size, num_steps, joins):
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
 def test_the_path_is_the_chain_that_the_order_of_ties_picks(seed, size, num_steps, joins):
     """In the window of the last step: every segment tight, none left out, lengths that add up exactly."""
-    program, prices = random_program(seed, size, joins=joins)
-    network, start_ps, end_ps, step = run(program, prices, num_steps)
-    oracle = PathOracle(program, prices, num_steps)
+    program, costs = random_program(seed, size, joins=joins)
+    network, start_ps, end_ps, step = run(program, costs, num_steps)
+    oracle = PathOracle(program, costs, num_steps)
     oracle.ends()
     begin, stop = step_window(step, end_ps)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop))
@@ -85,9 +85,9 @@ def test_times_of_another_simulation_are_refused():
 @pytest.mark.long
 def test_the_path_where_links_are_shared_fairly(seed, size, joins):
     """Each segment needs the one before it, nothing is left out, and nobody waits for a link."""
-    program, prices = random_program(seed, size, joins=joins)
-    unrolled = unroll(program, prices, 2)
-    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, "fair")
+    program, costs = random_program(seed, size, joins=joins)
+    unrolled = unroll(program, costs, 2)
+    network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, "fair")
     start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
     begin, stop = step_window(unrolled.step, end_ps)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop))

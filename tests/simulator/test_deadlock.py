@@ -20,9 +20,9 @@ from tests.simulator.oracle import Oracle
 
 
 def message_of(rows, num_ranks, groups=()) -> str:
-    program, prices = program_of([[], rows, []], num_ranks, [0, 10], [[0]], groups)
+    program, costs = program_of([[], rows, []], num_ranks, [0, 10], [[0]], groups)
     with pytest.raises(DeadlockError) as caught:
-        simulate_program(program, prices)
+        simulate_program(program, costs)
     return str(caught.value)
 
 
@@ -55,11 +55,11 @@ def test_an_instruction_that_waits_for_itself(part):
     """In each section of a program."""
     sections = [[forward(0, microbatch, cost=1)] for microbatch in range(3)]
     sections[part][0].waits.append(sections[part][0])
-    program, prices = program_of(sections, 1, [0, 10])
+    program, costs = program_of(sections, 1, [0, 10])
     with pytest.raises(
         DeadlockError, match=rf"F0.{part} \(rank 0, compute\) waits for F0.{part} \(rank 0, compute\)\. "
     ):
-        simulate_program(program, prices)
+        simulate_program(program, costs)
 
 
 def test_a_member_that_never_arrives_is_named():
@@ -135,11 +135,11 @@ def shortest_circle(edges) -> int:
 @settings(max_examples=examples(400))
 @given(seed=st.integers(0, 2**31), size=st.integers(2, 30), num_steps=st.integers(1, 2), joins=st.booleans())
 def test_the_circle_is_real_and_the_shortest(seed, size, num_steps, joins):
-    program, prices = random_program(seed, size, may_deadlock=True, joins=joins)
-    oracle = Oracle(program, prices, num_steps)
+    program, costs = random_program(seed, size, may_deadlock=True, joins=joins)
+    oracle = Oracle(program, costs, num_steps)
     if None not in oracle.ends():
         return
-    unrolled = unroll(program, prices, num_steps)
+    unrolled = unroll(program, costs, num_steps)
     outcome = run_network(unrolled.network, unrolled.num_links)
     circle = find_circle(unrolled.network, unrolled.stream, outcome.end_ps, outcome.position)
     keys = [key for queue in oracle.queues for key in queue]
@@ -158,8 +158,8 @@ def test_random_programs_deadlock_in_all_ways():
     """Circles of several lengths, through collectives, marks and order within streams, occur."""
     lengths, through_collectives, behind = set(), 0, 0
     for seed in range(150):
-        program, prices = random_program(seed, 25, may_deadlock=True)
-        unrolled = unroll(program, prices, 1)
+        program, costs = random_program(seed, 25, may_deadlock=True)
+        unrolled = unroll(program, costs, 1)
         network = unrolled.network
         outcome = run_network(network, unrolled.num_links)
         position = outcome.position

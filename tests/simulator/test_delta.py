@@ -20,8 +20,8 @@ seeds = st.integers(0, 2**31)
 
 def network_of(seed, size, num_steps, *, shared=False, joins=False):
     """Of a random program; unless shared, no link counts as wanted by others."""
-    program, prices = random_program(seed, size, joins=joins)
-    unrolled = unroll(program, prices, num_steps)
+    program, costs = random_program(seed, size, joins=joins)
+    unrolled = unroll(program, costs, num_steps)
     network = unrolled.network
     return network if shared else network._replace(num_private=len(network.route_offsets) - 1), unrolled.num_links
 
@@ -95,8 +95,8 @@ def test_delta_equals_a_full_run_where_order_matters(share, seed, size, contenti
 
 def chain(num_ranks, length):
     rows = [[forward(rank, microbatch, cost=1) for microbatch in range(length)] for rank in range(num_ranks)]
-    program, prices = program_of([[], [row for rank in rows for row in rank], []], num_ranks, [0, 10])
-    unrolled = unroll(program, prices, 1)
+    program, costs = program_of([[], [row for rank in rows for row in rank], []], num_ranks, [0, 10])
+    unrolled = unroll(program, costs, 1)
     return unrolled.network, unrolled.num_links
 
 
@@ -105,8 +105,8 @@ def two_requests(first_ps, second_ps):
     rows = [forward(rank, cost=rank) for rank in range(2)]
     for rank in range(2):
         rows += transfer(rank, 2, 0, waits=[rows[rank]], cost=2, route=0)
-    program, prices = program_of([[], rows, []], 3, [first_ps, second_ps, 10], routes=[[0]])
-    unrolled = unroll(program, prices, 1)
+    program, costs = program_of([[], rows, []], 3, [first_ps, second_ps, 10], routes=[[0]])
+    unrolled = unroll(program, costs, 1)
     computed, sent = np.flatnonzero(routes(unrolled.network) < 0)[:2], np.flatnonzero(routes(unrolled.network) >= 0)
     return DeltaSimulation(unrolled.network, unrolled.num_links), computed, sent
 
@@ -148,8 +148,8 @@ def test_few_are_looked_at_and_the_rest_is_swept(monkeypatch):
 
 def test_a_member_speaks_for_its_collective():
     rows = [reduction(0, waits=[], cost=1), reduction(1, waits=[], cost=1)]
-    program, prices = program_of([[], rows, []], 2, [0, 10], groups=[(0, 1)])
-    unrolled = unroll(program, prices, 1)
+    program, costs = program_of([[], rows, []], 2, [0, 10], groups=[(0, 1)])
+    unrolled = unroll(program, costs, 1)
     simulation = DeltaSimulation(unrolled.network, unrolled.num_links)
     simulation.change([1], [7])
     assert simulation.end_ps.tolist() == [7, 7]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.program import build_program
 from meshwright.report.transfer_pairs import pair_transfers
 from meshwright.simulator import explain_step, simulate_plan, simulate_program
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.spec import Opcode
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 from tests.marks import examples
@@ -30,13 +30,13 @@ from tests.simulator.replicas import with_kinds
 def test_programs_that_never_flush_equal_the_oracle(oracle, case, num_steps, seconds):
     plan, graph = case
     names = ("forward", "backward", "send", "all_reduce", "optimizer", "fill")
-    costs = {name: each * 1e-6 for name, each in zip(names, seconds, strict=True)}
-    cost = FixedCost(cluster=small_cluster(num_nodes=4, devices=4), **costs)
+    all_seconds = {name: each * 1e-6 for name, each in zip(names, seconds, strict=True)}
+    cost = FixedCost(cluster=small_cluster(num_nodes=4, devices=4), **all_seconds)
     program = build_program(plan, graph)
-    prices = price_program(program, plan, graph, cost)
+    costs = estimate_program(program, plan, graph, cost)
     contention = "queued" if oracle is Oracle else "fair"
-    timeline = simulate_program(program, prices, num_steps, contention=contention)
-    assert timeline.end_ps.tolist() == oracle(program, prices, num_steps).ends()
+    timeline = simulate_program(program, costs, num_steps, contention=contention)
+    assert timeline.end_ps.tolist() == oracle(program, costs, num_steps).ends()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_copies_take_time():
 def test_memory_holds_the_copies_and_comes_back(schedule, copies):
     plan, graph = endless_plan(schedule, [1, 1, 1, 1], 8)
     cost = FixedCost()
-    resident = price_program(build_program(plan, graph), plan, graph, cost).resident_bytes.sum(axis=1)
+    resident = estimate_program(build_program(plan, graph), plan, graph, cost).resident_bytes.sum(axis=1)
     found = simulate_plan(plan, graph, cost.cluster, cost=cost, num_steps=3)
     weights = 4 * 4 * 4
     assert [use.parts["stashed weights"] for use in found.memory] == [count * weights for count in copies]
@@ -143,11 +143,11 @@ def test_a_sum_of_a_wave_hides_behind_the_next_waves(staleness, exposed):
 class HalfAsFast(FixedCost):
     """Where the cluster says so."""
 
-    def price_ops(self, graph, batch_size, device_kind):
+    def estimate_ops(self, graph, batch_size, device_kind):
         cost = (
             replace(self, forward=2 * self.forward, backward=2 * self.backward) if device_kind.name == "slow" else self
         )
-        return FixedCost.price_ops(cost, graph, batch_size, device_kind)
+        return FixedCost.estimate_ops(cost, graph, batch_size, device_kind)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])

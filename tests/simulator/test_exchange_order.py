@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import build_program, check_program, gradient_buckets
 from meshwright.program.priorities import ReadyPart, order_parts
-from meshwright.simulator import price_program, schedule_exchange, simulate_plan, simulate_program
+from meshwright.simulator import estimate_program, schedule_exchange, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph
@@ -100,8 +100,8 @@ def test_every_byte_once_in_one_order_and_no_forward_before_its_parameters(tied)
     assert list(plan.exchange.sequence) != sorted(plan.exchange.sequence)
     program = build_program(plan, graph)
     check_program(program)
-    prices = price_program(program, plan, graph, cost)
-    timeline = simulate_program(program, prices, 3)
+    costs = estimate_program(program, plan, graph, cost)
+    timeline = simulate_program(program, costs, 3)
     ranks = np.array([track.rank for track in timeline.tracks])[timeline.track]
     held = sum(bucket.num_bytes for bucket in gradient_buckets(graph, plan))
     orders = []

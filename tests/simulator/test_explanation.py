@@ -1,4 +1,4 @@
-"""What bounds a step, and what would help: closed forms, and simulation with other prices."""
+"""What bounds a step, and what would help: closed forms, and simulation with other costs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from meshwright.program import build_program
 from meshwright.simulator import (
     Bound,
+    estimate_program,
     explain_program,
     explain_step,
-    price_program,
     simulate_plan,
     simulate_program,
 )
@@ -52,8 +52,8 @@ def test_the_path_of_equal_stages(schedule, num_stages, num_microbatches, forwar
     plan = make_plan(graph, even_bounds(num_stages, num_stages), [1] * num_stages, num_microbatches, schedule=schedule)
     cost = FixedCost(forward=forward * 1e-6, backward=backward * 1e-6)
     program = build_program(plan, graph)
-    prices = free_transfers(program, price_program(program, plan, graph, cost))
-    explained = explain_program(program, prices, ["small"] * num_stages)
+    costs = free_transfers(program, estimate_program(program, plan, graph, cost))
+    explained = explain_program(program, costs, ["small"] * num_stages)
     expected = (num_microbatches + num_stages - 1) * (forward + backward) * US
     assert int((explained.path.end_ps - explained.path.start_ps).sum()) == expected
     assert set(explained.path.opcode[explained.path.end_ps > explained.path.start_ps].tolist()) == {
@@ -94,23 +94,23 @@ def test_work_adds_up_to_the_step(replicas, num_microbatches, schedule, num_nics
 @pytest.mark.parametrize("share", [0.9, 0.0])
 @settings(max_examples=examples(150))
 @given(seed=st.integers(0, 2**31), size=st.integers(1, 25), cheaper=st.integers(0, 5))
-def test_shorter_instructions_are_those_of_a_lower_price(share, seed, size, cheaper):
-    program, prices = random_program(seed, size)
+def test_shorter_instructions_are_those_of_a_lower_cost(share, seed, size, cheaper):
+    program, costs = random_program(seed, size)
     least = int(cheaper >= 3)  # classes with links
-    duration_ps = prices.duration_ps.copy()
+    duration_ps = costs.duration_ps.copy()
     duration_ps[cheaper] = max(round(share * int(duration_ps[cheaper])), least)
     sections = {}
     for name, section in program.sections():
-        costs = getattr(prices, name)
-        offsets = costs.mark_offset_ps.copy()
+        part = getattr(costs, name)
+        offsets = part.mark_offset_ps.copy()
         for mark, instruction in enumerate(section.mark_instruction.tolist()):
-            if costs.cost_class[instruction] == cheaper:
+            if part.cost_class[instruction] == cheaper:
                 offsets[mark] = max(round(share * int(offsets[mark])), least)
-        sections[name] = replace(costs, mark_offset_ps=offsets)
-    expected = simulate_program(program, replace(prices, duration_ps=duration_ps, **sections), 2)
-    unrolled = unroll(program, prices, 2)
+        sections[name] = replace(part, mark_offset_ps=offsets)
+    expected = simulate_program(program, replace(costs, duration_ps=duration_ps, **sections), 2)
+    unrolled = unroll(program, costs, 2)
     shorter = shorten(unrolled, unrolled.cost_class == cheaper, share)
-    assert run_unrolled(program, shorter, prices.host_ps)[2].tolist() == expected.end_ps.tolist()
+    assert run_unrolled(program, shorter, costs.host_ps)[2].tolist() == expected.end_ps.tolist()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_shorter_instructions_are_those_of_a_lower_price(share, seed, size, chea
         ("small computing", ("forward", "backward", "optimizer")),
     ],
 )
-def test_what_would_help_is_what_other_prices_give(name, fields):
+def test_what_would_help_is_what_other_costs_give(name, fields):
     graph = chain_graph(9)
     cluster = small_cluster(num_nodes=2, devices=3)
     plan = make_plan(graph, [(0, 3), (3, 5), (5, 9)], [2, 1, 2], 6, exchange=GradientExchange(bucket_bytes=64))
@@ -141,17 +141,17 @@ def test_seconds_on_the_path_are_the_derivative(bounds):
     plan = make_plan(graph, bounds, [1, 1, 1], 7)
     cost = FixedCost(forward=3.1e-6, backward=5.3e-6, send=1.7e-6, optimizer=0.9e-6)
     program = build_program(plan, graph)
-    prices = price_program(program, plan, graph, cost)
-    explained = explain_program(program, prices, ["small"] * 3)
+    costs = estimate_program(program, plan, graph, cost)
+    explained = explain_program(program, costs, ["small"] * 3)
     total = 0
     for opcode, name in ((Opcode.FORWARD, "forwards"), (Opcode.BACKWARD, "backwards")):
-        chosen = np.unique(prices.body.cost_class[program.body.opcode == opcode])
-        duration_ps = prices.duration_ps.copy()
+        chosen = np.unique(costs.body.cost_class[program.body.opcode == opcode])
+        duration_ps = costs.duration_ps.copy()
         duration_ps[chosen] = np.rint(0.999 * duration_ps[chosen]).astype(np.int64)
         offsets = np.minimum(
-            prices.body.mark_offset_ps, duration_ps[prices.body.cost_class[program.body.mark_instruction]]
+            costs.body.mark_offset_ps, duration_ps[costs.body.cost_class[program.body.mark_instruction]]
         )
-        cheaper = replace(prices, duration_ps=duration_ps, body=replace(prices.body, mark_offset_ps=offsets))
+        cheaper = replace(costs, duration_ps=duration_ps, body=replace(costs.body, mark_offset_ps=offsets))
         gained = explained.step_time_s - float(simulate_program(program, cheaper, 3).step_seconds()[-1])
         assert gained == pytest.approx(lever(explained, name).path_s / 1000, rel=1e-6)
         total += gained

@@ -23,8 +23,8 @@ seeds = st.integers(0, 2**31)
 
 
 def simulate(rows, num_ranks, durations, routes, groups=()):
-    program, prices = program_of([[], rows, []], num_ranks, durations, routes, groups)
-    return simulate_program(program, prices, contention="fair")
+    program, costs = program_of([[], rows, []], num_ranks, durations, routes, groups)
+    return simulate_program(program, costs, contention="fair")
 
 
 @pytest.mark.parametrize("num_transfers", [1, 2, 3, 22])
@@ -171,8 +171,8 @@ def test_only_what_is_connected_is_filled_anew(seed):
 @settings(max_examples=examples(200))
 @given(seed=seeds, size=st.integers(5, 40))
 def test_numbers_of_links_mean_nothing(seed, size):
-    program, prices = random_program(seed, size)
-    unrolled = unroll(program, prices, 2)
+    program, costs = random_program(seed, size)
+    unrolled = unroll(program, costs, 2)
     network = unrolled.network
     order = np.random.default_rng(seed).permutation(unrolled.num_links).astype(np.int32)
     other = network._replace(route_links=order[network.route_links])

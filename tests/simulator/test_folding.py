@@ -188,8 +188,8 @@ def test_explanations_name_all_ranks():
     assert explained.step_time_s == simulate_plan(plan, graph, small_cluster()).step_time_s
 
 
-def test_what_is_alike_is_so_on_the_cluster_that_is_priced():
-    """The prices are those of another cluster than the one that the plan is for: one node is slow there."""
+def test_what_is_alike_is_so_on_the_cluster_that_is_estimated():
+    """The costs are those of another cluster than the one that the plan is for: one node is slow there."""
     graph = chain_graph(4, width=64)
     plan = make_plan(graph, grid(2, 4), 8)
     cost = CostModel(cluster=with_kinds(small_cluster(4, 2), (1,)))

@@ -21,8 +21,8 @@ from meshwright.simulator.engine import run_network
 from meshwright.simulator.host_issue import issued_run, with_faster_hosts
 from meshwright.simulator.network import durations, with_durations
 from meshwright.simulator.plan import program_of
-from meshwright.simulator.prices import IssuePrices
-from meshwright.simulator.pricing import place_of_backward, price_program
+from meshwright.simulator.program_costs import IssueCosts
+from meshwright.simulator.program_estimate import estimate_program, place_of_backward
 from meshwright.simulator.simulate import run_program, run_unrolled
 from meshwright.simulator.span_parts import SpanParts, issue_parts, list_parts
 from meshwright.simulator.stage_costs import op_seconds
@@ -78,60 +78,58 @@ class _ByOps:
         return None
 
 
-def oracle_of(contention, program, prices, num_steps, parts, awaited):
-    oracle = type("ByOps", (_ByOps, {"queued": Oracle, "fair": FairOracle}[contention]), {})(program, prices, num_steps)
+def oracle_of(contention, program, costs, num_steps, parts, awaited):
+    oracle = type("ByOps", (_ByOps, {"queued": Oracle, "fair": FairOracle}[contention]), {})(program, costs, num_steps)
     oracle.parts, oracle.awaited, oracle.kinds = parts, awaited, {}
-    sections = [prices.prologue, *[prices.body] * num_steps, prices.epilogue]
-    for k, costs in enumerate(sections):
-        oracle.kinds.update({(k, i): kind for i, kind in enumerate(costs.cost_class.tolist())})
+    sections = [costs.prologue, *[costs.body] * num_steps, costs.epilogue]
+    for k, part in enumerate(sections):
+        oracle.kinds.update({(k, i): kind for i, kind in enumerate(part.cost_class.tolist())})
     return oracle
 
 
-def with_random_hosts(program, prices, seed):
+def with_random_hosts(program, costs, seed):
     """What the compute streams run gets classes of its own, of which each picosecond is an op that a host issues."""
-    rng, count = random.Random(seed), len(prices.duration_ps)
+    rng, count = random.Random(seed), len(costs.duration_ps)
     parts = {}
-    for kind, duration in enumerate(prices.duration_ps.tolist()):
+    for kind, duration in enumerate(costs.duration_ps.tolist()):
         parts[count + kind] = [0, *[1] * duration], [rng.choice([0, 0, 1, 2, 3]) for _ in range(duration + 1)]
     awaited = {kind for kind in parts if rng.random() < 0.2}
     earliest = {kind: replay(device, host, -(10**9), 0) for kind, (device, host) in parts.items()}
     none, hosts = [0] * count, [sum(host) for _, host in parts.values()]
-    issue = IssuePrices(
+    issue = IssueCosts(
         np.array(none + hosts),
         np.array(none + [ends[-1] for ends in earliest.values()]),
         np.array([kind in awaited for kind in range(2 * count)]),
     )
     changed = {}
     for name, section in program.sections():
-        costs, computes = getattr(prices, name), np.zeros(section.num_instructions, bool)
+        part, computes = getattr(costs, name), np.zeros(section.num_instructions, bool)
         for stream, facts in enumerate(program.streams):
             if facts.name == "compute":
                 computes[np.array(section.stream_range(stream), int)] = True
-        computes &= costs.route < 0
-        kinds = (costs.cost_class + count * computes).astype(np.int32)
+        computes &= part.route < 0
+        kinds = (part.cost_class + count * computes).astype(np.int32)
         moments = [
             earliest[kind][offset] if kind in earliest else 0
-            for kind, offset in zip(
-                kinds[section.mark_instruction].tolist(), costs.mark_offset_ps.tolist(), strict=True
-            )
+            for kind, offset in zip(kinds[section.mark_instruction].tolist(), part.mark_offset_ps.tolist(), strict=True)
         ]
-        changed[name] = replace(costs, cost_class=kinds, mark_earliest_ps=np.array(moments, np.int64))
+        changed[name] = replace(part, cost_class=kinds, mark_earliest_ps=np.array(moments, np.int64))
     twice = {
-        name: np.concatenate([getattr(prices, name)] * 2)
+        name: np.concatenate([getattr(costs, name)] * 2)
         for name in ("duration_ps", "host_ps", "allocate_bytes", "free_bytes")
     }
-    return replace(prices, issue=issue, **twice, **changed), parts, awaited
+    return replace(costs, issue=issue, **twice, **changed), parts, awaited
 
 
 @pytest.mark.parametrize("contention", ["queued", "fair"])
 @settings(max_examples=examples(300))
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
 def test_all_ends_are_those_of_a_replay_op_by_op(contention, seed, size, num_steps, joins):
-    program, prices = random_program(seed, size, joins=joins)
-    prices, parts, awaited = with_random_hosts(program, prices, seed)
-    oracle = oracle_of(contention, program, prices, num_steps, parts, awaited)
+    program, costs = random_program(seed, size, joins=joins)
+    costs, parts, awaited = with_random_hosts(program, costs, seed)
+    oracle = oracle_of(contention, program, costs, num_steps, parts, awaited)
     expected = oracle.ends()
-    found = simulate_program(program, prices, num_steps, contention=contention)
+    found = simulate_program(program, costs, num_steps, contention=contention)
     assert found.end_ps.tolist() == expected
     computes = [program.streams[track].name == "compute" for track in found.track.tolist()]
     starts = zip(found.start_ps.tolist(), oracle.starts(), computes, strict=True)
@@ -171,8 +169,8 @@ def test_ops_of_a_pipeline_wait_for_their_hosts(schedule, host_call_s):
     result = simulate_plan(plan, graph, cluster, cost=cost, detail="ops", num_steps=2)
     timeline, ops = result.timeline, result.op_spans
     program = program_of(plan, graph, cluster)
-    prices = price_program(program, plan, graph, cost)
-    run = run_program(program, prices, 2)
+    costs = estimate_program(program, plan, graph, cost)
+    run = run_program(program, costs, 2)
     assert np.array_equal(run.end_ps, timeline.end_ps)
     assert np.array_equal(run.start_ps, timeline.start_ps)
     usual_ps, clock, late = durations(run.unrolled.network), {}, False
@@ -183,7 +181,7 @@ def test_ops_of_a_pipeline_wait_for_their_hosts(schedule, host_call_s):
     for span, (track, opcode) in enumerate(zip(timeline.track.tolist(), timeline.opcode.tolist(), strict=True)):
         start, end, begin = timeline.start_ps[span], timeline.end_ps[span], clock.get(track, 0)
         if opcode == Opcode.OPTIMIZER_STEP:
-            host_ps = int(prices.issue.host_ps[run.unrolled.cost_class[span]])
+            host_ps = int(costs.issue.host_ps[run.unrolled.cost_class[span]])
             clock[track] = begin + host_ps
             assert end == max(start, clock[track]) + usual_ps[span]
         if opcode not in COMPUTATIONS:
@@ -228,7 +226,8 @@ def test_the_host_bounds_a_step_that_it_issues_slowly():
     assert own.ranks[0].host_s == 0.0
     assert "host" not in describe_steady_step(own)
     # As long as the device alone takes where the host is ahead.
-    ahead = price_program(program_of(plan, graph, cuda_cluster()), plan, graph, CostModel(cluster=cuda_cluster(1e-9)))
+    free_hosts = CostModel(cluster=cuda_cluster(1e-9))
+    ahead = estimate_program(program_of(plan, graph, cuda_cluster()), plan, graph, free_hosts)
     last = run_program(program_of(plan, graph, cuda_cluster()), ahead.with_hosts_ahead(), 1).end_ps.max()
     assert to_picoseconds(fast.step_time_s) == last
 
@@ -237,10 +236,10 @@ def test_the_host_bounds_a_step_that_it_issues_slowly():
 @settings(max_examples=examples(100))
 @given(seed=seeds, size=st.integers(1, 25), joins=st.booleans())
 def test_paths_through_hosts_have_no_gaps(contention, seed, size, joins):
-    program, prices = random_program(seed, size, joins=joins)
-    prices, *_ = with_random_hosts(program, prices, seed)
-    unrolled = unroll(program, prices, 2)
-    ran, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
+    program, costs = random_program(seed, size, joins=joins)
+    costs, *_ = with_random_hosts(program, costs, seed)
+    unrolled = unroll(program, costs, 2)
+    ran, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, contention)
     start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(ran), start_ps)
     stop = int(end_ps.max(initial=0))
     path = find_critical_path(ran, start_ps, end_ps, (0, stop), issued_run(unrolled.network, ran, start_ps))
@@ -278,9 +277,9 @@ def test_folded_is_unfolded(host_call_s):
 @settings(max_examples=examples(30))
 @given(seed=seeds, size=st.integers(1, 20))
 def test_changed_durations_are_simulated_as_all_are(seed, size):
-    program, prices = random_program(seed, size)
-    prices, *_ = with_random_hosts(program, prices, seed)
-    unrolled, rng = unroll(program, prices, 1), random.Random(seed)
+    program, costs = random_program(seed, size)
+    costs, *_ = with_random_hosts(program, costs, seed)
+    unrolled, rng = unroll(program, costs, 1), random.Random(seed)
     simulation = DeltaSimulation(unrolled.network, unrolled.num_links)
     usual_ps, end_ps = durations(unrolled.network), simulation.end_ps.copy()
     if not len(usual_ps):
@@ -294,26 +293,26 @@ def test_changed_durations_are_simulated_as_all_are(seed, size):
 
 
 def test_the_device_part_of_what_follows_changes_in_proportion():
-    program, prices = random_program(3, 20)
-    network = unroll(program, with_random_hosts(program, prices, 3)[0], 1).network
+    program, costs = random_program(3, 20)
+    network = unroll(program, with_random_hosts(program, costs, 3)[0], 1).network
     same = with_durations(network, durations(network), network.mark_shift_ps)
-    assert np.array_equal(run_network(same, prices.num_links).end_ps, run_network(network, prices.num_links).end_ps)
+    assert np.array_equal(run_network(same, costs.num_links).end_ps, run_network(network, costs.num_links).end_ps)
     free, ahead = with_faster_hosts(network, 0.0), network.with_hosts_ahead()
-    assert np.array_equal(run_network(free, prices.num_links).end_ps, run_network(ahead, prices.num_links).end_ps)
+    assert np.array_equal(run_network(free, costs.num_links).end_ps, run_network(ahead, costs.num_links).end_ps)
 
 
 def test_a_scaled_loss_lets_the_host_wait_before_the_update():
     graph, cluster = chain_graph(8), cuda_cluster(1e-9)
     plan = make_plan(graph, [[0]], 4)
     scaled = replace(plan, exchange=replace(plan.exchange, loss_scale=True))
-    prices, programs = [], []
+    costs, programs = [], []
     for each in (plan, scaled):
         programs.append(program_of(each, graph, cluster))
-        prices.append(price_program(programs[-1], each, graph, CostModel(cluster=cluster)))
-    assert not prices[0].issue.is_awaited.any()
-    (awaited,) = np.flatnonzero(prices[1].issue.is_awaited)
+        costs.append(estimate_program(programs[-1], each, graph, CostModel(cluster=cluster)))
+    assert not costs[0].issue.is_awaited.any()
+    (awaited,) = np.flatnonzero(costs[1].issue.is_awaited)
     updates = programs[1].body.opcode == Opcode.OPTIMIZER_STEP
-    assert set(prices[1].body.cost_class[updates].tolist()) == {awaited}
+    assert set(costs[1].body.cost_class[updates].tolist()) == {awaited}
 
 
 def test_a_node_says_how_fast_its_host_is():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import build_program, check_program
 from meshwright.simulator import simulate_plan, simulate_program
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.spec import Loader, Opcode, PlanError
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
@@ -70,8 +70,8 @@ def test_the_queue_is_never_longer_than_its_depth(way):
     plan = with_loader(layered_plan(graph, 2, num_microbatches=6, **way), 1.0, depth)
     program = build_program(plan, graph)
     check_program(program)
-    prices = price_program(program, plan, graph, FixedCost(all_reduce=3e-6))
-    timeline = simulate_program(program, prices, 3)
+    costs = estimate_program(program, plan, graph, FixedCost(all_reduce=3e-6))
+    timeline = simulate_program(program, costs, 3)
     ranks = np.array([track.rank for track in timeline.tracks])[timeline.track]
     for rank in range(2):
         mine = np.flatnonzero(ranks == rank)

@@ -97,9 +97,9 @@ def test_marks_are_ends_of_parts_however_times_are_rounded(times, fill):
     graph = chain_graph(4)
 
     class Uneven(FixedCost):
-        def price_ops(self, graph, batch_size, device_kind):
-            prices = FixedCost.price_ops(self, graph, batch_size, device_kind)
-            return replace(prices, backward_s=np.array(times))
+        def estimate_ops(self, graph, batch_size, device_kind):
+            costs = FixedCost.estimate_ops(self, graph, batch_size, device_kind)
+            return replace(costs, backward_s=np.array(times))
 
     plan = make_plan(graph, grid(1, 2), 2, bucket_bytes=1)
     cost = Uneven(fill=fill, all_reduce=1e-12)

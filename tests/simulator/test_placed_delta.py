@@ -1,4 +1,4 @@
-"""Moves of stages: always the ends of the changed placement's program, built, priced and simulated anew."""
+"""Moves of stages: always the ends of the changed placement's program, built, estimated and simulated anew."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.program import build_placed_program
-from meshwright.simulator import price_program
+from meshwright.simulator import estimate_program
 from meshwright.simulator.delta import DeltaPlacement
 from meshwright.simulator.simulate import run_program
 from meshwright.spec import PlanError, ProgramError, load_cluster
 from tests.marks import examples
 from tests.planner.place_graphs import graph_of, moved, placement_of, random_graph, random_placement
-from tests.simulator.plans import FixedCost, exact_prices, small_cluster
+from tests.simulator.plans import FixedCost, exact_costs, small_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnequalCost(FixedCost):
     """Everything takes its own time."""
 
-    def price_ops(self, graph, batch_size, device_kind):
+    def estimate_ops(self, graph, batch_size, device_kind):
         forward = self.forward * (1 + np.arange(len(graph.ops)) % 5)
-        return exact_prices(forward, 2 * forward[::-1], forward / 4)
+        return exact_costs(forward, 2 * forward[::-1], forward / 4)
 
     def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
         return self.send * (1 + ranks[0] + 2 * ranks[1]) + 1e-8 * num_bytes
@@ -48,11 +48,11 @@ class FailingCost(UnequalCost):
     def _ask(self):
         self.left[0] -= 1
         if self.left[0] == 0:
-            raise self.left[1]("no price")
+            raise self.left[1]("no cost")
 
-    def price_ops(self, *given):
+    def estimate_ops(self, *given):
         self._ask()
-        return UnequalCost.price_ops(self, *given)
+        return UnequalCost.estimate_ops(self, *given)
 
     def collective_seconds(self, *given, **facts):
         self._ask()
@@ -80,7 +80,7 @@ def draw_cost(rng, cluster, **facts):
 
 def full_ends(placement, graph, cost):
     program = build_placed_program(placement, graph)
-    return run_program(program, price_program(program, placement, graph, cost), 1).end_ps
+    return run_program(program, estimate_program(program, placement, graph, cost), 1).end_ps
 
 
 def assert_equal_to_full_runs(rng, graph, placement, cost, num_moves):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.cost import StageMemory
 from meshwright.cost.memory import count_phases
 from meshwright.program import build_program, gradient_buckets
-from meshwright.simulator import price_program, simulate_plan, simulate_program
+from meshwright.simulator import estimate_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError, slice_graph
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import SAVED, SENT
@@ -23,16 +23,16 @@ from tests.simulator.plans import FixedCost, small_cluster
 US = 1_000_000  # ps
 
 
-def free_transfers(program, prices):
-    """The same prices with transfers that take no time and no link."""
-    duration = prices.duration_ps.copy()
+def free_transfers(program, costs):
+    """The same costs with transfers that take no time and no link."""
+    duration = costs.duration_ps.copy()
     sections = {}
     for name, section in program.sections():
-        costs = getattr(prices, name)
+        part = getattr(costs, name)
         moves = np.isin(section.opcode, [Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT])
-        duration[costs.cost_class[moves]] = 0
-        sections[name] = replace(costs, route=np.full_like(costs.route, -1))
-    return replace(prices, duration_ps=duration, **sections)
+        duration[part.cost_class[moves]] = 0
+        sections[name] = replace(part, route=np.full_like(part.route, -1))
+    return replace(costs, duration_ps=duration, **sections)
 
 
 @settings(max_examples=examples(60))
@@ -49,7 +49,7 @@ def test_pipelines_with_free_communication(schedule, num_stages, num_microbatche
     plan = make_plan(graph, even_bounds(num_stages, num_stages), [1] * num_stages, num_microbatches, schedule=schedule)
     cost = FixedCost(forward=forward * 1e-6, backward=backward * 1e-6)
     program = build_program(plan, graph)
-    timeline = simulate_program(program, free_transfers(program, price_program(program, plan, graph, cost)))
+    timeline = simulate_program(program, free_transfers(program, estimate_program(program, plan, graph, cost)))
     expected = (num_microbatches + num_stages - 1) * (forward + backward) * US
     assert int(timeline.end_ps.max()) == expected
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 import meshwright.simulator.plan as simulate
 from meshwright.program import build_program
-from meshwright.simulator import price_program, simulate_plan
+from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.simulator.plan import step_distance
 from meshwright.simulator.simulate import run_program
 from tests.graphs import chain_graph
@@ -20,8 +20,8 @@ US = 1_000_000  # ps
 
 def distance(plan, graph, cost):
     program = build_program(plan, graph)
-    prices = price_program(program, plan, graph, cost)
-    return step_distance(program, prices, run_program(program, prices, 1))
+    costs = estimate_program(program, plan, graph, cost)
+    return step_distance(program, costs, run_program(program, costs, 1))
 
 
 @settings(max_examples=examples(100))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.plan import program_of
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, has_jitter
 from meshwright.simulator.scenarios.noise import draw_factors, jitter_factors
 from meshwright.simulator.unroll import unroll
@@ -87,7 +87,7 @@ def test_draws_depend_on_the_instruction_alone(shape, schedule, num_steps, seed,
     def drawn(schedule, num_steps):
         plan = plan_on(*shape, schedule=schedule)
         program = program_of(plan, GRAPH, COST.cluster)
-        unrolled = unroll(program, price_program(program, plan, GRAPH, COST), num_steps)
+        unrolled = unroll(program, estimate_program(program, plan, GRAPH, COST), num_steps)
         factor = jitter_factors(program, unrolled, scenario, COST.cluster, seed)
         from meshwright.simulator.simulate import instruction_columns
 
@@ -109,7 +109,7 @@ def test_draws_depend_on_the_instruction_alone(shape, schedule, num_steps, seed,
 def test_devices_and_work_that_are_not_named_take_their_usual_time():
     plan = plan_on(2, 2)
     program = program_of(plan, GRAPH, COST.cluster)
-    unrolled = unroll(program, price_program(program, plan, GRAPH, COST), 2)
+    unrolled = unroll(program, estimate_program(program, plan, GRAPH, COST), 2)
     rank = np.array([stream.rank for stream in program.streams])[unrolled.stream]
     computes = np.array([stream.name == "compute" for stream in program.streams])[unrolled.stream]
     for of, changed in (("computations", computes), ("transfers", ~computes), ("all", np.ones_like(computes))):

@@ -1,4 +1,4 @@
-"""Scenarios that change machines: exactly what they name, in their order, and prices follow."""
+"""Scenarios that change machines: exactly what they name, in their order, and costs follow."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_scenario_without_effects_on_machines_changes_nothing_to_the_picosecon
     assert same is cost
     plan = plan_on(*shape, schedule=schedule)
     before = simulate_plan(plan, GRAPH, cost.cluster, cost=cost, contention=contention)
-    # The same prices by the way of a changed cluster whose changes take each other back.
+    # The same costs by the way of a changed cluster whose changes take each other back.
     back = scenario(slow("all", 4.0), SlowLink(links=Links("between nodes"), factor=2.0))
     forth = scenario(slow("all", 0.25), SlowLink(links=Links("between nodes"), factor=0.5))
     there_and_back = apply_scenario(cost, compose([back, forth]))
@@ -141,7 +141,7 @@ def test_slow_factors_multiply_and_other_kinds_keep_them():
     assert changed.device_kind(3).at_usual_speed() == fast_cluster("V100").device_kind(0)
 
 
-def test_memory_is_what_was_asked_for_and_prices_stay():
+def test_memory_is_what_was_asked_for_and_costs_stay():
     cluster = fast_cluster("4xA100")
     cost = CostModel(cluster=cluster)
     less = apply_scenario(cost, scenario(DeviceMemory(devices=Devices("rank 1"), memory=Bytes(2**30))))
@@ -154,7 +154,7 @@ def test_memory_is_what_was_asked_for_and_prices_stay():
 
 
 def test_what_was_measured_holds_for_slow_devices_and_links_by_their_factor():
-    """A table of the kind's own name prices the slow device, too, and measured links are scaled."""
+    """A table of the kind's own name costs the slow device, too, and measured links are scaled."""
     seconds = {size: 1e-5 + size / 1e8 for size in (10_000, 1_000_000, 100_000_000)}
     transfers = tuple(
         TransferMeasurement(kind="all_reduce", num_ranks=2, num_bytes=size, seconds=each)
@@ -173,7 +173,7 @@ def test_what_was_measured_holds_for_slow_devices_and_links_by_their_factor():
     assert slower.collective_seconds("all_reduce", (0, 1), 1e8) == pytest.approx(4 * seconds[100_000_000], rel=0.05)
     usual, late = (slower.cluster.device_kind(rank) for rank in range(2))
     optimizer, parameters = Optimizer(kind="sgd"), range(len(GRAPH.tensors))
-    step = lambda kind: slower.price_optimizer(GRAPH, parameters, optimizer, kind)
+    step = lambda kind: slower.estimate_optimizer(GRAPH, parameters, optimizer, kind)
     assert step(usual).basis == step(late).basis == "transferred"
     assert step(late).seconds == 3 * step(usual).seconds
 

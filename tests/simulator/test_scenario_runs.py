@@ -257,7 +257,7 @@ def test_state_over_a_bandwidth_is_what_saving_takes():
     assert saving.save_s == saved_bytes(plan, GRAPH) / 1e6
 
 
-def test_prices_are_paid_for_devices_nodes_and_the_time_that_is_lost():
+def test_costs_are_paid_for_devices_nodes_and_the_time_that_is_lost():
     devices, nodes = Price(per_hour=3.0), Price(per_hour=5.0, of="node")
     outcome = simulate_scenario(PLAN, GRAPH, COST, Scenario(effects=(devices, nodes)), run_steps=3600)
     assert outcome.price["price_per_hour"] == 4 * 3 + 2 * 5

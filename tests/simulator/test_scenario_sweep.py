@@ -53,7 +53,7 @@ def test_parts_of_lists_go_by_their_number():
     assert change_case(PLAN, SCENARIO, {"slow-link.2.factor": 3})[1].effects[2].factor == 3
 
 
-def test_a_plan_of_another_precision_has_its_prices():
+def test_a_plan_of_another_precision_has_its_costs():
     rows = sweep_cases([read_parameter("plan.workload.precision=float32,bfloat16")], PLAN, GRAPH, COST, Scenario()).rows
     for row in rows:
         precision = row["plan.workload.precision"]

@@ -10,7 +10,7 @@ import pytest
 from meshwright.cost import CostModel
 from meshwright.program import build_program
 from meshwright.simulator import simulate_plan
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.stage_costs import weights_share
 from meshwright.spec import Extent, Op, Opcode, Tensor
 from tests.program.layouts import LAYOUTS, plan_of
@@ -22,7 +22,7 @@ def test_memory_comes_back_to_what_is_always_there(schedule):
     plan, graph = plan_of(schedule, 4, 16)
     cost = CostModel(cluster=fast_cluster("4xA100"))
     program = build_program(plan, graph)
-    resident = price_program(program, plan, graph, cost).resident_bytes.sum(axis=1)
+    resident = estimate_program(program, plan, graph, cost).resident_bytes.sum(axis=1)
     timeline = simulate_plan(plan, graph, cost.cluster, cost=cost).timeline
     for rank in range(plan.num_ranks):
         used = timeline.memory_bytes[timeline.memory_rank == rank]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import build_program, check_program, gradient_buckets
 from meshwright.program.servers import assign_parts, server_shares
-from meshwright.simulator import price_program, simulate_plan, simulate_program
+from meshwright.simulator import estimate_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
@@ -103,8 +103,8 @@ def test_every_part_is_pushed_summed_and_pulled_once(credit, across_steps):
     check_program(program)
     assert program.num_ranks == plan.num_devices == 5
     cost = FixedCost(cluster=cluster, send=2e-6)
-    prices = price_program(program, plan, graph, cost)
-    timeline = simulate_program(program, prices, 2)
+    costs = estimate_program(program, plan, graph, cost)
+    timeline = simulate_program(program, costs, 2)
     ranks = np.array([track.rank for track in timeline.tracks])[timeline.track]
     held = sum(bucket.num_bytes for bucket in gradient_buckets(graph, plan))
     steps = 3 if across_steps else 2
@@ -115,16 +115,16 @@ def test_every_part_is_pushed_summed_and_pulled_once(credit, across_steps):
     own = timeline.num_bytes[rows[Opcode.SUM]][ranks[rows[Opcode.SUM]] == 1].sum()
     for kind in (Opcode.PUSH, Opcode.PULL):
         assert timeline.num_bytes[rows[kind]].sum() == steps * 3 * held - own
-    resident = prices.resident_bytes.sum(axis=1)
+    resident = costs.resident_bytes.sum(axis=1)
     assert (resident[3:] > 0).all()
     assert resident[3:].sum() + own // steps == held
     if credit:
-        _check_credit(program, prices, credit)
+        _check_credit(program, costs, credit)
 
 
-def _check_credit(program, prices, credit):
+def _check_credit(program, costs, credit):
     """By the moments of one step: what a rank has pushed and not pulled is within its credit."""
-    timeline = simulate_program(program, prices, 1)
+    timeline = simulate_program(program, costs, 1)
     ranks = np.array([track.rank for track in timeline.tracks])[timeline.track]
     pushes, pulls = (np.flatnonzero(timeline.opcode == kind) for kind in (Opcode.PUSH, Opcode.PULL))
     lane = np.array([track.lane // 16 for track in timeline.tracks])[timeline.track]
@@ -141,9 +141,9 @@ def test_a_sum_takes_the_memory_of_its_server():
     graph, cluster = chain_graph(1, width=64), small_cluster(num_nodes=4, devices=1)
     plan = make_plan(graph, [(0, 1)], [3], 3, exchange=GradientExchange(servers=(3,)))
     program = build_program(plan, graph)
-    prices = price_program(program, plan, graph, FixedCost(cluster=cluster))
+    costs = estimate_program(program, plan, graph, FixedCost(cluster=cluster))
     row = int(np.flatnonzero(program.body.opcode == Opcode.SUM)[0])
-    seconds = prices.duration_ps[prices.body.cost_class[row]] / 1e12
+    seconds = costs.duration_ps[costs.body.cost_class[row]] / 1e12
     bandwidth = cluster.device_kinds[0].memory_bandwidth_bytes_per_s
     assert seconds == pytest.approx(2 * 3 * 64 * 64 * 4 / bandwidth, abs=1e-12)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program, check_program, gradient_buckets
-from meshwright.simulator import price_program, simulate_plan
+from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.spec import Opcode, PlanError, ProgramError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
@@ -92,14 +92,14 @@ def test_states_and_the_update_are_those_of_one_part():
     assert part.ranks[0].optimizer_s - whole.ranks[0].optimizer_s == pytest.approx(shard - full, abs=2e-12)
 
 
-def test_prices_are_those_of_the_two_collectives():
+def test_costs_are_those_of_the_two_collectives():
     graph, cluster = chain_graph(2, width=256), small_cluster(num_nodes=2, devices=2)
     plan = make_plan(graph, [(0, 2)], [4], 4, exchange=GradientExchange(zero=1))
     cost, program = CostModel(cluster=cluster), build_program(plan, graph)
-    prices = price_program(program, plan, graph, cost)
+    costs = estimate_program(program, plan, graph, cost)
     for opcode, op in ((Opcode.REDUCE_SCATTER, "reduce_scatter"), (Opcode.ALL_GATHER, "all_gather")):
         rows = np.flatnonzero(program.body.opcode == opcode)
-        seconds = prices.duration_ps[prices.body.cost_class[rows]] / 1e12
+        seconds = costs.duration_ps[costs.body.cost_class[rows]] / 1e12
         expected = [cost.collective_seconds(op, range(4), size) for size in program.body.num_bytes[rows].tolist()]
         assert seconds == pytest.approx(expected, abs=1e-12)
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program
-from meshwright.simulator import price_program, simulate_plan
+from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.simulator.scenarios import JitteredSteps, apply_scenario
 from meshwright.simulator.scenarios.bill import price_per_hour
 from meshwright.spec import PlanError, load_shipped_graph, read_recompute
@@ -56,7 +56,7 @@ def test_every_device_of_a_team_is_paid():
 @pytest.mark.parametrize(
     "settings", [{"sharding": Sharding(tensor=2)}, {"recompute": read_recompute(GPT, "full").ranges}]
 )
-def test_prices_of_a_whole_graph_are_refused_for_a_plan_that_is_to_be_lowered(settings):
+def test_costs_of_a_whole_graph_are_refused_for_a_plan_that_is_to_be_lowered(settings):
     plan = plan_of(2, **settings)
     with pytest.raises(PlanError, match="form_teams"):
-        price_program(build_program(plan, GPT), plan, GPT, COST)
+        estimate_program(build_program(plan, GPT), plan, GPT, COST)

@@ -37,19 +37,19 @@ def test_a_step_of_one_team_is_the_sum_of_its_ops(sharding):
     cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision)
     local = lower_graph(GPT, sharding, ())
     teams = cost.for_teams(sharding)
-    prices = teams.price_ops(local, plan.microbatch_size, CLUSTER.device_kind(0))
+    costs = teams.estimate_ops(local, plan.microbatch_size, CLUSTER.device_kind(0))
     optimizer_s = teams.optimizer_seconds(local, local.parameters, plan.workload.optimizer, CLUSTER.device_kind(0))
     summed = sum(local.tensors[item.tensor].num_bytes(1, 4) for item in local.collectives if item.phase == "step")
     size, axis_ranks = sharding.width, tuple(range(sharding.width))
     beside = [tuple(range(k, k + size)) for k in range(size, 8, size)]
     exchange_s = cost.collective_seconds("all_reduce", axis_ranks, summed, beside) if summed else 0.0
     found = simulate_plan(plan, GPT, CLUSTER, cost=cost)
-    expected = prices.forward_s.sum() + prices.backward_s.sum() + optimizer_s + exchange_s
+    expected = costs.forward_s.sum() + costs.backward_s.sum() + optimizer_s + exchange_s
     assert found.step_time_s == pytest.approx(expected, rel=1e-9)
     assert len(found.ranks) == 1
-    silent = cost.price_ops(replace(local, collectives=()), plan.microbatch_size, CLUSTER.device_kind(0))
+    silent = cost.estimate_ops(replace(local, collectives=()), plan.microbatch_size, CLUSTER.device_kind(0))
     computing = silent.forward_s.sum() + silent.backward_s.sum()
-    inside = prices.forward_s.sum() + prices.backward_s.sum() - computing
+    inside = costs.forward_s.sum() + costs.backward_s.sum() - computing
     assert found.ranks[0].exchanged_inside_s == pytest.approx(inside, rel=1e-6)
 
 
@@ -69,8 +69,8 @@ def test_experts_are_summed_where_they_are_held_alike(sharding, replicas):
     shared_bytes, expert_bytes = (
         sum(local.tensors[i].num_bytes(0, width) for i in ids) for ids in (trained - experts, experts)
     )
-    prices = teams.price_ops(local, 8 // sharding.expert, kind)
-    own = prices.forward_s.sum() + prices.backward_s.sum()
+    costs = teams.estimate_ops(local, 8 // sharding.expert, kind)
+    own = costs.forward_s.sum() + costs.backward_s.sum()
     own += teams.optimizer_seconds(local, local.parameters, plan.workload.optimizer, kind)
     num_devices = replicas * sharding.expert
     sums = cost.collective_seconds("all_reduce", tuple(range(num_devices)), shared_bytes)
@@ -178,8 +178,8 @@ def test_what_is_computed_again_takes_its_forward_once_more_and_leaves_memory():
     again = read_recompute(GPT, "full").ranges
     plain, full = one_stage(2), one_stage(2, recompute=again)
     cost = CostModel(cluster=CLUSTER, precision=plain.workload.precision)
-    prices = cost.price_ops(GPT, plain.microbatch_size, CLUSTER.device_kind(0))
-    more = sum(prices.forward_s[op] for start, stop in again for op in computed_again(GPT, start, stop))
+    costs = cost.estimate_ops(GPT, plain.microbatch_size, CLUSTER.device_kind(0))
+    more = sum(costs.forward_s[op] for start, stop in again for op in computed_again(GPT, start, stop))
     found = [simulate_plan(plan, GPT, CLUSTER, cost=cost) for plan in (plain, full)]
     assert found[1].step_time_s - found[0].step_time_s == pytest.approx(more, rel=1e-6)
     assert found[1].peak_memory_bytes[0] < found[0].peak_memory_bytes[0]

@@ -198,7 +198,7 @@ PLAN = Plan(
         measurements="../m.json",
         measurements_hash="0123456789abcdef",
         software="meshwright 0.1.0",
-        priced_for="megatron",
+        predicted_for="megatron",
     ),
 )
 
@@ -214,7 +214,7 @@ PLACEMENT = Placement(
         measurements="../m.json",
         measurements_hash="0123456789abcdef",
         software="meshwright 0.1.0",
-        priced_for="megatron",
+        predicted_for="megatron",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""A model measured op by op for a GPU, without one: which rows come, their prices, and what a second call does."""
+"""A model measured op by op for a GPU, without one: which rows come, their costs, and what a second call does."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def measured(reference="gpt-tiny", precisions=("amp",), clock=None, **options):
 
 
 @pytest.mark.parametrize("precision", ["amp", "mixed", "float32", "bfloat16", "amp-float16"])
-def test_every_op_is_priced_by_its_row_and_the_host_by_its_own(precision, few_optimizers):
+def test_every_op_is_estimated_by_its_row_and_the_host_by_its_own(precision, few_optimizers):
     run = measured(precisions=[precision])
     assert run.left_out == {}
     graph = capture_unallocated("gpt-tiny", (), 2).graph
     cluster = load_cluster("1xH100")
     cost = CostModel(cluster=cluster, measurements=run.table, precision=precision)
-    prices = cost.price_ops(graph, 2, cluster.device_kind(0))
-    assert set(prices.basis) == {"measured"}
+    costs = cost.estimate_ops(graph, 2, cluster.device_kind(0))
+    assert set(costs.basis) == {"measured"}
     rows = {row.key: row for row in run.table.ops}
     views = [row for row in rows.values() if row.key.startswith("aten.transpose")]
     assert {row.forward_s for row in views} == {0.0}
@@ -79,7 +79,7 @@ def test_every_op_is_priced_by_its_row_and_the_host_by_its_own(precision, few_op
     assert factor == pytest.approx(6e-6 / load_host_calls().call_s)
     linear = next(i for i, op in enumerate(graph.ops) if op.kind == "aten.linear.default")
     assert any(
-        prices.issue_s[linear, 0] * factor == pytest.approx(row.forward_issue_s)
+        costs.issue_s[linear, 0] * factor == pytest.approx(row.forward_issue_s)
         for row in rows.values()
         if row.key.startswith("aten.linear")
     )
@@ -92,7 +92,7 @@ def test_device_seconds_follow_the_rows_and_issue_seconds_do_not():
     graph, cluster = capture_unallocated("gpt-tiny", (), 2).graph, load_cluster("1xH100")
     kind = cluster.device_kind(0)
     one, two = (
-        CostModel(cluster=cluster, measurements=table, precision="amp").price_ops(graph, 2, kind)
+        CostModel(cluster=cluster, measurements=table, precision="amp").estimate_ops(graph, 2, kind)
         for table in (run.table, slower)
     )
     assert np.allclose(two.forward_s, 2 * one.forward_s), "casts around ops are rows, too"
@@ -103,23 +103,23 @@ def test_other_batches_have_the_issue_times_of_the_measured_one():
     run = measured()
     graph, cluster = capture_unallocated("gpt-tiny", (), 2).graph, load_cluster("1xH100")
     cost = CostModel(cluster=cluster, measurements=run.table, precision="amp")
-    two, eight = (cost.price_ops(graph, size, cluster.device_kind(0)) for size in (2, 8))
+    two, eight = (cost.estimate_ops(graph, size, cluster.device_kind(0)) for size in (2, 8))
     depends = [i for i, op in enumerate(graph.ops) if op.kind == "aten.linear.default"]
     assert np.array_equal(two.issue_s[depends], eight.issue_s[depends])
 
 
-def test_optimizers_are_priced_by_the_loop_that_runs():
+def test_optimizers_are_estimated_by_the_loop_that_runs():
     table = replace(EMPTY, optimizers=STEPS, host_call_s=6e-6)
     graph, cluster = capture_unallocated("gpt-tiny", (), 2).graph, load_cluster("1xH100")
     cost = CostModel(cluster=cluster, measurements=table, precision="amp")
-    step = cost.price_optimizer(graph, graph.parameters[:1], ADAMW, cluster.device_kind(0))
+    step = cost.estimate_optimizer(graph, graph.parameters[:1], ADAMW, cluster.device_kind(0))
     assert step.basis == "transferred"
     elements = graph.tensors[graph.parameters[0]].num_elements(0)
     assert step.seconds == pytest.approx(1e-3 * elements / 32)
     assert cost.optimizer_issue_s(2, ADAMW) * cost.host_factor(0) == pytest.approx(1e-4)
     plain = CostModel(cluster=cluster, precision="amp")
-    foreach = cost.price_optimizer(graph, graph.parameters[:1], ADAMW, cluster.device_kind(0), loop="foreach")
-    usual = plain.price_optimizer(graph, graph.parameters[:1], ADAMW, cluster.device_kind(0), loop="foreach")
+    foreach = cost.estimate_optimizer(graph, graph.parameters[:1], ADAMW, cluster.device_kind(0), loop="foreach")
+    usual = plain.estimate_optimizer(graph, graph.parameters[:1], ADAMW, cluster.device_kind(0), loop="foreach")
     assert foreach == usual, "a loop that was not measured is predicted"
 
 

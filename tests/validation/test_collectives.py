@@ -193,7 +193,7 @@ def test_the_interval_by_datasheet_holds_devices_on_one_switch_and_nodes_that_it
     assert 70 <= np.mean(across) <= 90
 
 
-def test_prices_by_datasheet_carry_the_shipped_factors():
+def test_costs_by_datasheet_carry_the_shipped_factors():
     cluster, sizes = load_cluster("8xA100"), np.array([1.0, 2.0**30])
     link = replace(cluster.nodes[0].device_link, bandwidth_bytes_per_s=64e9)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device_link=link),))

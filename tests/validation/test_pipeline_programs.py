@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.simulator import simulate_program
 from meshwright.spec import PlanError, to_seconds
-from meshwright.validation.pipeline_programs import StageSeconds, build_pipeline, price_pipeline
+from meshwright.validation.pipeline_programs import StageSeconds, build_pipeline, estimate_pipeline
 from tests.marks import examples
 from tests.validation.pipelines import follow_1f1b
 
@@ -24,7 +24,7 @@ def stages_of(forwards, transfer_s=0.0):
 
 def simulate(stages, num_microbatches, schedule="1f1b", chunks=1, blocking=False):
     program = build_pipeline(len(stages), num_microbatches, schedule, chunks)
-    timeline = simulate_program(program, price_pipeline(program, stages, blocking=blocking))
+    timeline = simulate_program(program, estimate_pipeline(program, stages, blocking=blocking))
     return to_seconds(int(timeline.end_ps.max()) - int(timeline.start_ps.min()))
 
 

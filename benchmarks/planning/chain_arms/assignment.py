@@ -82,9 +82,9 @@ def _cost_by_shares(problem: ChainProblem, shares: Floats, smooth: float, strict
     """The gradient of the cost by A, (starts, L, k)."""
     slowest = softmax(np.einsum("avn,v->an", shares, problem.layer_costs) / smooth)
     gradient = problem.rounds * slowest[:, None, :] * problem.layer_costs[None, :, None]
-    price = problem.cut_costs - strict
-    gradient[:, :-1, :-1] += shares[:, 1:, 1:] * price
-    gradient[:, 1:, 1:] += shares[:, :-1, :-1] * price
+    cost = problem.cut_costs - strict
+    gradient[:, :-1, :-1] += shares[:, 1:, 1:] * cost
+    gradient[:, 1:, 1:] += shares[:, :-1, :-1] * cost
     gradient[:, :-1] -= strict * shares[:, 1:]
     gradient[:, 1:] -= strict * shares[:, :-1]
     return np.asarray(gradient)

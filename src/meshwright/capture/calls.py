@@ -1,4 +1,4 @@
-"""`capture_calls`: single ATen calls as one graph, so that they are priced and timed like the ops of a model."""
+"""`capture_calls`: single ATen calls as one graph, so that they are estimated and timed like the ops of a model."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def capture_model(
     autocast: torch.dtype | None = None,
     events: EventSink | None = None,
 ) -> Captured:
-    """Capture ``model`` as a graph that can be planned, priced, cut into stages and run.
+    """Capture ``model`` as a graph that can be planned, estimated, cut into stages and run.
 
     Args:
         model: any module that torch.export can trace; its weights may be on device "meta" or fake, then nothing is

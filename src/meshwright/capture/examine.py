@@ -55,13 +55,13 @@ class Facts:
 
 
 class Examiner:
-    """Remembers the facts of every distinct call; ``price_branch`` counts (forward, backward) of a subgraph."""
+    """Remembers the facts of every distinct call; ``estimate_branch`` counts (forward, backward) of a subgraph."""
 
     def __init__(
-        self, *, training: bool, price_branch: Callable[[fx.GraphModule, list[Any], bool], tuple[int, int]]
+        self, *, training: bool, estimate_branch: Callable[[fx.GraphModule, list[Any], bool], tuple[int, int]]
     ) -> None:
         self._training = training
-        self._price_branch = price_branch
+        self._estimate_branch = estimate_branch
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._facts: dict[Any, Facts] = {}
 
@@ -75,7 +75,7 @@ class Examiner:
 
     def _examine(self, target: Any, args: Any, kwargs: dict[str, Any], slots: list[Slot]) -> Facts:
         branches = [leaf for leaf in args if isinstance(leaf, fx.GraphModule)]
-        # Operators with subgraphs accept no counter; their subgraphs are priced one by one.
+        # Operators with subgraphs accept no counter; their subgraphs are estimated one by one.
         counter = nullcontext() if branches else FlopCounter()
         written = set(written_and_aliased(target, args, kwargs, Slot)[0])
         kept: list[torch.Tensor] = []
@@ -103,13 +103,13 @@ class Examiner:
         operands = [leaf for leaf in pytree.tree_leaves(args) if not isinstance(leaf, fx.GraphModule)]
         # The first argument of wrap_with_set_grad_enabled says whether autograd follows its branch.
         training = self._training and (target.name() == "cond" or args[0])
-        prices = []
+        costs = []
         for branch in branches:
-            forward, backward = self._price_branch(branch, operands[len(operands) - _arity(branch) :], training)
+            forward, backward = self._estimate_branch(branch, operands[len(operands) - _arity(branch) :], training)
             # torch.cond keeps its operands only: its backward pass runs the branch again (torch 2.13).
             recomputed = forward if backward and target.name() == "cond" else 0
-            prices.append((forward, backward + recomputed))
-        return max(prices, key=sum)
+            costs.append((forward, backward + recomputed))
+        return max(costs, key=sum)
 
 
 def _keep_in(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -62,7 +62,7 @@ def walk_trace(trace: Trace, batch_size: int) -> Walk:
 def examiner_of(trace: Trace) -> Examiner:
     """The trace's one examiner, which remembers facts over all walks."""
     if "examiner" not in trace.facts:
-        trace.facts["examiner"] = Examiner(training=trace.training, price_branch=_price_branch)
+        trace.facts["examiner"] = Examiner(training=trace.training, estimate_branch=_estimate_branch)
     return trace.facts["examiner"]
 
 
@@ -161,10 +161,10 @@ def _is_sparse(target: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _price_branch(branch: fx.GraphModule, operands: list[Any], training: bool) -> tuple[int, int]:
+def _estimate_branch(branch: fx.GraphModule, operands: list[Any], training: bool) -> tuple[int, int]:
     """(forward, backward) operations of a subgraph on operands (slots or numbers)."""
     looks = [operand.value if isinstance(operand, Slot) else operand for operand in operands]
-    examiner = Examiner(training=training, price_branch=_price_branch)
+    examiner = Examiner(training=training, estimate_branch=_estimate_branch)
     walk = _Walker(examiner, lambda name: getattr(branch, name)).run(branch.graph, looks, 0)
     return (
         sum(step.facts.flops for step in walk.steps.values()),

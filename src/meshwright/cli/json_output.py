@@ -26,9 +26,9 @@ class Output:
 
 
 _WORKLOAD = "model, parameters, cluster, devices, samples and tokens of a step, sequence length, precision, optimizer"
-_BASIS = "how many op prices were measured, and what the others are worth"
+_BASIS = "how many op costs were measured, and what the others are worth"
 _INTERVAL = "80 % interval of the step time: low, high"
-_MEASURED = "whether any op price was measured"
+_MEASURED = "whether any op cost was measured"
 _TEAMS = "what a rank stands for, where ops are split"
 _NODES = "bytes on hosts and drives, for states that are offloaded"
 _FILE = "where the result was written, or null"
@@ -274,7 +274,7 @@ OUTPUTS: dict[str, Output] = {
         },
     ),
     "zoo": Output(command="show zoo", keys={"models": "a row per shipped model"}),
-    "layer-prices": Output(
+    "layer-costs": Output(
         command="show MODEL --cluster",
         keys={
             "model": "the model",

@@ -55,7 +55,7 @@ SoftwareOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[@DATE]",
-        help="Price other training software than this package's runtime on current PyTorch: the kernels of fused "
+        help="Estimate other training software than this package's runtime on current PyTorch: the kernels of fused "
         "attention and the speed of its host. One of alpa, llm-foundry, megatron, torchtitan; with a date as it was "
         "then: megatron@2022.",
     ),

@@ -33,7 +33,7 @@ def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPla
     return replace(item, plan=replace(item.plan, cluster=cluster, made_with=made_with))
 
 
-def priced_by(
+def make_cost_model(
     cluster: Cluster, measurements: Path | None, precision: Precision, software: str | None = None
 ) -> CostModel:
     """Prices for a cluster from a table of measurements, if one is given; says so if another torch made that.

@@ -11,16 +11,16 @@ from meshwright.spec.plan import Plan
 
 
 def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
-    """The training software to price a plan for: that given, or that it was made for, with a remark."""
-    if given is None and plan.made_with.priced_for:
-        note(f"Priced for {plan.made_with.priced_for}, as the plan was made.")
-    return given or plan.made_with.priced_for or None
+    """The training software that a plan is estimated for: that given, or that it was made for, with a remark."""
+    if given is None and plan.made_with.predicted_for:
+        note(f"Estimated for {plan.made_with.predicted_for}, as the plan was made.")
+    return given or plan.made_with.predicted_for or None
 
 
 def recall_measurements(
     plan: Plan | Placement | None, plan_file: Path | None, given: Path | None, cluster: str | None = None
 ) -> Path | None:
-    """The measurements to price a plan with: those given, or those it was made with. Prints a remark on them.
+    """The measurements that a plan is estimated with: those given, or those it was made with. Prints a remark on them.
 
     On another ``cluster`` than the plan's, and without a plan, only those given.
     """

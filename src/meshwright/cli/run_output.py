@@ -13,7 +13,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.measure_calibrate import calibration_tables
 from meshwright.cli.models import graph_of_plan
 from meshwright.cli.output import note, print_tables
-from meshwright.cli.planning import priced_by
+from meshwright.cli.planning import make_cost_model
 from meshwright.cli.recalling import recall_measurements
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document
@@ -37,7 +37,7 @@ def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded
         )
     if calibrate and (not isinstance(document, Plan) or num_recorded < 2):
         raise typer.BadParameter("--calibrate fits one recorded step and judges by another, of a plan by layers.")
-    priced_by(load_cluster(document.cluster), table, document.workload.precision)
+    make_cost_model(load_cluster(document.cluster), table, document.workload.precision)
 
 
 # What says something of a step in which nothing is computed.

@@ -18,7 +18,7 @@ from meshwright.cli.models import JsonOption, graph_to_show
 from meshwright.cli.output import grid_width, note, print_file, print_tables
 from meshwright.cli.pages import HtmlOption, page_path, provenance, put_page
 from meshwright.cli.records import show_records
-from meshwright.cli.show_prices import Pricing, show_prices
+from meshwright.cli.show_costs import CostRequest, show_costs
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.codec import decode_document, document_kind, encode_document
 from meshwright.spec.errors import DocumentError, MeshwrightError, PlaygroundError, suggest
@@ -51,8 +51,8 @@ def show(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Price the layers of a model on these devices: a file (.toml) or a short form, 8xH100. With --play: "
-            "start with the best plan of a search on them."
+            help="Estimate the layers of a model on these devices: a file (.toml) or a short form, 8xH100. With "
+            "--play: start with the best plan of a search on them."
         ),
     ] = None,
     measurements: Annotated[
@@ -115,7 +115,7 @@ def show(
 ) -> None:
     """Show what a document says: in tables, as JSON, or on a page to play with."""
     asks_page = html is not None or open_browser
-    pricing = Pricing(
+    estimating = CostRequest(
         cluster=cluster,
         collectives=collectives,
         ranks=ranks,
@@ -148,18 +148,18 @@ def show(
         return
     _check_options(port, graph, of_plan=bool(not schedule and (program or system is not None)))
     _check_drawing(out, schedule=schedule)
-    _check_views(text=schedule or system is not None, program=program, asks_page=asks_page, pricing=pricing)
+    _check_views(text=schedule or system is not None, program=program, asks_page=asks_page, estimating=estimating)
     if document is None:
         raise DocumentError("No document was given. Give a file or a cluster's short form, or --play for a page.")
     if document == ZOO or Path(document).suffix == ".parquet":
-        others = bool(program or schedule or system or asks_page or pricing.is_asked or batch_size != 1)
+        others = bool(program or schedule or system or asks_page or estimating.is_asked or batch_size != 1)
         listing = show_zoo if document == ZOO else partial(show_records, Path(document))
         listing(as_json, others)
         return
     page = page_path(html, open_browser, "document")
     value = read_any(document)
-    if pricing.is_asked:
-        show_prices(value, document, pricing, batch_size, as_json)
+    if estimating.is_asked:
+        show_costs(value, document, estimating, batch_size, as_json)
         return
     if system is not None:
         show_settings(value, document, graph, system, as_json)
@@ -200,23 +200,23 @@ def _check_drawing(out: Path | None, *, schedule: bool) -> None:
         refuse_replacing(out)
 
 
-def _check_views(*, text: bool, program: bool, asks_page: bool, pricing: Pricing) -> None:
+def _check_views(*, text: bool, program: bool, asks_page: bool, estimating: CostRequest) -> None:
     if text and asks_page:
         raise DocumentError(
             "--schedule and --as print text; leave --html and --open out. `meshwright simulate PLAN --html FILE` draws "
             "the schedule of a plan on a page."
         )
-    if pricing.ranks is not None and not pricing.collectives:
+    if estimating.ranks is not None and not estimating.collectives:
         raise DocumentError("--ranks belongs to --collectives of a cluster; give that, or leave it out.")
-    if pricing.collectives and pricing.cluster is not None:
+    if estimating.collectives and estimating.cluster is not None:
         raise DocumentError("--collectives is for a cluster that is the document itself; leave --cluster out.")
-    if pricing.memory and (pricing.cluster is None or pricing.measurements is not None):
+    if estimating.memory and (estimating.cluster is None or estimating.measurements is not None):
         raise DocumentError("--memory counts bytes on the devices of --cluster; give that, and no --measurements.")
-    if not pricing.is_asked and pricing != Pricing():
+    if not estimating.is_asked and estimating != CostRequest():
         raise DocumentError(
             "--measurements and --precision belong to --cluster or --collectives; give one, or leave them out."
         )
-    if pricing.is_asked and (text or program or asks_page):
+    if estimating.is_asked and (text or program or asks_page):
         raise DocumentError(
             "--cluster prints a table of layers, --collectives one of collectives; leave --program, --schedule, --as, "
             "--html and --open out."

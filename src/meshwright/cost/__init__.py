@@ -1,10 +1,10 @@
 """What things cost: seconds and bytes of ops, transfers, optimizer steps and stages, measured or by datasheet."""
 
+from meshwright.cost.costs import OpCosts, TotalSeconds, add_intervals
 from meshwright.cost.load import load_cost_model, other_torch
 from meshwright.cost.memory import StageMemory
 from meshwright.cost.model import CostModel
 from meshwright.cost.prediction import Basis
-from meshwright.cost.prices import OpPrices, TotalSeconds, add_intervals
 from meshwright.cost.roofline import LAUNCH_S
 from meshwright.cost.software import read_software
 
@@ -12,7 +12,7 @@ __all__ = [
     "LAUNCH_S",
     "Basis",
     "CostModel",
-    "OpPrices",
+    "OpCosts",
     "StageMemory",
     "TotalSeconds",
     "add_intervals",

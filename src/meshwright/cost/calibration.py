@@ -5,7 +5,7 @@
 
 for the parts forward, backward and optimizer step; the overhead is what the runtime spends on issuing them, the
 difference between predictions with and without it. `apply_calibration` multiplies the table's ops (adding to gradients
-counts as backward) and optimizer steps, so all prices that rest on them follow. Transfers, the host's overhead and
+counts as backward) and optimizer steps, so all costs that rest on them follow. Transfers, the host's overhead and
 batches of whole models, which rest on no op's time, are left as they are.
 """
 

@@ -1,7 +1,7 @@
-"""Which ops of a graph cost the same: equal kind, attributes, shapes and roles, so that one price serves all of them.
+"""Which ops of a graph cost the same: equal kind, attributes, shapes and roles, so that one cost serves all of them.
 
-Ops are grouped by everything that a price depends on, for every batch size at once. The repeated blocks of a large
-model collapse to a few dozen classes: 80 layers are priced as one.
+Ops are grouped by everything that a cost depends on, for every batch size at once. The repeated blocks of a large
+model collapse to a few dozen classes: 80 layers are estimated as one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class OpClasses:
     single: frozenset[int]
 
 
-# Cost models of several clusters price the same graph.
+# Cost models of several clusters cost the same graph.
 @lru_cache(maxsize=8)
 def classify_ops(graph: Graph) -> OpClasses:
-    """Group the ops of a graph by all that their price depends on."""
+    """Group the ops of a graph by all that their cost depends on."""
     single = stays_single(graph)
     sorts = _tensor_sorts(graph, single)
     known: dict[Hashable, int] = {}
@@ -72,7 +72,7 @@ def _read_again(graph: Graph, op: Op, read: set[int]) -> tuple[int, ...]:
 
 
 def _tensor_sorts(graph: Graph, single: frozenset[int]) -> list[int]:
-    """One number per tensor, equal for tensors that a price cannot tell apart."""
+    """One number per tensor, equal for tensors that a cost cannot tell apart."""
     known: dict[Hashable, int] = {}
     return [
         known.setdefault(

@@ -10,7 +10,7 @@ One kernel each: as measured (`OpTable.moved`), else at datasheet bandwidth, on 
 parameter that several ops read is counted with each of them. On processors sums of gradients are among what rooflines
 leave out.
 
-A product in float8 reads its first factor for the largest value; the kernel's own price has its cast. Its second factor
+A product in float8 reads its first factor for the largest value; the kernel's own cost has its cast. Its second factor
 is read for that, read and written. The backward has two more products, whose second factors are the weight and the
 input, of which the largest values are known.
 """
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.cost.autocast import cast_inputs, compute_type
+from meshwright.cost.costs import OpCost, op_cost_around
 from meshwright.cost.gpu.launches import copied, sum_of
-from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import LAUNCH_S, OpSeconds
 from meshwright.cost.table import roofline_interval
 from meshwright.cost.traits import family_of, operator_name
@@ -102,7 +102,7 @@ def _weight_fits(graph: Graph, op: Op) -> bool:
 
 
 def with_conversions(
-    price: OpPrice,
+    cost: OpCost,
     graph: Graph,
     op: Op,
     batch_size: int,
@@ -112,17 +112,17 @@ def with_conversions(
     widths: Widths,
     added: tuple[int, ...],
     table: OpTable | None,
-) -> OpPrice:
-    """The price of an op and of the conversions around it, by a model of GPUs if there is one.
+) -> OpCost:
+    """The cost of an op and of the conversions around it, by a model of GPUs if there is one.
 
     ``added``: at which places its inputs have a gradient that is added to another. ``table``: what was measured.
     """
     places = added if gpu is not None else ()
     forward, backward, widened = moves_beside(
-        graph, op, batch_size, kind, numbers, widths, places, widens=price.basis != "measured"
+        graph, op, batch_size, kind, numbers, widths, places, widens=cost.basis != "measured"
     )
     if not (forward or backward or widened):
-        return price
+        return cost
     bandwidth, interval = kind.memory_bandwidth_bytes_per_s, roofline_interval(kind)
 
     def seconds_of(move: Move) -> float:
@@ -137,7 +137,7 @@ def with_conversions(
         bandwidth, interval = bandwidth * gpu.rate("pointwise", 4).share(1), gpu.basis_on(kind)[1]
     # The kernel that adds is counted with the op.
     seconds = OpSeconds(forward_s=parts[0], backward_s=parts[1], accumulate_s=widened / bandwidth)
-    return price.plus(seconds, interval)
+    return cost.plus(seconds, interval)
 
 
 def moves_beside(
@@ -187,8 +187,8 @@ def moves_beside(
     return forward, backward, widened
 
 
-def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, gpu: GpuModel | None) -> OpPrice | None:
-    """The price of copying an op's gradients of parameters to their wider type on a GPU; None where there is none."""
+def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, gpu: GpuModel | None) -> OpCost | None:
+    """The cost of copying an op's gradients of parameters to their wider type on a GPU; None where there is none."""
     if gpu is None or graph.mode != "training":
         return None
     copies, _ = _widened_gradients(graph, op, numbers)
@@ -196,7 +196,7 @@ def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, 
         return None
     basis, interval = gpu.basis_on(kind)
     backward_s = gpu.seconds([item.launch for item in copies], kind)
-    return price_around(OpSeconds(forward_s=0.0, backward_s=backward_s, accumulate_s=0.0), interval, basis)
+    return op_cost_around(OpSeconds(forward_s=0.0, backward_s=backward_s, accumulate_s=0.0), interval, basis)
 
 
 def _widened_gradients(graph: Graph, op: Op, numbers: Numbers) -> tuple[list[Move], float]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meshwright.cost.costs import Cost, cost_of_seconds
 from meshwright.cost.prediction import Interval
-from meshwright.cost.prices import Price, price_seconds
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 HOST_COPY = Interval(low=1.0, high=3.5)
 
 
-def price_host_copy(pcie: Link, num_bytes: float) -> Price:
+def estimate_host_copy(pcie: Link, num_bytes: float) -> Cost:
     """One copy in one direction; nothing takes no time. Raises MeasurementError for a negative number of bytes."""
     if not num_bytes >= 0:
         raise MeasurementError(
             f"A copy between a device and its host was to move {num_bytes} bytes; expected 0 or more. Check the sizes."
         )
-    return price_seconds(pcie.seconds(num_bytes) if num_bytes else 0.0, HOST_COPY, "roofline")
+    return cost_of_seconds(pcie.seconds(num_bytes) if num_bytes else 0.0, HOST_COPY, "roofline")

@@ -49,8 +49,8 @@ from meshwright.spec.codec import decode_document
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
+    from meshwright.cost.costs import End
     from meshwright.cost.optimizers import OptimizerLoop
-    from meshwright.cost.prices import End
     from meshwright.spec import Graph, Measurements, Node, Op, Optimizer
     from meshwright.spec.precision import Numbers
 

@@ -1,7 +1,7 @@
-"""How long does each layer of a graph take on a device, and what does it keep? Rows for `priced_table` and ``--json``.
+"""How long does each layer of a graph take on a device, and what does it keep? Rows for `cost_table` and ``--json``.
 
 Seconds are those of one microbatch: the layer's ops one after the other. The interval is that of forward and backward
-together, and that of the model is narrower than the sum of its layers' where they err apart (`prices.add_intervals`).
+together, and that of the model is narrower than the sum of its layers' where they err apart (`costs.add_intervals`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshwright.report import graph_rows, graph_total, make_table
 from meshwright.spec import Optimizer, format_percent, format_seconds
 
 if TYPE_CHECKING:
+    from meshwright.cost.costs import OpCosts
     from meshwright.cost.model import CostModel
-    from meshwright.cost.prices import OpPrices
     from meshwright.report.narrow import NarrowTable
     from meshwright.spec import DeviceKind, Graph
 
@@ -28,28 +28,28 @@ Row = dict[str, Any]
 _MEMORY = ("num_parameters", "saved_bytes")
 
 
-def priced_rows(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> tuple[list[Row], Row]:
+def cost_rows(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> tuple[list[Row], Row]:
     """One row per layer for a microbatch on a device, and the whole graph.
 
     Keys: ``layer``, ``forward_s``, ``backward_s`` (0 in a graph for inference), ``low_s`` and ``high_s`` (80 % interval
     of both together), ``basis`` (shares of the seconds, the surest first), ``num_parameters``, ``saved_bytes``. Raises
     GraphError if the graph is not valid for this batch size.
     """
-    prices = cost.price_ops(graph, batch_size, kind)
+    costs = cost.estimate_ops(graph, batch_size, kind)
     width = cost.numbers.value_bytes
     spans = [np.arange(layer.start, layer.stop) for layer in graph.layers]
     rows = [
-        {"layer": row["layer"], **_times(prices, span), **{key: row[key] for key in _MEMORY}}
+        {"layer": row["layer"], **_times(costs, span), **{key: row[key] for key in _MEMORY}}
         for row, span in zip(graph_rows(graph, batch_size, width), spans, strict=True)
     ]
     whole = graph_total(graph, batch_size, width)
-    total = {"layer": "total", **_times(prices, np.arange(len(graph.ops))), **{key: whole[key] for key in _MEMORY}}
+    total = {"layer": "total", **_times(costs, np.arange(len(graph.ops))), **{key: whole[key] for key in _MEMORY}}
     return rows, total
 
 
-def priced_table(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> NarrowTable:
-    """The rows of `priced_rows` for a terminal, equal neighbours in one line."""
-    rows, total = priced_rows(cost, graph, batch_size, kind)
+def cost_table(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> NarrowTable:
+    """The rows of `cost_rows` for a terminal, equal neighbours in one line."""
+    rows, total = cost_rows(cost, graph, batch_size, kind)
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
     title = f"{graph.name} on {kind.name}, {cost.precision}, {samples}; low to high: 80 % interval of both passes"
     return make_table(rows, total=total, title=title, collapse="layer")
@@ -63,9 +63,9 @@ def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None
     if graph.mode != "training":
         return None
     optimizer = Optimizer()
-    price = cost.price_optimizer(graph, graph.parameters, optimizer, kind)
+    step = cost.estimate_optimizer(graph, graph.parameters, optimizer, kind)
     loop = default_loop(optimizer, on_gpu=backend_of(kind) == "cuda")
-    return {"optimizer": optimizer.name, "loop": loop, **asdict(price)}
+    return {"optimizer": optimizer.name, "loop": loop, **asdict(step)}
 
 
 def explain_optimizer(row: Row, kind: DeviceKind) -> str:
@@ -78,22 +78,22 @@ def explain_optimizer(row: Row, kind: DeviceKind) -> str:
     )
 
 
-def _times(prices: OpPrices, span: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
-    both = prices.total(span)
+def _times(costs: OpCosts, span: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
+    both = costs.total(span)
     return {
-        "forward_s": float(prices.forward_s[span].sum()),
-        "backward_s": float(prices.backward_s[span].sum()),
+        "forward_s": float(costs.forward_s[span].sum()),
+        "backward_s": float(costs.backward_s[span].sum()),
         "low_s": both.low_s,
         "high_s": both.high_s,
-        "basis": _name_basis(prices, span),
+        "basis": _name_basis(costs, span),
     }
 
 
-def _name_basis(prices: OpPrices, span: np.ndarray[Any, np.dtype[np.int64]]) -> str:
+def _name_basis(costs: OpCosts, span: np.ndarray[Any, np.dtype[np.int64]]) -> str:
     """The basis of the seconds: its name if there is one, else each with its share."""
     seconds: dict[str, float] = defaultdict(float)
     for index in span:
-        seconds[prices.basis[index]] += float(prices.forward_s[index] + prices.backward_s[index])
+        seconds[costs.basis[index]] += float(costs.forward_s[index] + costs.backward_s[index])
     whole = sum(seconds.values())
     named = [(basis, seconds[basis]) for basis in BASES if seconds.get(basis, 0.0) > 0.0]
     if len(named) < 2:

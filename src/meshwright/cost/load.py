@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def load_cost_model(
     cluster: Cluster, path: Path | str | None, precision: Precision, software: Software = PYTORCH
 ) -> CostModel:
-    """Prices for a cluster from its rows of a file (``.json`` or ``.parquet``), or without a file by datasheet.
+    """Costs for a cluster from its rows of a file (``.json`` or ``.parquet``), or without a file by datasheet.
 
     Raises DocumentError for a file that cannot be read, MeasurementError if it has no row of the cluster's devices.
     """

@@ -3,8 +3,8 @@
 One question per method, each answered once, from the measurement table where it applies (the device kind has the
 table's name, ranks share a node) and from datasheet figures elsewhere:
 
-    price_ops           table, ops, prices, roofline    collective_seconds                 collectives.prices
-    predict_collective  collectives.prices              collective_host_seconds            collectives.prices
+    estimate_ops           table, ops, costs, roofline    collective_seconds                 collectives.costs
+    predict_collective  collectives.costs              collective_host_seconds            collectives.costs
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
     stage_memory        memory                          host_transfer_seconds              host_copies
 """
@@ -20,25 +20,25 @@ import numpy as np
 
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.classes import classify_ops
+from meshwright.cost.collectives.collective_costs import CollectiveCosts
 from meshwright.cost.collectives.fitting import fit_measured
-from meshwright.cost.collectives.prices import CollectivePrices
-from meshwright.cost.host_copies import price_host_copy
+from meshwright.cost.costs import End, OpCosts, explain_bases
+from meshwright.cost.host_copies import estimate_host_copy
 from meshwright.cost.host_issue import host_factor, issue_step, load_host_calls
 from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
-from meshwright.cost.op_prices import OpSources, price_sizes
+from meshwright.cost.op_costs import OpSources, estimate_sizes
 from meshwright.cost.optimizers import (
     OptimizerLoop,
     default_loop,
+    estimate_copy,
+    estimate_step,
     measured_as,
     optimizer_curves,
-    price_copy,
-    price_step,
     trainable_elements,
 )
-from meshwright.cost.prices import End, OpPrices, explain_bases
 from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.table import OpTable, roofline_interval
-from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
+from meshwright.cost.teams import REPLICATING, Axes, TeamCosts
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.collectives.algorithms import Algorithm
+    from meshwright.cost.costs import Cost
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.memory import Backend, SharedUnits
     from meshwright.cost.prediction import Basis, Floats, Predictions
-    from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.precision import Numbers, Precision
@@ -69,14 +69,14 @@ _OF_KINDS = (*_OF_BYTES, "ops", "optimizer", "bucket")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
-    """Prices for one cluster, from one measurement table (or none), for models that run in ``precision``.
+    """Costs for one cluster, from one measurement table (or none), for models that run in ``precision``.
 
     ``collectives``, ``collective_hosts``: what was fitted on measured collectives of this kind of cluster, seconds and
     those of a rank's processor (`fit_measured`); by default on the transfers among the measurements.
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``software``: what trains, where it is not our runtime on current PyTorch (`find_software`).
-    ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
+    ``end``: all costs as low or as high as their 80 % intervals allow; see `at_end`.
     ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
     ``teams`` has what these exchange among themselves.
     ``usual_links``: the cluster with the links as they were measured, where a scenario changes them; what is said of
@@ -96,8 +96,8 @@ class CostModel:
     traced: TracedOps | None = None
     usual_links: Cluster | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
-    _collectives: CollectivePrices = field(init=False, repr=False)
-    teams: TeamPrices = field(init=False, repr=False)
+    _collectives: CollectiveCosts = field(init=False, repr=False)
+    teams: TeamCosts = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
@@ -112,16 +112,16 @@ class CostModel:
                 own, host = fit_measured(from_measurements(transfers))
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)
-        prices = CollectivePrices(
+        costs = CollectiveCosts(
             cluster=self.usual_links or self.devices or self.cluster,
             dtype=dtype,
             own=self.collectives,
             host=self.collective_hosts,
             changed=self.devices or self.cluster if self.usual_links is not None else None,
         )
-        object.__setattr__(self, "_collectives", prices)
+        object.__setattr__(self, "_collectives", costs)
         width = None if self.numbers.autocast else self.numbers.value_bytes
-        teams = TeamPrices(prices=prices, sharding=self.sharding, float_bytes=width, end=self.end)
+        teams = TeamCosts(costs=costs, sharding=self.sharding, float_bytes=width, end=self.end)
         object.__setattr__(self, "teams", teams)
 
     @property
@@ -155,14 +155,14 @@ class CostModel:
     def _measured_host_s(self, kind: DeviceKind) -> float:
         return self.measurements.host_call_s if self.measurements is not None and self.is_measured(kind) else 0.0
 
-    def price_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpPrices:
+    def estimate_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpCosts:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
         graph = as_computed(graph, self.numbers)
         key = ("ops", self._known(graph), batch_size, device_kind.name)
-        return self._keep(key, lambda: self._price_ops(graph, batch_size, device_kind))
+        return self._keep(key, lambda: self._estimate_ops(graph, batch_size, device_kind))
 
     def at_end(self, end: End) -> CostModel:
-        """The same prices at one end of their 80 % intervals: ops at that of their sum, all others at their own.
+        """The same costs at one end of their 80 % intervals: ops at that of their sum, all others at their own.
 
         Raises MeasurementError for an end that is none.
         """
@@ -178,7 +178,7 @@ class CostModel:
         return other
 
     def for_teams(self, sharding: Sharding) -> CostModel:
-        """Prices for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
+        """Costs for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
 
         Raises ClusterError where teams do not fit the cluster's nodes.
         """
@@ -193,18 +193,18 @@ class CostModel:
         return self._keep(("team cluster", width), lambda: team_cluster(self.cluster, width))
 
     def on_machines(self, cluster: Cluster, usual_links: Cluster | None = None) -> CostModel:
-        """The same prices on other machines; ``usual_links``: the same with the links that were measured, if unlike."""
-        # Prices by kind of device hold there, too.
+        """The same costs on other machines; ``usual_links``: the same with the links that were measured, if unlike."""
+        # Costs by kind of device hold there, too.
         return self._share(replace(self, cluster=cluster, usual_links=usual_links), _OF_KINDS)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
-        """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
+        """One sentence: how many ops are estimated by measurement, and what the others' figures are worth."""
         return explain_bases(self.count_bases(graph, batch_size), self._kinds())
 
     def count_bases(self, graph: Graph, batch_size: int) -> Counter[Basis]:
-        """How many op costs, on each kind of device, rest on what. Raises GraphError as `price_ops`."""
+        """How many op costs, on each kind of device, rest on what. Raises GraphError as `estimate_ops`."""
         kinds = self._kinds().values()
-        return Counter(basis for kind in kinds for basis in self.price_ops(graph, batch_size, kind).basis)
+        return Counter(basis for kind in kinds for basis in self.estimate_ops(graph, batch_size, kind).basis)
 
     def _kinds(self) -> dict[str, DeviceKind]:
         used = (self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks))
@@ -260,9 +260,9 @@ class CostModel:
         num_shards: int = 1,
     ) -> float:
         """Seconds of one optimizer step over the trainable ones among the parameters, or one of their equal parts."""
-        return self.price_optimizer(graph, parameter_ids, optimizer, device_kind, num_shards=num_shards).at(self.end)
+        return self.estimate_optimizer(graph, parameter_ids, optimizer, device_kind, num_shards=num_shards).at(self.end)
 
-    def price_optimizer(
+    def estimate_optimizer(
         self,
         graph: Graph,
         parameter_ids: Sequence[int],
@@ -270,7 +270,7 @@ class CostModel:
         device_kind: DeviceKind,
         loop: OptimizerLoop | None = None,
         num_shards: int = 1,
-    ) -> Price:
+    ) -> Cost:
         """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
         if loop is not None and loop not in get_args(OptimizerLoop):
             raise MeasurementError(
@@ -282,25 +282,25 @@ class CostModel:
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
         """Seconds to copy the gradients of trainable parameters into the buffers that are summed over ranks."""
-        return self.price_bucket(graph, parameter_ids, device_kind).at(self.end)
+        return self.estimate_bucket(graph, parameter_ids, device_kind).at(self.end)
 
-    def price_bucket(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> Price:
+    def estimate_bucket(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> Cost:
         """The same with interval and basis."""
         key = ("bucket", self._known(graph), tuple(parameter_ids), device_kind.name)
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
 
     def host_transfer_seconds(self, rank: int, num_bytes: float) -> float:
         """Seconds to copy bytes between a rank's device and its host, one way."""
-        return self.price_host_transfer(rank, num_bytes).at(self.end)
+        return self.estimate_host_transfer(rank, num_bytes).at(self.end)
 
-    def price_host_transfer(self, rank: int, num_bytes: float) -> Price:
+    def estimate_host_transfer(self, rank: int, num_bytes: float) -> Cost:
         """The same with its interval and basis.
 
         Raises MeasurementError for bytes that are negative or no number, ClusterError for a rank that there is not.
         """
         if not 0 <= rank < self.cluster.num_ranks:
             raise ClusterError(f"Rank {rank} was given; the cluster has ranks 0 to {self.cluster.num_ranks - 1}.")
-        return price_host_copy(self.cluster.nodes[self.cluster.node_index(rank)].pcie, num_bytes)
+        return estimate_host_copy(self.cluster.nodes[self.cluster.node_index(rank)].pcie, num_bytes)
 
     def stage_memory(
         self,
@@ -324,22 +324,22 @@ class CostModel:
         key = ("memory", *alike, batch_size, workload, device, activations_away)
         return self._keep(key, partial(weigh, shared=shared, activations_away=activations_away))
 
-    def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
-        """Price all ops for several batch sizes at once, which takes less time than one after the other."""
+    def prepare_costs(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
+        """Estimate all ops for several batch sizes at once, which takes less time than one after the other."""
         graph = as_computed(graph, self.numbers)
         kind = device_kind.at_usual_speed() if not graph.collectives else device_kind
         keys = {size: ("ops", self._known(graph), size, kind.name) for size in batch_sizes}
         missing = [size for size, key in keys.items() if key not in self._kept]
         self.teams.prepare(graph, missing)
-        for size, prices in zip(missing, self._price_sizes(graph, missing, kind), strict=True):
-            self._kept[keys[size]] = prices
+        for size, costs in zip(missing, self._estimate_sizes(graph, missing, kind), strict=True):
+            self._kept[keys[size]] = costs
 
-    def _price_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpPrices:
+    def _estimate_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpCosts:
         if kind.slowdown != 1 and not graph.collectives:
-            return self.price_ops(graph, batch_size, kind.at_usual_speed()).slowed(kind.slowdown)
-        return self._price_sizes(graph, [batch_size], kind)[0]
+            return self.estimate_ops(graph, batch_size, kind.at_usual_speed()).slowed(kind.slowdown)
+        return self._estimate_sizes(graph, [batch_size], kind)[0]
 
-    def _price_sizes(self, graph: Graph, batch_sizes: Sequence[int], kind: DeviceKind) -> list[OpPrices]:
+    def _estimate_sizes(self, graph: Graph, batch_sizes: Sequence[int], kind: DeviceKind) -> list[OpCosts]:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
         sources = OpSources(
@@ -350,8 +350,8 @@ class CostModel:
             software=self.software,
             host_factor=self._measured_host_s(kind) / load_host_calls().call_s or 1.0,
         )
-        found = price_sizes(graph, batch_sizes, classes, kind, self.numbers, sources)
-        return found if self.end is None else [prices.at_end(self.end) for prices in found]
+        found = estimate_sizes(graph, batch_sizes, classes, kind, self.numbers, sources)
+        return found if self.end is None else [costs.at_end(self.end) for costs in found]
 
     def _chosen(self, found: Predictions) -> float:
         """The only one of some predictions, or its end."""
@@ -366,19 +366,21 @@ class CostModel:
         kind: DeviceKind,
         loop: OptimizerLoop,
         num_shards: int,
-    ) -> Price:
+    ) -> Cost:
         if kind.slowdown != 1:
             usual = self._step(graph, parameters, optimizer, kind.at_usual_speed(), loop, num_shards)
             return usual.slowed(kind.slowdown)
         curve = self._optimizers.get(measured_as(optimizer, loop)) if self.is_measured(kind) else None
         elements, unsure = -(-trainable_elements(graph, parameters) // num_shards), roofline_interval(kind)
-        return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
+        return estimate_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 
-    def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Price:
+    def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Cost:
         if kind.slowdown != 1:
             return self._fill(graph, parameters, kind.at_usual_speed()).slowed(kind.slowdown)
         curve = self._optimizers.get(BUCKET_COPY) if self.is_measured(kind) else None
-        return price_copy(trainable_elements(graph, parameters), kind, self.precision, curve, roofline_interval(kind))
+        return estimate_copy(
+            trainable_elements(graph, parameters), kind, self.precision, curve, roofline_interval(kind)
+        )
 
     def remember(self, what: str, graph: Graph, key: Hashable, compute: Callable[[], T]) -> T:
         """What ``compute`` finds out about a graph, once for every key."""

@@ -15,29 +15,29 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from meshwright.cost.costs import cost_of_seconds
 from meshwright.cost.host_copies import HOST_COPY
 from meshwright.cost.optimizers import MEASURED_STEP, bytes_per_element, state_bytes
 from meshwright.cost.prediction import Interval
-from meshwright.cost.prices import price_seconds
 from meshwright.spec.errors import ClusterError
 
 if TYPE_CHECKING:
+    from meshwright.cost.costs import Cost
     from meshwright.cost.model import CostModel
-    from meshwright.cost.prices import Price
     from meshwright.spec import Node, Nvme, Optimizer
     from meshwright.spec.offload import Place
 
 _HOST_STEP = Interval(low=28 / 40, high=MEASURED_STEP.high)
 
 
-class HostPrices:
-    """Prices of what hosts do for the first ``num_ranks`` ranks of a cost model's cluster."""
+class HostCosts:
+    """Costs of what hosts do for the first ``num_ranks`` ranks of a cost model's cluster."""
 
     def __init__(self, cost: CostModel, num_ranks: int) -> None:
         self._cost = cost
         self._in_use = Counter(cost.cluster.node_index(rank) for rank in range(num_ranks))
 
-    def price_step(self, rank: int, gradient_bytes: int, optimizer: Optimizer) -> Price:
+    def estimate_step(self, rank: int, gradient_bytes: int, optimizer: Optimizer) -> Cost:
         """A step over parameters whose gradients have so many bytes on the device."""
         node, parts = self._node(rank)
         if not node.host_memory_bandwidth_bytes_per_s:
@@ -48,26 +48,28 @@ class HostPrices:
         elements = gradient_bytes / self._cost.numbers.gradient_bytes
         moved = elements * bytes_per_element(optimizer, self._cost.precision, "fused")
         seconds = moved * parts / node.host_memory_bandwidth_bytes_per_s
-        return price_seconds(seconds, _HOST_STEP, "roofline")
+        return cost_of_seconds(seconds, _HOST_STEP, "roofline")
 
-    def price_read(self, rank: int, num_bytes: int) -> Price:
+    def estimate_read(self, rank: int, num_bytes: int) -> Cost:
         """Reading from the drives of the rank's node."""
         drives, parts = self._drives(rank)
-        return price_seconds(num_bytes * parts / drives.read_bytes_per_s, HOST_COPY, "roofline")
+        return cost_of_seconds(num_bytes * parts / drives.read_bytes_per_s, HOST_COPY, "roofline")
 
-    def price_write(self, rank: int, num_bytes: int) -> Price:
+    def estimate_write(self, rank: int, num_bytes: int) -> Cost:
         """Writing to them."""
         drives, parts = self._drives(rank)
-        return price_seconds(num_bytes * parts / drives.write_bytes_per_s, HOST_COPY, "roofline")
+        return cost_of_seconds(num_bytes * parts / drives.write_bytes_per_s, HOST_COPY, "roofline")
 
     def bound_step_seconds(self, rank: int, gradient_bytes: int, optimizer: Optimizer, place: Place) -> float:
         """The least that an update takes: the slowest of what overlaps in it, with gradients of so many bytes."""
         seconds = [self._cost.host_transfer_seconds(rank, gradient_bytes)]
-        seconds.append(self.price_step(rank, gradient_bytes, optimizer).at(self._cost.end))
+        seconds.append(self.estimate_step(rank, gradient_bytes, optimizer).at(self._cost.end))
         if place == "nvme":
             elements = gradient_bytes // self._cost.numbers.gradient_bytes
             moved = elements * state_bytes(optimizer, self._cost.precision)
-            seconds += [price(rank, moved).at(self._cost.end) for price in (self.price_read, self.price_write)]
+            seconds += [
+                estimate(rank, moved).at(self._cost.end) for estimate in (self.estimate_read, self.estimate_write)
+            ]
         return max(seconds)
 
     def _node(self, rank: int) -> tuple[Node, int]:

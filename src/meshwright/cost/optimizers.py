@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from meshwright.cost.costs import cost_of_seconds
 from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.gpu.launches import copied
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.prediction import Interval
-from meshwright.cost.prices import price_seconds
 from meshwright.cost.roofline import LAUNCH_S
 from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import Numbers, numbers_of
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meshwright.cost.costs import Cost
     from meshwright.cost.prediction import Basis
-    from meshwright.cost.prices import Price
     from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer
 
 # How torch goes over the parameters in an optimizer's step.
@@ -102,7 +102,7 @@ def trainable_elements(graph: Graph, parameters: Sequence[int]) -> NDArray[np.in
     return np.array([tensor.num_elements(0) for tensor in tensors if tensor.requires_grad], np.int64)
 
 
-def price_step(
+def estimate_step(
     elements: NDArray[np.int64],
     optimizer: Optimizer,
     kind: DeviceKind,
@@ -110,18 +110,18 @@ def price_step(
     curve: Curve | None,
     loop: OptimizerLoop,
     unsure: Interval,
-) -> Price:
+) -> Cost:
     """One step over tensors of these sizes (shape: tensors); ``unsure``: the interval of a roofline there.
 
     ``curve``: what was measured of this loop (`measured_as`); around master weights, conversions come on top.
     """
     conversions = _conversions(numbers_of(precision))
     if curve is not None and not is_modelled(kind):
-        return _price_measured(elements, curve, MEASURED_STEP)
+        return _estimate_measured(elements, curve, MEASURED_STEP)
     if curve is not None:
         moved = float(elements.sum()) * sum(conversions) / kind.memory_bandwidth_bytes_per_s
         around = moved / shipped_gpu().rate("pointwise", 4).share(1) + len(conversions) * len(elements) * LAUNCH_S
-        measured = _price_measured(elements, curve, MEASURED_ON_GPU)
+        measured = _estimate_measured(elements, curve, MEASURED_ON_GPU)
         return measured.slowed((measured.seconds + around) / measured.seconds) if measured.seconds else measured
     per_element = bytes_per_element(optimizer, precision, loop)
     kernels = _num_kernels(elements, optimizer, loop) + len(conversions) * len(elements)
@@ -131,7 +131,7 @@ def price_step(
         bandwidth *= shipped_gpu().optimizer_share(numbers_of(precision).state_bytes)
         basis, unsure = shipped_gpu().basis_on(kind)
     seconds = float(elements.sum()) * per_element / bandwidth + kernels * LAUNCH_S
-    return price_seconds(seconds, unsure, basis)
+    return cost_of_seconds(seconds, unsure, basis)
 
 
 def bytes_per_element(optimizer: Optimizer, precision: str, loop: OptimizerLoop) -> int:
@@ -148,19 +148,21 @@ def _conversions(numbers: Numbers) -> list[int]:
     return [*widened, numbers.master_bytes + numbers.value_bytes]
 
 
-def price_copy(
+def estimate_copy(
     elements: NDArray[np.int64], kind: DeviceKind, precision: str, curve: Curve | None, unsure: Interval
-) -> Price:
+) -> Cost:
     """Copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
     if curve is not None:
-        return _price_measured(elements, curve, MEASURED_ON_GPU if is_modelled(kind) else MEASURED_STEP)
+        return _estimate_measured(elements, curve, MEASURED_ON_GPU if is_modelled(kind) else MEASURED_STEP)
     width = numbers_of(precision).gradient_bytes
     if is_modelled(kind):
         gpu = shipped_gpu()
         basis, interval = gpu.basis_on(kind)
-        return price_seconds(gpu.seconds((copied(float(one), width, width) for one in elements), kind), interval, basis)
+        return cost_of_seconds(
+            gpu.seconds((copied(float(one), width, width) for one in elements), kind), interval, basis
+        )
     seconds = 2 * float(elements.sum()) * width / kind.memory_bandwidth_bytes_per_s + LAUNCH_S * len(elements)
-    return price_seconds(seconds, unsure, "roofline")
+    return cost_of_seconds(seconds, unsure, "roofline")
 
 
 def _num_accesses(optimizer: Optimizer, loop: OptimizerLoop) -> int:
@@ -181,9 +183,9 @@ def _num_kernels(elements: NDArray[np.int64], optimizer: Optimizer, loop: Optimi
     return operations * (len(elements) if loop == "tensors" else starts)
 
 
-def _price_measured(elements: NDArray[np.int64], curve: Curve, interval: Interval) -> Price:
+def _estimate_measured(elements: NDArray[np.int64], curve: Curve, interval: Interval) -> Cost:
     seconds = float(curve.at(elements.astype(np.float64)).sum())
     inside = len(elements) == 0 or (curve.sizes[0] <= elements.min() and elements.max() <= curve.sizes[-1])
     if np.isin(elements, curve.sizes).all():
-        return price_seconds(seconds, interval, "measured")
-    return price_seconds(seconds, interval, "interpolated" if inside else "transferred")
+        return cost_of_seconds(seconds, interval, "measured")
+    return cost_of_seconds(seconds, interval, "interpolated" if inside else "transferred")

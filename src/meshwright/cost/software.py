@@ -1,4 +1,4 @@
-"""What training software does that prices depend on, beside the graph and the plan: its attention and its host.
+"""What training software does that costs depend on, beside the graph and the plan: its attention and its host.
 
 The default is this package's runtime on current PyTorch. Published runs used other software: ``software.toml`` lists
 it by framework and date.

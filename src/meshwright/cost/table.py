@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.costs import OpCost, op_cost_around
 from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.kernels import is_tiled
 from meshwright.cost.ops import fit_op_regressor
 from meshwright.cost.prediction import Interval
-from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds, bound_op
 from meshwright.cost.work import key_in
 from meshwright.spec.measurements import read_move_key
@@ -140,7 +140,7 @@ def roofline_interval(kind: DeviceKind) -> Interval:
     return GPU_ROOFLINE if is_tiled(kind) else ROOFLINE
 
 
-def price_op(
+def estimate_op(
     graph: Graph,
     op: Op,
     batch_size: int,
@@ -150,7 +150,7 @@ def price_op(
     traced: TracedOps | None = None,
     key: str = "",
     arithmetic: str = "",
-) -> OpPrice:
+) -> OpCost:
     """Seconds of one op, their interval and where they come from (see the module's docstring).
 
     ``key``: if known. ``arithmetic``: the type that it multiplies in, if that is not ``dtype``.
@@ -159,26 +159,26 @@ def price_op(
     bound = bound_op(graph, op, batch_size, kind, dtype, key, arithmetic)
     unsure = roofline_interval(kind)
     if table is None:
-        return price_around(bound, unsure, "roofline")
+        return op_cost_around(bound, unsure, "roofline")
     exact = table.find(key)
     if exact is not None:
         # The spread of one run says less than another run would: it only ever widens the interval. Measured ops are
         # never less sure than rooflines.
         half = table.spread(key) / 2
         wide = Interval(low=max(min(MEASURED.low, 1 - half), 0.0), high=min(max(MEASURED.high, 1 + half), unsure.high))
-        return price_around(exact, wide, "measured")
+        return op_cost_around(exact, wide, "measured")
     in_a_trace = traced.find(graph, op, batch_size, dtype, bound) if traced is not None else None
     if in_a_trace is not None:
-        return price_around(in_a_trace[0], MEASURED if in_a_trace[1] == "measured" else TRANSFERRED, in_a_trace[1])
+        return op_cost_around(in_a_trace[0], MEASURED if in_a_trace[1] == "measured" else TRANSFERRED, in_a_trace[1])
     known = table.measured_batches(graph, op)
     if known and min(known) < batch_size < max(known):
-        return price_around(_between(batch_size, known), INTERPOLATED, "interpolated")
+        return op_cost_around(_between(batch_size, known), INTERPOLATED, "interpolated")
     learned = table.learned(kind)
     if learned.knows(key):
-        return learned.price(key)
+        return learned.estimate(key)
     if known:
-        return price_around(_beside(graph, op, batch_size, kind, dtype, known, bound), TRANSFERRED, "transferred")
-    return price_around(bound, unsure, "roofline")
+        return op_cost_around(_beside(graph, op, batch_size, kind, dtype, known, bound), TRANSFERRED, "transferred")
+    return op_cost_around(bound, unsure, "roofline")
 
 
 def _between(batch_size: int, known: dict[int, OpSeconds]) -> OpSeconds:

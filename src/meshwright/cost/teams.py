@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from meshwright.cost.collectives import CollectiveOp
-    from meshwright.cost.collectives.prices import CollectivePrices
+    from meshwright.cost.collectives.collective_costs import CollectiveCosts
+    from meshwright.cost.costs import End
     from meshwright.cost.prediction import Floats
-    from meshwright.cost.prices import End
     from meshwright.spec import Cluster, Graph
     from meshwright.spec.sharding import Sharding
 
@@ -75,10 +75,10 @@ def ring_attention_seconds(alone_s: float, send_s: float, num_ranks: int) -> flo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TeamPrices:
-    """Seconds of what teams of a sharding exchange; ``prices`` are those of their devices."""
+class TeamCosts:
+    """Seconds of what teams of a sharding exchange; ``costs`` are those of their devices."""
 
-    prices: CollectivePrices
+    costs: CollectiveCosts
     sharding: Sharding
     float_bytes: int | None
     end: End | None = None
@@ -143,8 +143,8 @@ class TeamPrices:
         """Seconds of an exchange over axes and their interval, where the nodes are slowest."""
         if math.prod(map(self.sharding.size, axes)) == 1:
             raise MeasurementError(
-                f"Graph {graph_name!r} is the share of one rank of the {axes[0]} axis, but prices are those of whole "
-                "graphs. Ask `CostModel.for_teams` for the prices of its sharding."
+                f"Graph {graph_name!r} is the share of one rank of the {axes[0]} axis, but costs are those of whole "
+                "graphs. Ask `CostModel.for_teams` for the costs of its sharding."
             )
         key = (kind, axes, num_bytes)
         if key not in self._kept:
@@ -154,11 +154,11 @@ class TeamPrices:
     def _predict(self, kind: CollectiveOp, axes: Axes, sizes: Sequence[int]) -> None:
         """Note the seconds of an exchange over axes, of each size where the nodes are slowest."""
         if axes not in self._groups:
-            self._groups[axes] = axis_groups(self.prices.cluster, self.sharding, axes)
+            self._groups[axes] = axis_groups(self.costs.cluster, self.sharding, axes)
         rows: list[list[tuple[float, float, float]]] = [[] for _ in sizes]
         for groups in self._groups[axes]:
             first, *others = [group[:2] for group in groups] if kind == "send" else groups
-            told = self.prices.predict(kind, first, np.array(sizes, np.float64), tuple(others))
+            told = self.costs.predict(kind, first, np.array(sizes, np.float64), tuple(others))
             for row, each in zip(rows, zip(told.seconds, told.low_s, told.high_s, strict=True), strict=True):
                 row.append((float(each[0]), float(each[1]), float(each[2])))
         for size, row in zip(sizes, rows, strict=True):
@@ -175,7 +175,7 @@ def spread_teams(teams: Sequence[int], sharding: Sharding, axes: Axes) -> list[G
 def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[Group]]:
     """The groups over axes that talk at once, for each kind of node that their first one may lie on.
 
-    Of each list the first group is the one to price.
+    Of each list the first group is the one to estimate.
     """
     columns, width = cluster.columns(), sharding.width
     places = np.array(_places(sharding, axes))

@@ -1,4 +1,4 @@
-"""The prices of some of a cluster's devices: those that a plan leaves out, or that were lost, are not there."""
+"""The costs of some of a cluster's devices: those that a plan leaves out, or that were lost, are not there."""
 
 from __future__ import annotations
 

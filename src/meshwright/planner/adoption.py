@@ -99,8 +99,8 @@ def _positions(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _layer_seconds(graph: Graph, microbatch_size: int, cost: CostModel) -> list[float]:
-    prices = cost.price_ops(graph, microbatch_size, cost.cluster.device_kind(0))
-    sums = [0.0, *accumulate((prices.forward_s + prices.backward_s + prices.accumulate_s).tolist())]
+    costs = cost.estimate_ops(graph, microbatch_size, cost.cluster.device_kind(0))
+    sums = [0.0, *accumulate((costs.forward_s + costs.backward_s + costs.accumulate_s).tolist())]
     return [sums[layer.stop] - sums[layer.start] for layer in graph.layers]
 
 

@@ -1,4 +1,4 @@
-"""How fast could any plan be? A step time that no plan of a space beats, by the same prices that the simulator takes.
+"""How fast could any plan be? A step time that no plan of a space beats, by the same costs that the simulator takes.
 
 With t(i, j) the seconds of a microbatch in stage i:j on the fastest kind of device, o(i, j) those of its optimizer
 step, P(i) those of a microbatch in all layers before i, and n = ceil(M / r) of the M microbatches on each of the r
@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 _PRECISION = 1e-6
 # Schedules that flush, of which it is known that they split no backward.
 _WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved", "looped-bfs")
-# Sums of prices are rounded to picoseconds op by op, those of the simulator instruction by instruction.
+# Sums of costs are rounded to picoseconds op by op, those of the simulator instruction by instruction.
 ROUNDING = 1 - 1e-6
 
 

@@ -1,8 +1,8 @@
 """How sure is a predicted step time: the plan simulated again with all of it as fast, and as slow, as it may be.
 
-    low, high of a step  =  step(every price at the low, the high end of its 80 % interval)
+    low, high of a step  =  step(every cost at the low, the high end of its 80 % interval)
 
-Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.prices.add_intervals`); every transfer,
+Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.costs.add_intervals`); every transfer,
 every optimizer step and every host takes its own end (`CostModel.at_end`); so bubbles and what is exposed follow. Ops,
 transfers, optimizer and hosts err apart from each other: that all are late together is rarer than that one of them is,
 hence the interval of a step holds more than those of its parts do.
@@ -32,7 +32,7 @@ def predict_step_interval(
     """The interval of the step time of a plan, by those of its ops, transfers and optimizer steps."""
     plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     kinds = {cluster.device_kind(rank).name: cluster.device_kind(rank) for rank in range(plan.num_ranks)}
-    bases = {basis for kind in kinds.values() for basis in cost.price_ops(graph, plan.microbatch_size, kind).basis}
+    bases = {basis for kind in kinds.values() for basis in cost.estimate_ops(graph, plan.microbatch_size, kind).basis}
     low, high = (
         simulate_plan(plan, graph, cluster, cost=cost.at_end(end), contention=contention).step_time_s
         for end in ("low", "high")

@@ -9,7 +9,7 @@ A layout turns "the stage that has ``before`` ranks before it and ``take`` repli
 - **reversed**: stage-major with the ranks counted from the last. It matters when devices differ: the first stage of
   1F1B holds the most activations, so it may want the largest devices, wherever they stand.
 
-Ranks of a group are priced as one: the slowest kind, the smallest memory, the slowest link into the group.
+Ranks of a group are estimated as one: the slowest kind, the smallest memory, the slowest link into the group.
 """
 
 from __future__ import annotations

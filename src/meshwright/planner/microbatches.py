@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.spec import PlanError, Workload
 
-# Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
+# Microbatch sizes that are tried when none are given: each needs costs of the whole graph (0.1 to 0.3 s at 6,000 ops).
 MAX_MICROBATCH_SIZES = 12
 
 

@@ -19,7 +19,7 @@ from meshwright.spec.plan import name_stages
 _EQUAL_SHARE = 1e-6
 # A tenth of a per cent is the least that is printed.
 _TOLD_SHARE = 5e-4
-# What only keeps events apart (`simulator.pricing`) is nothing to people.
+# What only keeps events apart (`simulator.program_estimate`) is nothing to people.
 _SHORTEST_TOLD_S = 1e-9
 # Plans with more stages are described by ranges instead of stage by stage.
 MAX_STAGES_IN_WORDS = 6

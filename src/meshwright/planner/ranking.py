@@ -1,10 +1,10 @@
 """In which order plans that fit are shown: as fast as each other, those that need less memory first; one per layout.
 
 A plan is as fast as the fastest one if it is at most 1 % slower, or at most 5 % slower and the 80 % interval of the
-ratio of their steps reaches 1. The interval comes from both plans simulated with all prices at their low, and at their
+ratio of their steps reaches 1. The interval comes from both plans simulated with all costs at their low, and at their
 high end: what makes both late cancels.
 
-    ratio    from min to max of  step / fastest step  by usual, low and high prices
+    ratio    from min to max of  step / fastest step  by usual, low and high costs
 
 The plans behind those are taken in the same way, from the fastest of them on. Among plans as fast as each other the
 order is: reserved memory, in hundredths of what the rank may have; then how many mechanisms a plan uses (pipeline, axes

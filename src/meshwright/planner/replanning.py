@@ -175,7 +175,7 @@ def _starts(problem: Problem, plan: Plan) -> Iterator[Plan]:
     # Fewer devices share smaller microbatches out more evenly.
     for size in near:
         graph = space.graph_for(size)
-        prices = space.cost.price_ops(graph, size, space.cluster.device_kind(0))
+        prices = space.cost.estimate_ops(graph, size, space.cluster.device_kind(0))
         work = prices.forward_s + prices.backward_s + prices.accumulate_s
         seconds = np.add.reduceat(work, [layer.start for layer in graph.layers])
         count = space.workload.global_batch // size

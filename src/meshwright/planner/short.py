@@ -1,7 +1,7 @@
 """A graph with its runs of equal layers shortened: what holds of one block holds of all of them.
 
 Of n equal layers in a row three stay: the first, one between equal neighbours, and the last. What follows the run reads
-from the last one that stayed what it read from the last one there was. So a graph of 128 blocks is split, priced and
+from the last one that stayed what it read from the last one there was. So a graph of 128 blocks is split, estimated and
 weighed as one of three, and `spread` gives every layer of the long graph its figures.
 """
 
@@ -60,7 +60,7 @@ def _runs(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _work_of(graph: Graph, layer: Layer) -> Hashable:
-    """What a layer computes, equal for layers that are alike in all that is priced; None for one on its own."""
+    """What a layer computes, equal for layers that are alike in all that is estimated; None for one on its own."""
     if not layer.block:
         return None
     return layer.block, tuple(
@@ -70,7 +70,7 @@ def _work_of(graph: Graph, layer: Layer) -> Hashable:
 
 
 def _values(graph: Graph, ids: tuple[int, ...]) -> Hashable:
-    """What of some values a price depends on."""
+    """What of some values a cost depends on."""
     known = (graph.tensors[i] for i in ids)
     return tuple((item.shape, item.dtype, item.requires_grad, item.role) for item in known)
 

@@ -193,7 +193,7 @@ def _quick_enough(space: Space, max_latency_s: float) -> Space:
     least = {}
     for size in space.microbatch_sizes:
         graph = space.graph_for(size)
-        least[size] = min(float(space.cost.price_ops(graph, size, kind).forward_s.sum()) for kind in kinds)
+        least[size] = min(float(space.cost.estimate_ops(graph, size, kind).forward_s.sum()) for kind in kinds)
     # Simulated seconds are sums of whole picoseconds.
     sizes = tuple(size for size, seconds in least.items() if seconds <= max_latency_s * (1 + 1e-6))
     if not sizes:

@@ -1,7 +1,7 @@
 """A local page where a plan is changed by controls and its timeline, memory and step time follow at once.
 
     State (`state`)  →  base and scenario (`scenario`), Plan (`layout`; back: `opening`)
-                     →  Answer (`workbench`: balanced cuts, program, prices, simulation)  →  JSON (`documents`)
+                     →  Answer (`workbench`: balanced cuts, program, costs, simulation)  →  JSON (`documents`)
     `service` answers paths, `server` speaks HTTP on 127.0.0.1, `guard` refuses strangers, `jobs` searches beside the
     page.
 

@@ -1,12 +1,12 @@
 """From a state to its answer: graph, plan, simulation. What can be kept between requests is kept here.
 
     model          its graph, or one per microbatch size where the graph is not symbolic in the batch
-    cost model     per cluster, scenario and precision; it keeps op prices, transfers and stage memory itself
+    cost model     per cluster, scenario and precision; it keeps op costs, transfers and stage memory itself
     balanced cuts  per graph, microbatch size, device kind, precision, sharding, recompute and number of stages
     answer         the last few states, for the pinned one and for exports
     plans          that were opened, for what of them no control says
 
-No search happens here; an answer is one program, built, priced and simulated.
+No search happens here; an answer is one program, built, estimated and simulated.
 
 Balanced cuts: the slowest stage is as fast as can be, the rest as even as can be.
 
@@ -96,7 +96,7 @@ def _machines(state: State) -> Hashable:
 
 
 class Table(NamedTuple):
-    """Measurements of devices of a kind, which states with it are priced with."""
+    """Measurements of devices of a kind, which states with it are estimated with."""
 
     kind: str
     path: Path
@@ -145,7 +145,7 @@ class Workbench:
         return found
 
     def answer(self, state: State) -> Answer:
-        """Build, price and simulate the plan of a state.
+        """Build, estimate and simulate the plan of a state.
 
         Raises MeshwrightError, saying what to change, for a state that has no plan; needing too much memory is none.
         """
@@ -230,7 +230,7 @@ class Workbench:
         return self._keep("cost", key, lambda: scenario_cost(state, self._usual(state, base)))
 
     def _usual(self, state: State, base: Cluster) -> CostModel:
-        """Prices without a scenario."""
+        """Costs without a scenario."""
         path = None if self._table is None or self._table.kind != state.kind else self._table.path
         return self._keep(
             "usual", (_machines(state), state.precision), lambda: load_cost_model(base, path, state.precision)
@@ -260,9 +260,9 @@ _TOLERANCE = 1e-9
 
 def layer_seconds(graph: Graph, microbatch_size: int, kind: DeviceKind, cost: CostModel) -> NDArray[np.float64]:
     """Seconds of forward and backward of one microbatch, per layer."""
-    prices = cost.price_ops(graph, microbatch_size, kind)
+    costs = cost.estimate_ops(graph, microbatch_size, kind)
     starts = np.array([layer.start for layer in graph.layers], np.int64)
-    seconds: NDArray[np.float64] = np.add.reduceat(prices.forward_s + prices.backward_s, starts)
+    seconds: NDArray[np.float64] = np.add.reduceat(costs.forward_s + costs.backward_s, starts)
     return seconds
 
 

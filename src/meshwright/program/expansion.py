@@ -2,7 +2,7 @@
 
 A forward, a backward or an update is one instruction; what the processes of a team and the replicas that share out
 parameters exchange meanwhile stands in the local graph (`sharding`, `Graph.collectives`) and in `sharding.zero`. The
-simulator prices it as a part of the span; here it is listed in the order in which it is issued.
+simulator estimates it as a part of the span; here it is listed in the order in which it is issued.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of all stages, that meet in nothing but sums of gradients. Pipelines of one clas
 them, one per class, is that of a smaller plan, `Fold.plan`: its replica k has the stages, the order and as many
 microbatches as the pipeline ``replicas[k]`` of the whole plan. Microbatch k + j K of the one is microbatch
 ``replicas[k]`` + j R of the other. Sums of gradients are those of the whole plan, issued by the pipelines that are
-left. When pipelines are alike is for whoever prices them to say (`simulator.folding`).
+left. When pipelines are alike is for whoever estimates them to say (`simulator.folding`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A plan may split ops over teams of devices, let parts of the graph run again, and compile its layers. Lowered, its graph
 is the local graph of one device of a team, which says what that exchanges, computes again and compiles; its plan says
-of this graph what the plan says of the whole one, and splits nothing further. All that builds, prices and simulates
+of this graph what the plan says of the whole one, and splits nothing further. All that builds, costs and simulates
 programs works on these two.
 """
 

@@ -9,7 +9,7 @@ For each microbatch, and each unit of a stage that copies something (`cost.memor
 A forward ends when all of its copies have ended, so that those up need not wait for them. Copies each way have a stream
 of their own, with those of gradients and parameters. What units wait for copies stands within forwards and backwards
 (`simulator.saved_waits`). Bytes are those that the kernels of processors keep, for which graphs are captured; others
-are priced by what theirs keep.
+are estimated by what theirs keep.
 """
 
 from __future__ import annotations

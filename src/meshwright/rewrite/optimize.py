@@ -26,7 +26,7 @@ from meshwright.rewrite.fx.check import check_close
 from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.saturate import Limits
-from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
 from meshwright.rewrite.search.search import Found, Grown, Space
 from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of, untouched
@@ -124,8 +124,8 @@ def rewrite_model(
         batch: example of the batches that it will get; the result takes batches of this size.
         rules: what may be applied; by default all shipped rules that keep numbers finite or not as they are.
         limits: when to stop applying rules.
-        cost: prices; by default of this machine, where calls that were never timed are timed first.
-        device: the kind of device that is priced; by default the cost model's only one.
+        cost: costs; by default of this machine, where calls that were never timed are timed first.
+        device: the kind of device that is estimated; by default the cost model's only one.
         measure: time candidates beside the original, and take the fastest; without, the cheapest by prediction.
         least_gain: what a graph has to be faster by, as a share, beyond the noise of the timings.
         rounds: timings of each candidate, at most.
@@ -144,7 +144,7 @@ def rewrite_model(
                 batch,
                 rules=rules or shipped_rules(),
                 limits=limits,
-                prices_of=_prices_of(cost, device),
+                costs_of=_costs_of(cost, device),
                 measure=measure,
                 least_gain=least_gain,
                 rounds=rounds,
@@ -161,7 +161,7 @@ def _rewrite(
     *,
     rules: Guided,
     limits: Limits,
-    prices_of: tuple[CostModel, DeviceKind],
+    costs_of: tuple[CostModel, DeviceKind],
     measure: bool,
     least_gain: float,
     rounds: int,
@@ -177,18 +177,18 @@ def _rewrite(
         )
     clock.lap("capture")
     training = module.training
-    cost, device = prices_of
+    cost, device = costs_of
     spaces = _spaces(source, rules, limits, training=training)
     clock.lap("rules")
     measuring = measure and cost.measurements is not None
-    prices = CallPrices(cost, device, training=training, measuring=measuring)
-    prices.price(call for _, space, _ in spaces for call in space.calls())
-    clock.lap("prices")
+    costs = CallCosts(cost, device, training=training, measuring=measuring)
+    costs.estimate(call for _, space, _ in spaces for call in space.calls())
+    clock.lap("costs")
     candidates: list[Candidate] = []
     refused: list[str] = []
     for name, space, grown in spaces:
         few = 0
-        for found in _choose(space, grown, prices, budget_s=budget_s, events=events):
+        for found in _choose(space, grown, costs, budget_s=budget_s, events=events):
             if few == _FEW or any(found.terms.nodes == other.found.terms.nodes for other in candidates):
                 continue
             few += 1
@@ -211,7 +211,7 @@ def _rewrite(
     clock.lap("timing")
     best = _best(candidates, least_gain, measured=measure)
     if best is not None:
-        candidates[best] = _with_gains(candidates[best], prices)
+        candidates[best] = _with_gains(candidates[best], costs)
     clock.lap("gains of rules")
     return Rewriting(
         module=module if best is None else modules[best],
@@ -220,7 +220,7 @@ def _rewrite(
         refused=tuple(refused),
         rules=rules,
         source=source,
-        cost=prices.cost,
+        cost=costs.cost,
         seconds=clock.laps,
     )
 
@@ -245,24 +245,24 @@ def _timed(
     ]
 
 
-def _choose(space: Space, grown: Grown, prices: CallPrices, *, budget_s: float, events: EventSink) -> list[Found]:
+def _choose(space: Space, grown: Grown, costs: CallCosts, *, budget_s: float, events: EventSink) -> list[Found]:
     """The best few graphs, the cheapest first: choose, time what was chosen, and choose again.
 
-    What was not timed is cheaper than it will be (`CallPrices`), so that a choice costs no more than any graph does;
+    What was not timed is cheaper than it will be (`CallCosts`), so that a choice costs no more than any graph does;
     when what of those that were chosen is cheapest once timed is as cheap as that, almost, nothing better can follow.
     """
     deadline = time.perf_counter() + budget_s
     tried: list[Found] = []
     while True:
-        found = space.choose(prices, grown)
+        found = space.choose(costs, grown)
         left = deadline - time.perf_counter()
-        if not prices.measuring or left <= 0 or not prices.measure(space.calls_of(found), budget_s=left, events=events):
+        if not costs.measuring or left <= 0 or not costs.measure(space.calls_of(found), budget_s=left, events=events):
             # All of it was timed, or nothing more can be.
             break
         tried.append(found)
-        if min(space.seconds(each.choice, prices) for each in tried) * (1.0 - _CLOSE) <= found.after_s:
+        if min(space.seconds(each.choice, costs) for each in tried) * (1.0 - _CLOSE) <= found.after_s:
             break
-    ranked = sorted((space.repriced(each, prices) for each in tried), key=lambda each: each.after_s)
+    ranked = sorted((space.with_costs(each, costs) for each in tried), key=lambda each: each.after_s)
     return [found, *ranked] if found not in tried else ranked
 
 
@@ -281,7 +281,7 @@ def _read(module: nn.Module, batch: Any, events: EventSink) -> tuple[Captured, S
     return captured, read_captured(captured, batch), flatten_batch(captured, batch)
 
 
-def _prices_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostModel, DeviceKind]:
+def _costs_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostModel, DeviceKind]:
     if cost is None:
         empty = Measurements(device="cpu", software=f"torch {torch.__version__}", date="", conditions="")
         cost = CostModel(cluster=load_cluster("2xcpu"), measurements=empty)
@@ -319,7 +319,7 @@ def finite_names(source: Source, *, frozen: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _with_gains(candidate: Candidate, prices: CallPrices) -> Candidate:
+def _with_gains(candidate: Candidate, costs: CallCosts) -> Candidate:
     gains = {}
     found = candidate.found
     deadline = time.perf_counter() + _GAINS_S
@@ -327,7 +327,7 @@ def _with_gains(candidate: Candidate, prices: CallPrices) -> Candidate:
         if time.perf_counter() > deadline:
             # Those of the other rules stay unknown.
             break
-        other = candidate.space.choose(prices, found.grown, limit_s=2.0, without=rule)
+        other = candidate.space.choose(costs, found.grown, limit_s=2.0, without=rule)
         gains[rule] = max(other.after_s - found.after_s, 0.0)
     return replace(candidate, gains=dict(sorted(gains.items(), key=lambda item: -item[1])))
 
@@ -348,7 +348,7 @@ def _written(
 
 
 def _in_channels_last(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> list[Candidate]:
-    """The same in the other layout, which prices say nothing of; none if there are no convolutions."""
+    """The same in the other layout, which costs say nothing of; none if there are no convolutions."""
     graph = channels_last(candidate.graph)
     if graph is None:
         return []

@@ -18,7 +18,7 @@ from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.saturate import Limits
-from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import shipped_rules
 from meshwright.rewrite.search.search import Space
 from meshwright.rewrite.written import check_found, write_found
@@ -65,9 +65,9 @@ def rewrite_source(source: ModelSource, target: Target, mode: Literal["training"
     read = read_captured(captured, source.inputs)
     space = Space(read.terms, read.effects, frozen=not training)
     grown = space.grow(shipped_rules(), _LIMITS)
-    prices = CallPrices(CostModel(cluster=target.cluster), target.kind, training=training)
-    prices.price(space.calls())
-    found = space.choose(prices, grown, limit_s=_CHOICE_S)
+    costs = CallCosts(CostModel(cluster=target.cluster), target.kind, training=training)
+    costs.estimate(space.calls())
+    found = space.choose(costs, grown, limit_s=_CHOICE_S)
     if found.after_s >= found.before_s:
         return source
     graph = write_found(found, read, training=training)

@@ -147,7 +147,7 @@ def _rules(candidate: Candidate, rules: Guided) -> str:
     ]
     return (
         "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the "
-        "measured prices.</p><table><tr><th>rule<th>operators<th>found equal<th>gain, µs<th>says<th>proved"
+        "measured costs.</p><table><tr><th>rule<th>operators<th>found equal<th>gain, µs<th>says<th>proved"
         f"{''.join(rows)}</table>"
     )
 

@@ -1,4 +1,4 @@
-"""Runs Programs on torch.distributed: the same instructions that the simulator prices, with real tensors.
+"""Runs Programs on torch.distributed: the same instructions that the simulator estimates, with real tensors.
 
 opening         from a plan and a captured model to a rank that is ready, a `session`; it puts the others together
 holding         what a process has of a plan: modules, parameters, program

@@ -1,9 +1,9 @@
-"""Program × prices → Timeline and peak memory, on a virtual clock.
+"""Program × costs → Timeline and peak memory, on a virtual clock.
 
-`simulate_plan` lowers a plan to what one device of each team does (`teams`), builds its program and prices it
-(`pricing`: stages by `stage_costs` and `stage_bytes`, what replicas share by `state_shards`), then runs it: `unroll`
-lays the sections behind each other, the repetitions of programs that never flush as one, `engine` finds when each
-instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several want are granted one by one
+`simulate_plan` lowers a plan to what one device of each team does (`teams`), builds its program and estimates its costs
+(`program_estimate`: stages by `stage_costs` and `stage_bytes`, what replicas share by `state_shards`), then runs it:
+`unroll` lays the sections behind each other, the repetitions of programs that never flush as one, `engine` finds when
+each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several want are granted one by one
 (`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have happened; `deadlock` tells
 why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a controller what to add while a
 program runs. `folding` finds replicas that are alike, of which one is simulated; `delta` follows changes of durations;
@@ -14,7 +14,7 @@ inside each computation, `overflow` where there is more than fits, `host_memory`
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank, predict_reserved
-from meshwright.simulator.controlled import ControlledRun, PriceIssue, simulate_controlled
+from meshwright.simulator.controlled import ControlledRun, EstimateIssue, simulate_controlled
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange
@@ -24,8 +24,8 @@ from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan import DETAILS, Detail, simulate_plan
-from meshwright.simulator.prices import Prices, SectionPrices, bare_prices
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
 from meshwright.simulator.stage_times import stage_times
@@ -39,22 +39,23 @@ __all__ = [
     "Contention",
     "ControlledRun",
     "Detail",
+    "EstimateIssue",
     "Lever",
     "NodeMemory",
     "Overflow",
     "OwnOrder",
     "PeakMemory",
-    "PriceIssue",
-    "Prices",
+    "ProgramCosts",
     "RankAllocation",
     "RankSeconds",
-    "SectionPrices",
+    "SectionCosts",
     "Simulation",
     "StepExplanation",
     "Teams",
     "allocate_rank",
-    "bare_prices",
+    "bare_costs",
     "describe_steady_step",
+    "estimate_program",
     "explain_nodes",
     "explain_overflows",
     "explain_program",
@@ -62,7 +63,6 @@ __all__ = [
     "find_overflows",
     "form_teams",
     "predict_reserved",
-    "price_program",
     "schedule_exchange",
     "simulate_controlled",
     "simulate_plan",

@@ -1,4 +1,4 @@
-"""Which instructions cost the same? Loops over all of them, so that only distinct ones are priced."""
+"""Which instructions cost the same? Loops over all of them, so that only distinct ones are estimated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _number(keys: Ids, table: Ids, number: Ids, first: Ids) -> int:
 
 @compiled
 def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray[np.int32], num_stages: int) -> Ids:
-    """See `pricing.place_of_backward`. A rank with several stages updates them together, behind their backwards."""
+    """See `place_of_backward`. A rank with several stages updates them together, behind their backwards."""
     place, latest = np.zeros(len(opcode), np.int64), np.full(num_stages, -1, np.int64)
     for stream in range(len(stream_offsets) - 1):
         begin = stream_offsets[stream]

@@ -1,8 +1,8 @@
-"""Program, prices and a controller in, predicted Timeline and the log of decisions out.
+"""Program, costs and a controller in, predicted Timeline and the log of decisions out.
 
 The streams of the program run until an event has come up (`control.py`), the controller decides, what it issues goes
 behind the streams (`growing.py`), and so on until nothing happens any more. The result is that of the decided program
-(`meshwright.program.decided`): it has its timeline, and its prices can be simulated again without the controller.
+(`meshwright.program.decided`): it has its timeline, and its costs can be simulated again without the controller.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from meshwright.program.issuing import PLACES, Filed, IssueBook
 from meshwright.simulator.control import FIRST_TIMER
 from meshwright.simulator.deadlock import describe, raise_deadlock
 from meshwright.simulator.engine import Contention, check_contention
-from meshwright.simulator.growing import GrowingNetwork, Priced
+from meshwright.simulator.growing import GrowingNetwork, IssueCost
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.network import Network
-from meshwright.simulator.prices import Prices, SectionPrices, check_prices
+from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, check_costs
 from meshwright.simulator.simulate import MAX_UNROLLED, Run, begin_receives, record_run
 from meshwright.simulator.unroll import Unrolled, routes_of_collectives, unroll
 from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
@@ -31,8 +31,8 @@ from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, R
 from meshwright.spec.decision_log import DecisionLog, Replay, make_log
 from meshwright.spec.instructions import STREAM_NAMES, Instruction
 
-# What an issue costs: from the issue and its handle to its cost class and route (-1: none) in the prices.
-PriceIssue = Callable[[Issue, int], tuple[int, int]]
+# What an issue costs: from the issue and its handle to its cost class and route (-1: none) in the costs.
+EstimateIssue = Callable[[Issue, int], tuple[int, int]]
 # Instructions that a message names.
 _MOST_NAMED = 4
 
@@ -44,45 +44,45 @@ class ControlledRun:
     timeline: Timeline
     log: DecisionLog
     state: Any
-    prices: Prices
+    costs: ProgramCosts
 
 
 def simulate_controlled(
     program: Program,
-    prices: Prices,
+    costs: ProgramCosts,
     controller: Controller[Any] | DecisionLog,
-    price_issue: PriceIssue,
+    estimate_issue: EstimateIssue,
     *,
     contention: Contention = "queued",
 ) -> ControlledRun:
     """Simulate a program that a controller extends while it runs, or replay the log of such a run.
 
-    The program is a body, which runs once; `ProgramBuilder(num_ranks).build(...)` makes one of nothing. ``price_issue``
-    gives each issue a cost class and a route of ``prices``, whose classes may hold a duration for every instruction;
-    the members of a collective get the same two.
+    The program is a body, which runs once; `ProgramBuilder(num_ranks).build(...)` makes one of nothing.
+    ``estimate_issue`` gives each issue a cost class and a route of ``costs``, whose classes may hold a duration for
+    every instruction; the members of a collective get the same two.
 
     Raises DeadlockError if what was decided can never finish; ProgramError for a decision that breaks the rules of
-    `spec.control`, for prices that do not fit, and for a log of which an event or a moment is another.
+    `spec.control`, for costs that do not fit, and for a log of which an event or a moment is another.
     """
     check_contention(contention)
-    check_prices(program, prices)
-    if prices.host_ps.any():
+    check_costs(program, costs)
+    if costs.host_ps.any():
         raise ProgramError(
-            "The prices charge processor time for transfers; a controlled run cannot, for what is decided depends on "
+            "The costs charge processor time for transfers; a controlled run cannot, for what is decided depends on "
             "it. Set `host_ps` to zero."
         )
-    if prices.issue is not None:
+    if costs.issue is not None:
         raise ProgramError(
-            "The prices have hosts that issue beside their devices; how far ahead one is depends on what is decided. "
-            "Give `prices.with_hosts_ahead()`."
+            "The costs have hosts that issue beside their devices; how far ahead one is depends on what is decided. "
+            "Give `costs.with_hosts_ahead()`."
         )
     if isinstance(controller, DecisionLog):
         check_fit(program, controller)
         controller = Replay(log=controller)
     book = IssueBook(program)
-    network = GrowingNetwork(_body_network(program, prices), prices.num_links, contention)
-    costs = _Costs(prices, price_issue)
-    decided, state = _decide_all(program, controller, book, costs, network)
+    network = GrowingNetwork(_body_network(program, costs), costs.num_links, contention)
+    issued = _IssuedCosts(costs, estimate_issue)
+    decided, state = _decide_all(program, controller, book, issued, network)
     if isinstance(controller, Replay):
         controller.check_end(len(decided))
     if network.has_overflown:
@@ -93,13 +93,13 @@ def simulate_controlled(
         # What stopped may have stopped before receives were issued; with them it can be looked at as a program.
         missing = book.unreceived()
         decided.append((Rang(next_handle=book.next_handle, number=0), decided[-1][1], missing))
-        costs.given += [(0, -1)] * len(missing.issues)
+        issued.given += [(0, -1)] * len(missing.issues)
     log = make_log(program.num_ranks, program.body.num_instructions, decided)
-    return _finish(program, prices, log, state, costs.given, network)
+    return _finish(program, costs, log, state, issued.given, network)
 
 
 def _decide_all(
-    program: Program, controller: Controller[Any], book: IssueBook, costs: _Costs, network: GrowingNetwork
+    program: Program, controller: Controller[Any], book: IssueBook, costs: _IssuedCosts, network: GrowingNetwork
 ) -> tuple[list[tuple[Event, int, Decision]], Any]:
     """Run from event to event: events, moments and decisions, and the last state."""
     state, now_ps = controller.initial, 0
@@ -124,7 +124,7 @@ def _decide_all(
             if item.issue.watched:
                 watched[item.handle] = item.issue.rank, item.issue.instruction
         timers += [timer.number for timer in decision.timers]
-        network.extend([costs.price(item) for item in filed], decision, now_ps)
+        network.extend([costs.estimate(item) for item in filed], decision, now_ps)
         network.run()
         following = network.next_event()
         if following is None:
@@ -146,27 +146,27 @@ def _refuse_length() -> NoReturn:
     )
 
 
-class _Costs:
+class _IssuedCosts:
     """Asks for the costs of what is issued, and keeps them."""
 
-    def __init__(self, prices: Prices, price_issue: PriceIssue) -> None:
-        self._durations, self._num_routes = prices.duration_ps.tolist(), len(prices.route_offsets) - 1
-        self._price_issue, self._has_links = price_issue, _have_links(prices)
+    def __init__(self, costs: ProgramCosts, estimate_issue: EstimateIssue) -> None:
+        self._durations, self._num_routes = costs.duration_ps.tolist(), len(costs.route_offsets) - 1
+        self._estimate_issue, self._has_links = estimate_issue, _have_links(costs)
         self._collectives: dict[int, tuple[int, int]] = {}
         self.given: list[tuple[int, int]] = []
 
-    def price(self, filed: Filed) -> Priced:
-        """Class and route. Raises ProgramError for what the prices have not, or members of a collective that differ."""
-        given: Any = self._price_issue(filed.issue, filed.handle)
+    def estimate(self, filed: Filed) -> IssueCost:
+        """Class and route. Raises ProgramError for what the costs have not, or members of a collective that differ."""
+        given: Any = self._estimate_issue(filed.issue, filed.handle)
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, int) for part in given)):
             raise ProgramError(
-                f"The price of {filed.issue.instruction} is {given!r}; expected two ints, a cost class and a route "
+                f"The cost of {filed.issue.instruction} is {given!r}; expected two ints, a cost class and a route "
                 "(-1: none)."
             )
         cost_class, route = given
         if not (0 <= cost_class < len(self._durations) and -1 <= route < self._num_routes):
             raise ProgramError(
-                f"{filed.issue.instruction} got class {cost_class} and route {route}; the prices have classes 0 to "
+                f"{filed.issue.instruction} got class {cost_class} and route {route}; the costs have classes 0 to "
                 f"{len(self._durations) - 1}, and routes from -1 (none) to {self._num_routes - 1}."
             )
         if route >= 0 and self._durations[cost_class] < 1:
@@ -182,29 +182,29 @@ class _Costs:
                 "cannot be given up."
             )
         self.given.append(given)
-        return Priced(filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1)
+        return IssueCost(filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1)
 
 
-def _have_links(prices: Prices) -> NDArray[np.bool_]:
+def _have_links(costs: ProgramCosts) -> NDArray[np.bool_]:
     """Which routes have links, and last, for -1, that none has not; to the engine a route without links is none."""
-    return np.append(np.diff(prices.route_offsets) > 0, False)
+    return np.append(np.diff(costs.route_offsets) > 0, False)
 
 
-def _body_network(program: Program, prices: Prices) -> Network:
-    """The body for an engine in which every rank has all streams, and the controller one; routes as in the prices."""
-    unrolled, num_routes = unroll(program, prices, 1), len(prices.route_offsets) - 1
+def _body_network(program: Program, costs: ProgramCosts) -> Network:
+    """The body for an engine in which every rank has all streams, and the controller one; routes as in the costs."""
+    unrolled, num_routes = unroll(program, costs, 1), len(costs.route_offsets) - 1
     network, part = unrolled.network, unrolled.layout.made[1]
     keys = np.array([stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams], np.int64)
     counts = np.zeros(program.num_ranks * len(STREAM_NAMES) + 1, np.int64)
     counts[keys] = np.diff(network.stream_offsets)
-    linked, collective_route = _have_links(prices), routes_of_collectives(part)
+    linked, collective_route = _have_links(costs), routes_of_collectives(part)
     resource = np.where(linked[part.costs.route], part.costs.route, -1).astype(np.int32)
     resource[part.matches.members] = num_routes + part.matches.numbers
     return network._replace(
         stream_offsets=np.concatenate([[0], np.cumsum(counts)]),
         resource=resource,
-        route_offsets=prices.route_offsets.astype(np.int64),
-        route_links=prices.route_links.astype(np.int32),
+        route_offsets=costs.route_offsets.astype(np.int64),
+        route_links=costs.route_links.astype(np.int32),
         collective_route=np.where(linked[collective_route], collective_route, -1).astype(collective_route.dtype),
         collective_owner=keys[network.collective_owner].astype(np.int32),
     )
@@ -212,7 +212,7 @@ def _body_network(program: Program, prices: Prices) -> Network:
 
 def _finish(
     program: Program,
-    prices: Prices,
+    costs: ProgramCosts,
     log: DecisionLog,
     state: Any,
     given: list[tuple[int, int]],
@@ -222,14 +222,16 @@ def _finish(
     order = static_order(program, log)
     made = write_decided(program, log, np.full(log.issued.num_instructions, -1))
     cost_class, route = np.array(given, np.int32).reshape(-1, 2).T
-    prices, cost_class = _with_abandoned(prices, cost_class, network.durations(), program.body.num_instructions)
-    body = SectionPrices(
-        cost_class=np.concatenate([prices.body.cost_class, cost_class])[order],
-        route=np.concatenate([prices.body.route, route])[order],
-        mark_offset_ps=prices.body.mark_offset_ps,
+    costs, cost_class = _with_abandoned(costs, cost_class, network.durations(), program.body.num_instructions)
+    body = SectionCosts(
+        cost_class=np.concatenate([costs.body.cost_class, cost_class])[order],
+        route=np.concatenate([costs.body.route, route])[order],
+        mark_offset_ps=costs.body.mark_offset_ps,
     )
-    made_prices = Prices(**{name: getattr(prices, name) for name in Prices.__dataclass_fields__} | {"body": body})
-    unrolled = unroll(made, made_prices, 1)
+    made_costs = ProgramCosts(
+        **{name: getattr(costs, name) for name in ProgramCosts.__dataclass_fields__} | {"body": body}
+    )
+    unrolled = unroll(made, made_costs, 1)
     if not network.is_done:
         end_ps = np.full(len(order), -1)
         end_ps[: len(network.ends())] = network.ends()
@@ -237,26 +239,26 @@ def _finish(
     start_ps, end_ps = network.starts()[order], network.ends()[order]
     begin_receives(unrolled, start_ps, end_ps)
     run = Run(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
-    return ControlledRun(timeline=record_run(made, made_prices, run)[0], log=log, state=state, prices=made_prices)
+    return ControlledRun(timeline=record_run(made, made_costs, run)[0], log=log, state=state, costs=made_costs)
 
 
 def _with_abandoned(
-    prices: Prices, cost_class: NDArray[np.int32], took_ps: dict[int, int], num_body: int
-) -> tuple[Prices, NDArray[np.int32]]:
-    """Prices in which each abandoned instruction has a class of its own, for what it took."""
+    costs: ProgramCosts, cost_class: NDArray[np.int32], took_ps: dict[int, int], num_body: int
+) -> tuple[ProgramCosts, NDArray[np.int32]]:
+    """Costs in which each abandoned instruction has a class of its own, for what it took."""
     if not took_ps:
-        return prices, cost_class
+        return costs, cost_class
     rows = np.array(list(took_ps)) - num_body
     usual, own = cost_class[rows], cost_class.copy()
-    own[rows] = len(prices.duration_ps) + np.arange(len(rows))
+    own[rows] = len(costs.duration_ps) + np.arange(len(rows))
     return (
         replace(
-            prices,
-            duration_ps=np.append(prices.duration_ps, list(took_ps.values())),
-            host_ps=np.append(prices.host_ps, prices.host_ps[usual]),
+            costs,
+            duration_ps=np.append(costs.duration_ps, list(took_ps.values())),
+            host_ps=np.append(costs.host_ps, costs.host_ps[usual]),
             exchanged_ps=None,
-            allocate_bytes=np.concatenate([prices.allocate_bytes, prices.allocate_bytes[usual]]),
-            free_bytes=np.concatenate([prices.free_bytes, prices.free_bytes[usual]]),
+            allocate_bytes=np.concatenate([costs.allocate_bytes, costs.allocate_bytes[usual]]),
+            free_bytes=np.concatenate([costs.free_bytes, costs.free_bytes[usual]]),
         ),
         own,
     )

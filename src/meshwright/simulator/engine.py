@@ -16,7 +16,7 @@ How it is computed:
 
 Why that is exact: when the worklist is empty, every future event follows from some heap entry, so it cannot be
 earlier than the smallest key. The condition: holding a link, and a mark raised meanwhile, takes at least 1 ps
-(`check_prices` sees to it). A link is private when one stream takes part in every request for it (`unroll.py`), for
+(`check_costs` sees to it). A link is private when one stream takes part in every request for it (`unroll.py`), for
 then its requests form a chain. Source: our own experiments with worklist, event heap and recorded link order; tests
 compare with a plain event-driven simulation.
 

@@ -1,4 +1,4 @@
-"""Write the sequence of an exchange into a plan: priorities on the virtual clock of the priced program.
+"""Write the sequence of an exchange into a plan: priorities on the virtual clock of the estimated program.
 
 When the parts of a step are ready follows from the backwards alone, for all forwards of a step come before. So one
 simulated step tells it, and the sequence found for it is that of every step. The policy (`program.priorities`, or
@@ -19,7 +19,7 @@ from meshwright.cost import CostModel
 from meshwright.program import build_program, gradient_buckets
 from meshwright.program.parts import cut_parts
 from meshwright.program.priorities import ReadyPart, order_parts
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.simulate import Run, run_program
 from meshwright.spec import Cluster, Graph, Plan, PlanError, Program
 from meshwright.spec.instructions import SUMS
@@ -83,8 +83,8 @@ def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel |
     first = replace(plan, exchange=replace(plan.exchange, sequence=(), across_steps=False, servers=()))
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(first, graph)
-    prices = price_program(program, first, graph, cost)
-    run = run_program(program, prices, 1)
+    costs = estimate_program(program, first, graph, cost)
+    run = run_program(program, costs, 1)
     body = program.body
     sums = np.flatnonzero(np.isin(body.opcode, SUMS))
     ready = _ready_ps(program, run, sums)
@@ -92,7 +92,7 @@ def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel |
     parts = cut_parts(buckets, first.exchange)
     ready_ps, duration_ps = np.zeros(len(parts.bucket), np.int64), np.zeros(len(parts.bucket), np.int64)
     np.maximum.at(ready_ps, body.peer[sums], ready)
-    duration_ps[body.peer[sums]] = prices.duration_ps[prices.body.cost_class[sums]]
+    duration_ps[body.peer[sums]] = costs.duration_ps[costs.body.cost_class[sums]]
     # A stage's first buckets to be ready are those of its last layers.
     order = sorted(range(len(buckets)), key=lambda index: (min(buckets[index].stages), -index))
     urgency = np.empty(len(buckets), np.int64)

@@ -19,8 +19,8 @@ from meshwright.simulator.host_issue import hosts_bind, issued_run
 from meshwright.simulator.levers import Lever, find_levers
 from meshwright.simulator.network import durations
 from meshwright.simulator.plan import program_of, steady_steps
-from meshwright.simulator.prices import Prices, check_prices
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_costs import ProgramCosts, check_costs
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.simulate import instruction_columns, run_unrolled
 from meshwright.simulator.simulation import step_window
 from meshwright.simulator.unroll import Unrolled, unroll
@@ -52,24 +52,24 @@ def explain_step(
     """Explain a steady step of a plan or a placement. Arguments and errors are those of `simulate_plan`."""
     program = program_of(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    prices = price_program(program, plan, graph, cost)
+    costs = estimate_program(program, plan, graph, cost)
     devices = [cluster.device_kind(rank).name for rank in range(program.num_ranks)]
-    return explain_program(program, prices, devices, contention=contention)
+    return explain_program(program, costs, devices, contention=contention)
 
 
 def explain_program(
-    program: Program, prices: Prices, devices: list[str], *, contention: Contention = "queued"
+    program: Program, costs: ProgramCosts, devices: list[str], *, contention: Contention = "queued"
 ) -> StepExplanation:
-    """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
+    """Explain a steady step of an estimated program; ``devices`` names the kind of each rank's device."""
     check_contention(contention)
-    check_prices(program, prices)
+    check_costs(program, costs)
     steps, drains = steady_steps(program)[0], program.epilogue.num_instructions > 0
     # Hosts that are fast enough are ahead of a steady step.
-    for given in (prices.with_hosts_ahead(), prices):
+    for given in (costs.with_hosts_ahead(), costs):
         unrolled = unroll(program, given, steps)
-        network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
+        network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, contention)
         begin, stop = step_window(unrolled.step, end_ps, drains=drains)
-        if given is prices or not hosts_bind(program, prices, stop - begin):
+        if given is costs or not hosts_bind(program, costs, stop - begin):
             break
     columns = instruction_columns(program, unrolled)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
@@ -78,7 +78,7 @@ def explain_program(
     path = find_critical_path(network, start_ps, end_ps, (begin, stop), hosts)
 
     def simulate(changed: Unrolled) -> int:
-        ends = run_unrolled(program, changed, prices.host_ps, contention)[2]
+        ends = run_unrolled(program, changed, costs.host_ps, contention)[2]
         first, last = step_window(changed.step, ends, drains=drains)
         return last - first
 
@@ -87,7 +87,7 @@ def explain_program(
         step_time_s=to_seconds(stop - begin) / program.body_steps,
         path=_timeline(program, path, columns, begin),
         bounds=tuple(map(Bound, path.bound.tolist())),
-        levers=find_levers(path, unrolled, prices, columns, of_streams, simulate),
+        levers=find_levers(path, unrolled, costs, columns, of_streams, simulate),
     )
 
 

@@ -34,7 +34,7 @@ Columns = TypeVar("Columns", bound=Any)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class IssueCost:
     """What was filed, with its cost class and route."""
 
     filed: Filed
@@ -99,7 +99,7 @@ class GrowingNetwork:
         self._network.wait_offsets[num_body : self._count + 1] = num_waits
         self._runnable = np.flatnonzero(~is_empty)[::-1].tolist()
 
-    def extend(self, priced: Sequence[Priced], decision: Decision, now_ps: int) -> None:
+    def extend(self, estimated: Sequence[IssueCost], decision: Decision, now_ps: int) -> None:
         """Carry a decision out: watch instructions of the body, set timers, append what was issued."""
         if decision.watch or decision.timers or decision.abandon:
             more = len(decision.watch) + len(decision.timers) + len(decision.abandon)
@@ -110,8 +110,8 @@ class GrowingNetwork:
         for timer in decision.timers:
             add_event(self._control, timer.at_ps, FIRST_TIMER + self._num_timers)
             self._num_timers += 1
-        if priced:
-            self._issue(priced, now_ps)
+        if estimated:
+            self._issue(estimated, now_ps)
 
     def run(self) -> None:
         """Go on until the next event has come, or nothing happens any more."""
@@ -211,20 +211,20 @@ class GrowingNetwork:
         self._network = network._replace(class_ps=np.append(network.class_ps, took_ps))
         self._abandoned.add(i)
 
-    def _issue(self, priced: Sequence[Priced], release_ps: int) -> None:
+    def _issue(self, estimated: Sequence[IssueCost], release_ps: int) -> None:
         """Append instructions to their streams; they begin at ``release_ps`` or later."""
         instructions, waits, slots, events, collectives, need = self._used
-        for item in priced:
+        for item in estimated:
             issue = item.filed.issue
             waits, events = waits + len(item.filed.waits), events + issue.watched + issue.abandonable
             collectives = max(collectives, self._num_body_collectives + item.filed.collective + 1)
             if issue.need is not None:
                 slots, need = slots + len(issue.waits), max(need, issue.need)
-        self._reserve(_Sizes(instructions + len(priced), waits, slots, events, collectives, need))
-        for item in priced:
+        self._reserve(_Sizes(instructions + len(estimated), waits, slots, events, collectives, need))
+        for item in estimated:
             self._append(item, release_ps)
 
-    def _append(self, item: Priced, release_ps: int) -> None:
+    def _append(self, item: IssueCost, release_ps: int) -> None:
         network, control, state = self._network, self._control, self._state
         filed, i, begin = item.filed, self._count, self._num_waits
         network.cost_class[i] = item.cost_class
@@ -245,7 +245,7 @@ class GrowingNetwork:
             control.after[self._last[filed.stream]] = i
         self._last[filed.stream] = i
 
-    def _join_collective(self, item: Priced) -> int:
+    def _join_collective(self, item: IssueCost) -> int:
         """Count a member in; the lowest gives the collective its route. Returns what stands for it as a resource."""
         number = self._num_body_collectives + item.filed.collective
         network = self._network

@@ -1,8 +1,8 @@
 """Hosts that issue what their devices compute, beside them: when is an instruction issued, and when does it end then?
 
 One thread of a rank's host issues all that the rank computes, in the order of its compute stream, and waits for the
-device only where the program says so (`pricing`: where an update depends on a number that the host reads). Let an
-instruction take the host H and the device D, and let it end E after the host began with it at the earliest
+device only where the program says so (`program_estimate`: where an update depends on a number that the host reads). Let
+an instruction take the host H and the device D, and let it end E after the host began with it at the earliest
 (`span_parts`). Then, with the moment ``ready`` at which the device could begin,
 
     begin  = end of the host's last issue             (not before ``ready`` where the host waits for the device)
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.network import Network, durations, with_durations
-from meshwright.simulator.prices import Prices
+from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import Program
 
@@ -98,25 +98,25 @@ def _follow_hosts(network: Network, ready_ps: Times, begin_ps: Times, follows: N
             clock = begin_ps[i] + network.issue_ps[kind]
 
 
-def hosts_bind(program: Program, prices: Prices, step_ps: float) -> bool:
+def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
     """Whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
 
     Devices never make a host wait, so that it gets further ahead with each step if it needs less time for one than they
     do; else they go on at its pace. Not so where it waits for them.
     """
-    if prices.issue is None:
+    if costs.issue is None:
         return False
-    classes = prices.body.cost_class
-    return bool(prices.issue.is_awaited[classes].any()) or int(issued_ps(program, prices).max()) > step_ps
+    classes = costs.body.cost_class
+    return bool(costs.issue.is_awaited[classes].any()) or int(issued_ps(program, costs).max()) > step_ps
 
 
-def issued_ps(program: Program, prices: Prices) -> Times:
+def issued_ps(program: Program, costs: ProgramCosts) -> Times:
     """How long the host of each rank issues in one repetition of the body, in ps, (ranks,)."""
-    if prices.issue is None:
+    if costs.issue is None:
         return np.zeros(program.num_ranks, np.int64)
     ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))
     total: Times = np.zeros(program.num_ranks, np.int64)
-    np.add.at(total, ranks, prices.issue.host_ps[prices.body.cost_class])
+    np.add.at(total, ranks, costs.issue.host_ps[costs.body.cost_class])
     return total
 
 

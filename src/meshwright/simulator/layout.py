@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.program import Repeated
 from meshwright.simulator.matching import Matches
-from meshwright.simulator.prices import SectionPrices
+from meshwright.simulator.program_costs import SectionCosts
 from meshwright.spec import Section
 
 Ids = NDArray[np.int64]
@@ -26,7 +26,7 @@ class Part:
     """One section with all that is needed to place it; shared by the repetitions of the body."""
 
     section: Section
-    costs: SectionPrices
+    costs: SectionCosts
     matches: Matches
     wait_offsets: Ids
     waits: Ids

@@ -27,7 +27,7 @@ from meshwright.compiled import compiled
 from meshwright.simulator.critical_path import CriticalPath
 from meshwright.simulator.host_issue import with_faster_hosts
 from meshwright.simulator.network import Network, route_of, routes, with_durations
-from meshwright.simulator.prices import Prices
+from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS, INSTRUCTIONS, STASHING, UPDATES
@@ -74,7 +74,7 @@ class _Class(NamedTuple):
 def find_levers(
     path: CriticalPath,
     unrolled: Unrolled,
-    prices: Prices,
+    costs: ProgramCosts,
     columns: dict[str, NDArray[Any]],
     devices: Sequence[str],
     simulate: Callable[[Unrolled], int],
@@ -89,7 +89,7 @@ def find_levers(
     length = np.where(path.on_host, 0, length)
     sized = [
         (item, int(length[item.covers(path.instruction)].sum()))
-        for item in _classes(path, unrolled, prices, columns, devices)
+        for item in _classes(path, unrolled, costs, columns, devices)
     ]
     levers: list[Lever] = []
     if on_host:
@@ -144,7 +144,11 @@ def _shorten(network: Network, chosen: Mask, share: float) -> tuple[Times, Times
 
 
 def _classes(
-    path: CriticalPath, unrolled: Unrolled, prices: Prices, columns: dict[str, NDArray[Any]], devices: Sequence[str]
+    path: CriticalPath,
+    unrolled: Unrolled,
+    costs: ProgramCosts,
+    columns: dict[str, NDArray[Any]],
+    devices: Sequence[str],
 ) -> Iterator[_Class]:
     """Every class that the path touches."""
     here, network = path.instruction, unrolled.network
@@ -164,7 +168,7 @@ def _classes(
         yield _Class("device", f"{names[number]} computing", machines, [number])
     route_of_link = np.repeat(np.arange(len(network.route_offsets) - 1), np.diff(network.route_offsets))
     for link in _distinct(network.route_links[np.isin(route_of_link, route[here])]):
-        name = prices.link_names[link] if prices.link_names else f"link number {link}"
+        name = costs.link_names[link] if costs.link_names else f"link number {link}"
         yield _Class("link", name, route, route_of_link[network.route_links == link].tolist())
 
 

@@ -1,11 +1,11 @@
 """Many plans of one graph and cluster at once, on all cores; each result is that of `simulate_plan`.
 
-Most of what a plan takes is Python (writing and pricing its program), which runs on one core per process. So plans are
-dealt out to processes that are forks of this one: they have graph, prices and compiled loops already, are sent the
+Most of what a plan takes is Python (writing and estimating its program), which runs on one core per process. So plans
+are dealt out to processes that are forks of this one: they have graph, costs and compiled loops already, are sent the
 place of a plan in the list and send its result back. The first plan is simulated here, to have all that loaded and to
-know whether there is enough left to do: a fork and its results cost some 50 ms. Where processes cannot fork
-(Windows; macOS, whose libraries do not stand it), or other threads run that might hold a lock meanwhile, all are
-simulated one after the other.
+know whether there is enough left to do: a fork and its results cost some 50 ms. Where processes cannot fork (Windows;
+macOS, whose libraries do not stand it), or other threads run that might hold a lock meanwhile, all are simulated one
+after the other.
 """
 
 from __future__ import annotations

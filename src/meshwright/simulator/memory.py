@@ -40,7 +40,7 @@ def follow_memory(
     free_bytes: NDArray[np.int64],
     resident_bytes: NDArray[np.int64],
 ) -> MemoryUse:
-    """Follow the bytes in use of all ranks; arguments as in `Prices`, times per instruction."""
+    """Follow the bytes in use of all ranks; arguments as in `Costs`, times per instruction."""
     changes = np.concatenate([allocate_bytes, -free_bytes]).astype(np.int64)
     acts = (changes != 0).any(axis=1).reshape(2, -1).any(axis=0)
     capacity = 2 * int(np.count_nonzero(acts[cost_class])) + len(resident_bytes)

@@ -1,7 +1,7 @@
 """What happens inside each computation of a run, op by op.
 
 The instructions stay what is simulated: ops of a stage follow each other on one device, so where each of them lies is
-told by the computation's span and its prices alone. Inside a span of a forward: the host's time, then the ops in
+told by the computation's span and its costs alone. Inside a span of a forward: the host's time, then the ops in
 order. Inside a backward, or one of its two parts: the host's time, then the ops from the last to the first, and in the
 last one of a step, when all gradients of a bucket are there, what filling that bucket takes; its end is the bucket's
 mark. Ops that take no time have no part.
@@ -23,8 +23,8 @@ from meshwright.cost import CostModel
 from meshwright.program import Bucket, Fold, graph_of_program
 from meshwright.simulator.host_issue import issued_run
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions
-from meshwright.simulator.prices import Prices
-from meshwright.simulator.pricing import exchanged_buckets, place_of_backward
+from meshwright.simulator.program_costs import ProgramCosts
+from meshwright.simulator.program_estimate import exchanged_buckets, place_of_backward
 from meshwright.simulator.simulate import Run
 from meshwright.simulator.span_parts import issue_parts, list_parts, span_ps
 from meshwright.simulator.stage_costs import OpSeconds, op_seconds
@@ -51,7 +51,7 @@ class _Parts(NamedTuple):
 
 def expand_ops(
     program: Program,
-    prices: Prices,
+    costs: ProgramCosts,
     run: Run,
     plan: Plan | Placement,
     graph: Graph,
@@ -59,12 +59,12 @@ def expand_ops(
     *,
     fold: Fold | None = None,
 ) -> OpSpans:
-    """The ops of all forwards and backwards of a run; arguments as of `price_program`."""
+    """The ops of all forwards and backwards of a run; arguments as of `estimate_program`."""
     graph = graph_of_program(graph, program)
     buckets = exchanged_buckets(plan, graph, fold)
     devices = fold.ranks if fold else tuple(range(program.num_ranks))
     whole = fold.whole if fold else plan
-    parts = _list_parts(program, prices, plan, whole, graph, cost, devices, buckets)
+    parts = _list_parts(program, costs, plan, whole, graph, cost, devices, buckets)
     network = run.unrolled.network
     cost_class = run.unrolled.cost_class
     span = np.flatnonzero(np.diff(parts.offsets)[cost_class])
@@ -73,7 +73,7 @@ def expand_ops(
     issued = issued_run(network, run.network, run.start_ps)
     begin_ps = issued.begin_ps[span] if issued else np.zeros(len(span), np.int64)
     op, start_ps, end_ps = _expand(
-        parts, found, prices.duration_ps[found], run.start_ps[span], run.end_ps[span], begin_ps, int(counts.sum())
+        parts, found, costs.duration_ps[found], run.start_ps[span], run.end_ps[span], begin_ps, int(counts.sum())
     )
     names = (*(item.name for item in graph.ops), "host", *(f"fill bucket {bucket.index}" for bucket in buckets))
     return OpSpans(span=np.repeat(span, counts), op=op, start_ps=start_ps, end_ps=end_ps, names=names)
@@ -81,7 +81,7 @@ def expand_ops(
 
 def _list_parts(
     program: Program,
-    prices: Prices,
+    costs: ProgramCosts,
     plan: Plan | Placement,
     whole: Plan | Placement,
     graph: Graph,
@@ -90,14 +90,14 @@ def _list_parts(
     buckets: tuple[Bucket, ...],
 ) -> _Parts:
     stages = slice_stages(graph, plan)
-    priced: dict[tuple[int, str], OpSeconds] = {}
+    estimated: dict[tuple[int, str], OpSeconds] = {}
     none = np.zeros(0, np.int64)
-    count = len(prices.duration_ps)
+    count = len(costs.duration_ps)
     ops, times = [none] * count, [np.zeros((3, 0), np.int64)] * count
     is_issued = np.zeros(count, np.bool_)
     stream_ranks = rank_of_streams(program)
     for name, section in program.sections():
-        classes = getattr(prices, name).cost_class
+        classes = getattr(costs, name).cost_class
         places, streams = place_of_backward(section), stream_of_instructions(section)
         computing = np.flatnonzero(np.isin(section.opcode, COMPUTATIONS))
         for row in computing[np.unique(classes[computing], return_index=True)[1]].tolist():
@@ -105,12 +105,12 @@ def _list_parts(
             device, cost_class = devices[int(stream_ranks[streams[row]])], int(classes[row])
             kind = cost.cluster.device_kind(device)
             key = (stage.index, kind.name)
-            if key not in priced:
+            if key not in estimated:
                 held = tuple(bucket for bucket in buckets if stage.index in bucket.stages)
                 shards = find_shards(whole, stage.index, cost.cluster)
-                priced[key] = op_seconds(graph, plan, stage, held, kind, cost, shards)
-            parts = list_parts(priced[key], Opcode(int(section.opcode[row])), int(places[row]))
-            duration_ps = int(prices.duration_ps[cost_class])
+                estimated[key] = op_seconds(graph, plan, stage, held, kind, cost, shards)
+            parts = list_parts(estimated[key], Opcode(int(section.opcode[row])), int(places[row]))
+            duration_ps = int(costs.duration_ps[cost_class])
             if parts.issued_s is not None:
                 factor = cost.host_factor(device)
                 done_ps, issued_ps, earliest_ps = issue_parts(parts, duration_ps, factor)

@@ -1,4 +1,4 @@
-"""Plan in, Simulation out: build the program, price it, run it on the virtual clock, sum up.
+"""Plan in, Simulation out: build the program, estimate its costs, run it on the virtual clock, sum up.
 
 Pipelines that are alike are simulated once (`folding`). The steady step is the first one where all later ones repeat it
 (below); else `STEADY_STEPS` are simulated.
@@ -36,8 +36,8 @@ from meshwright.simulator.host_issue import hosts_bind, issued_ps
 from meshwright.simulator.host_memory import NodeMemory, node_memory
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.op_spans import expand_ops
-from meshwright.simulator.prices import Prices
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_costs import ProgramCosts
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, record_spans, run_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation, rank_seconds, step_window
 from meshwright.simulator.teams import form_teams
@@ -97,7 +97,7 @@ def simulate_plan(
     Of a plan that splits ops over teams of devices, rank r is team r, and what is told of a rank is told of each device
     of its team.
 
-    ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
+    ``cost`` is the cost model (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
     beyond them if need be. ``contention`` says how transfers get links that others want too: ``queued`` (first come,
     first served) or ``fair`` (max-min shares). With ``detail="ops"`` the ops inside of spans are told too
@@ -115,17 +115,17 @@ def simulate_plan(
     if fold is not None:
         try:
             program = build_folded_program(fold, graph)
-            prices = price_program(program, fold.plan, graph, cost, fold=fold)
-            outcome = _simulate(program, prices, num_steps, contention, folded=True)
+            costs = estimate_program(program, fold.plan, graph, cost, fold=fold)
+            outcome = _simulate(program, costs, num_steps, contention, folded=True)
             simulated = fold.plan
         except (_NotAlikeError, DeadlockError, PlanError):
             # Of all ranks it can be told, or they are those that the error is about.
             fold = None
     if outcome is None:
         program = program_of(plan, graph, cluster)
-        prices = price_program(program, plan, graph, cost)
-        outcome = _simulate(program, prices, num_steps, contention, folded=False)
-    ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
+        costs = estimate_program(program, plan, graph, cost)
+        outcome = _simulate(program, costs, num_steps, contention, folded=False)
+    ops = expand_ops(program, costs, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
     nodes = node_memory(plan, graph, cost.cluster)
     return _sum_up(outcome, ops, fold, plan, graph, cluster, cost.sharding, nodes)
 
@@ -152,21 +152,23 @@ class _Outcome(NamedTuple):
     seconds: tuple[RankSeconds, ...]
 
 
-def _simulate(program: Program, prices: Prices, num_steps: int, contention: Contention, *, folded: bool) -> _Outcome:
-    ahead = prices.with_hosts_ahead()
+def _simulate(
+    program: Program, costs: ProgramCosts, num_steps: int, contention: Contention, *, folded: bool
+) -> _Outcome:
+    ahead = costs.with_hosts_ahead()
 
-    def run(steps: int, given: Prices) -> Run:
+    def run(steps: int, given: ProgramCosts) -> Run:
         done = run_program(program, given, steps, contention)
         if folded and _is_broken(done, contention):
             raise _NotAlikeError
         return done
 
-    def spans(steps: int, given: Prices) -> Timeline:
-        return timeline if given is prices and num_steps >= steps else record_spans(program, run(steps, given))
+    def spans(steps: int, given: ProgramCosts) -> Timeline:
+        return timeline if given is costs and num_steps >= steps else record_spans(program, run(steps, given))
 
     first = run(1, ahead)
-    shown = first if num_steps == 1 and ahead is prices else run(num_steps, prices)
-    timeline, memory = record_run(program, prices, shown)
+    shown = first if num_steps == 1 and ahead is costs else run(num_steps, costs)
+    timeline, memory = record_run(program, costs, shown)
     (needed, count), averaged, drains = steady_steps(program), 1, program.epilogue.num_instructions > 0
     distance = step_distance(program, ahead, first)
     if distance is not None:
@@ -176,13 +178,13 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
     else:
         steady, averaged = spans(needed, ahead), count
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
-    if hosts_bind(program, prices, (window[1] - window[0]) / averaged):
+    if hosts_bind(program, costs, (window[1] - window[0]) / averaged):
         most = max(MAX_UNROLLED // program.body.num_instructions, 2)
-        steady, averaged = spans(min(needed, most), prices), count
+        steady, averaged = spans(min(needed, most), costs), count
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
-    parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
-    inside_s, copied_s = (_inside_s(program, prices, column) for column in (prices.exchanged_ps, prices.copied_ps))
-    host_s = (issued_ps(program, prices) / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
+    parts = (dict(zip(costs.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
+    inside_s, copied_s = (_inside_s(program, costs, column) for column in (costs.exchanged_ps, costs.copied_ps))
+    host_s = (issued_ps(program, costs) / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
     return _Outcome(
         run=shown,
         timeline=timeline,
@@ -201,12 +203,12 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
     )
 
 
-def _inside_s(program: Program, prices: Prices, waited_ps: NDArray[np.int64] | None) -> list[float]:
+def _inside_s(program: Program, costs: ProgramCosts, waited_ps: NDArray[np.int64] | None) -> list[float]:
     """Seconds of a step in which the computations of each rank wait for something, by their cost classes."""
     if waited_ps is None:
         return [0.0] * program.num_ranks
     ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))
-    total_ps = np.bincount(ranks, waited_ps[prices.body.cost_class], program.num_ranks)
+    total_ps = np.bincount(ranks, waited_ps[costs.body.cost_class], program.num_ranks)
     found: list[float] = (total_ps / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
     return found
 
@@ -283,7 +285,7 @@ def _utilisation(
     return count * model_flops / available, count * executed / available
 
 
-def step_distance(program: Program, prices: Prices, run: Run) -> int | None:
+def step_distance(program: Program, costs: ProgramCosts, run: Run) -> int | None:
     """Δ in ps, of the run of one step; None where it is not sure.
 
     It is not where instructions wait for those of an earlier step, or need only some of what they wait for. Processor
@@ -291,7 +293,7 @@ def step_distance(program: Program, prices: Prices, run: Run) -> int | None:
     """
     if program.crosses_steps or program.prologue.num_instructions or program.epilogue.num_instructions:
         return None
-    if prices.host_ps.any():
+    if costs.host_ps.any():
         return None
     if len(program.body.join_instruction):
         return None

@@ -90,7 +90,7 @@ def saved_waits(copies: SavedCopies | None, forward_s: Floats, backward_s: Float
     return forward, backward
 
 
-class PricedCopies:
+class EstimatedCopies:
     """The copies of all stages, on all ``kinds`` of devices in use; ``ranks`` of the cluster that have each stage."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Program and prices in, predicted Timeline out.
+"""Program and costs in, predicted Timeline out.
 
 A send's span is the time for which it holds its links, or shares them under ``fair`` contention. A receive's span is
 the arrival of its bytes: from the start of its send (or the end of the receive before it in its stream, if later) to
@@ -20,7 +20,7 @@ from meshwright.simulator.host_time import HOST_ROUNDS, charge_host_time
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.memory import MemoryUse, follow_memory
 from meshwright.simulator.network import Network, durations
-from meshwright.simulator.prices import Prices, check_prices
+from meshwright.simulator.program_costs import ProgramCosts, check_costs
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
 
@@ -31,23 +31,23 @@ MAX_UNROLLED = 5_000_000
 
 
 def simulate_program(
-    program: Program, prices: Prices, num_steps: int = 1, *, contention: Contention = "queued"
+    program: Program, costs: ProgramCosts, num_steps: int = 1, *, contention: Contention = "queued"
 ) -> Timeline:
     """Simulate prologue, ``num_steps`` repetitions of the body, and epilogue.
 
     ``contention`` says how transfers get links that others want too: ``queued`` (`engine`) or ``fair`` (`fair`).
 
-    Raises DeadlockError, naming the instructions, if the program can never finish; ProgramError if the prices do
+    Raises DeadlockError, naming the instructions, if the program can never finish; ProgramError if the costs do
     not fit it or a transfer or collective lacks a counterpart.
     """
-    return simulate_with_memory(program, prices, num_steps, contention)[0]
+    return simulate_with_memory(program, costs, num_steps, contention)[0]
 
 
 def simulate_with_memory(
-    program: Program, prices: Prices, num_steps: int, contention: Contention = "queued"
+    program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
 ) -> tuple[Timeline, MemoryUse]:
     """Like `simulate_program`, with the parts of memory at each rank's peak."""
-    return record_run(program, prices, run_program(program, prices, num_steps, contention))
+    return record_run(program, costs, run_program(program, costs, num_steps, contention))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class Run:
     end_ps: Ids
 
 
-def run_program(program: Program, prices: Prices, num_steps: int, contention: Contention = "queued") -> Run:
+def run_program(program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued") -> Run:
     """Find when each instruction of ``num_steps`` steps runs. Raises as `simulate_program`."""
     if num_steps < 1:
         raise ProgramError(f"{num_steps} steps were asked for; simulate at least 1.")
@@ -70,13 +70,13 @@ def run_program(program: Program, prices: Prices, num_steps: int, contention: Co
             f"{MAX_UNROLLED // program.body.num_instructions} (steady steps are alike)."
         )
     check_contention(contention)
-    check_prices(program, prices)
-    unrolled = unroll(program, prices, num_steps)
-    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
+    check_costs(program, costs)
+    unrolled = unroll(program, costs, num_steps)
+    network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, contention)
     return Run(unrolled=unrolled, network=network, start_ps=start_ps, end_ps=end_ps)
 
 
-def record_run(program: Program, prices: Prices, run: Run) -> tuple[Timeline, MemoryUse]:
+def record_run(program: Program, costs: ProgramCosts, run: Run) -> tuple[Timeline, MemoryUse]:
     """The timeline of a run, with the parts of memory at each rank's peak."""
     unrolled = run.unrolled
     memory = follow_memory(
@@ -85,9 +85,9 @@ def record_run(program: Program, prices: Prices, run: Run) -> tuple[Timeline, Me
         unrolled.cost_class,
         run.start_ps,
         run.end_ps,
-        prices.allocate_bytes,
-        prices.free_bytes,
-        prices.resident_bytes,
+        costs.allocate_bytes,
+        costs.free_bytes,
+        costs.resident_bytes,
     )
     return record_spans(program, run, memory), memory
 

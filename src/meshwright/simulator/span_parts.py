@@ -51,7 +51,7 @@ class IssuedParts(NamedTuple):
 
 
 def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
-    """The parts of one computation; ``place`` as of `pricing.place_of_backward`. Those that take no time are parts."""
+    """The parts of one computation; ``place`` as of `place_of_backward`. Those that take no time are parts."""
     count, issue, row = len(seconds.forward), seconds.issue, _row(opcode)
     order = slice(None) if opcode is Opcode.FORWARD else slice(None, None, -1)
     fills = seconds.fill_s if place & FIRST else {}

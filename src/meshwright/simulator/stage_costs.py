@@ -135,13 +135,13 @@ def op_seconds(
     shards: StateShards = ALONE,
     pieces: tuple[HostPiece, ...] = (),
 ) -> OpSeconds:
-    """Price the ops of a stage; arguments as of `stage_costs`. What passes wait for gathers stands with their ops."""
-    prices = cost.price_ops(graph, plan.microbatch_size, kind)
+    """Costs of a stage's ops; arguments as of `stage_costs`. Gathers that passes wait for stand with their ops."""
+    costs = cost.estimate_ops(graph, plan.microbatch_size, kind)
     ops = np.array(stage.ops, np.int64)
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
     num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
     issued = (1 + len(stage.incoming) + len(stage.outgoing), 1 + num_returned + num_answers, 1)
-    forward_s, backward_s = prices.forward_s[ops], prices.backward_s[ops]
+    forward_s, backward_s = costs.forward_s[ops], costs.backward_s[ops]
     kept = {i for bucket in buckets for i in bucket.parameters}
     waits = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
     copies = find_copies(graph, plan, stage, kind, cost, shards.ranks)
@@ -150,17 +150,17 @@ def op_seconds(
     return OpSeconds(
         forward=forward_s + waits.forward + waited[0],
         backward=backward_s + waits.backward + waited[1],
-        weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
-        accumulate=prices.accumulate_s[ops],
+        weights=(costs.backward_s - costs.again_s)[ops] * weights_shares(graph)[ops],
+        accumulate=costs.accumulate_s[ops],
         host_s=(serial_s * issued[0], serial_s * issued[1], serial_s * issued[2]),
         # What goes to the host is copied from where it was made.
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
         | {piece.index: 0.0 for piece in pieces},
         last_s=waits.last_s,
         first_uses=_first_uses(graph, stage, (*buckets, *pieces)),
-        exchanged=prices.exchanged_s[ops] + np.stack([waits.forward, waits.backward], axis=1),
+        exchanged=costs.exchanged_s[ops] + np.stack([waits.forward, waits.backward], axis=1),
         copied_s=(float(waited[0].sum()), float(waited[1].sum())),
-        issue=_op_issue(graph, ops, buckets, pieces, prices.issue_s, issued, cost.overhead_s),
+        issue=_op_issue(graph, ops, buckets, pieces, costs.issue_s, issued, cost.overhead_s),
     )
 
 
@@ -219,7 +219,7 @@ def stage_costs(
     shards: StateShards = ALONE,
     pieces: tuple[HostPiece, ...] = (),
 ) -> StageCosts:
-    """Price a stage for the plan's microbatches on one kind of device.
+    """Estimate a stage for the plan's microbatches on one kind of device.
 
     ``buckets`` are those that the stage holds, ``shards`` says how replicas share its states out, ``pieces`` are those
     of it that go to the host without being summed.

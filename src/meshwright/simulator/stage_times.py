@@ -1,4 +1,4 @@
-"""What `program.find_orders` has to know of a plan: times and bytes of its stages, as the simulator prices them.
+"""What `program.find_orders` has to know of a plan: times and bytes of its stages, as the simulator estimates them.
 
 A backward in parts takes what a rank's second and later microbatches take. A transfer takes what the slowest pair of
 replicas needs alone on its links; those from one computation to several stages go one after the other. In a chain,

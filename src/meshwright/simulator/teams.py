@@ -1,4 +1,4 @@
-"""A plan on its cluster as teams see it: one rank per team, the local graph, and prices that know of both.
+"""A plan on its cluster as teams see it: one rank per team, the local graph, and costs that know of both.
 
 Devices that the plan leaves out are not there.
 """
@@ -15,7 +15,7 @@ from meshwright.spec import Cluster, Graph, Plan, check_plan
 
 
 class Teams(NamedTuple):
-    """A plan of a local graph on a cluster of teams, and their prices."""
+    """A plan of a local graph on a cluster of teams, and their costs."""
 
     plan: Plan
     graph: Graph
@@ -38,5 +38,5 @@ def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> T
         return Teams(plan, graph, cluster, cost)
     check_plan(plan, graph, cluster)
     local_plan, local_graph = lower_plan(plan, graph)
-    prices = cost.for_teams(plan.sharding)
-    return Teams(local_plan, local_graph, prices.cluster if prices.devices else cluster, prices)
+    costs = cost.for_teams(plan.sharding)
+    return Teams(local_plan, local_graph, costs.cluster if costs.devices else cluster, costs)

@@ -27,14 +27,14 @@ from meshwright.program import Repeated, repeat_body
 from meshwright.simulator.layout import Layout, Part
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions, streams_of
 from meshwright.simulator.network import Network
-from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
+from meshwright.simulator.program_costs import IssueCosts, ProgramCosts, SectionCosts
 from meshwright.spec import Program, ProgramError, Section, empty_section
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 
 _MOST = np.iinfo(np.int32).max
-_NOTHING_ISSUED = IssuePrices(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+_NOTHING_ISSUED = IssueCosts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,28 +67,28 @@ class Unrolled:
         return self.layout.send_of
 
 
-def unroll(program: Program, prices: Prices, num_steps: int) -> Unrolled:
+def unroll(program: Program, costs: ProgramCosts, num_steps: int) -> Unrolled:
     """Lay the sections of a program behind each other, with the body ``num_steps`` times.
 
     Raises ProgramError if a transfer or collective lacks a counterpart, or if there are more instructions or waits than
     32 bits number.
     """
     if program.crosses_steps:
-        flat, flat_prices, joined = join_repetitions(program, prices, num_steps)
-        unrolled = unroll(flat, flat_prices, 1)
+        flat, flat_costs, joined = join_repetitions(program, costs, num_steps)
+        unrolled = unroll(flat, flat_costs, 1)
         return replace(unrolled, layout=replace(unrolled.layout, joined=joined))
-    prologue, body, epilogue = (_make_part(program, item, getattr(prices, name)) for name, item in program.sections())
+    prologue, body, epilogue = (_make_part(program, item, getattr(costs, name)) for name, item in program.sections())
     made = prologue, body, epilogue
     which = 0, *[1] * num_steps, 2
     lengths = np.array([np.diff(made[k].section.stream_offsets) for k in which])
     stream_offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=0))])
     begins = stream_offsets[:-1] + np.cumsum(lengths, axis=0) - lengths
     layout = Layout(made=made, which=which, begins=begins, stream_offsets=stream_offsets)
-    network = _assemble(prices, layout)
-    return Unrolled(network=network, num_links=prices.num_links, cost_class=network.cost_class, layout=layout)
+    network = _assemble(costs, layout)
+    return Unrolled(network=network, num_links=costs.num_links, cost_class=network.cost_class, layout=layout)
 
 
-def _make_part(program: Program, section: Section, costs: SectionPrices) -> Part:
+def _make_part(program: Program, section: Section, costs: SectionCosts) -> Part:
     matches = match_section(program, section)
     wait_offsets, waits = _with_sends_awaited(section, matches)
     return Part(section=section, costs=costs, matches=matches, wait_offsets=wait_offsets, waits=waits)
@@ -110,26 +110,26 @@ def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
     return section.wait_offsets + np.cumsum(added), waits
 
 
-def _assemble(prices: Prices, layout: Layout) -> Network:
+def _assemble(costs: ProgramCosts, layout: Layout) -> Network:
     parts = layout.parts
     _check_size(layout)
     collective_route = np.concatenate([routes_of_collectives(part) for part in parts])
-    links = prices.route_offsets.astype(np.int64), prices.route_links.astype(np.int32)
-    cost_class, resource, wait_offsets, waits = _place_parts(layout, len(prices.route_offsets) - 1)
-    shared = find_shared_links(layout.stream_offsets, resource, collective_route, *links, prices.num_links)
+    links = costs.route_offsets.astype(np.int64), costs.route_links.astype(np.int32)
+    cost_class, resource, wait_offsets, waits = _place_parts(layout, len(costs.route_offsets) - 1)
+    shared = find_shared_links(layout.stream_offsets, resource, collective_route, *links, costs.num_links)
     number, num_private, route_offsets, route_links = _put_private_first(shared, *links)
     _renumber(number, resource)
     _renumber(number, collective_route)
-    mark_instruction, mark_shift_ps = _place_marks(layout, prices.duration_ps)
+    mark_instruction, mark_shift_ps = _place_marks(layout, costs.duration_ps)
     join_instruction, join_need = _place_joins(layout)
-    issue, mark_earliest_ps = prices.issue or _NOTHING_ISSUED, _NOTHING_ISSUED.earliest_ps
-    if prices.issue is not None:
+    issue, mark_earliest_ps = costs.issue or _NOTHING_ISSUED, _NOTHING_ISSUED.earliest_ps
+    if costs.issue is not None:
         moments = [part.costs.mark_earliest_ps for part in parts]
         mark_earliest_ps = np.concatenate([each for each in moments if each is not None])
     return Network(
         stream_offsets=layout.stream_offsets,
         cost_class=cost_class,
-        class_ps=prices.duration_ps.astype(np.int64),
+        class_ps=costs.duration_ps.astype(np.int64),
         wait_offsets=wait_offsets,
         waits=waits,
         mark_instruction=mark_instruction,
@@ -160,7 +160,7 @@ def _check_size(layout: Layout) -> None:
 
 
 def _place_parts(layout: Layout, num_routes: int) -> tuple[Column, Column, Column, Column]:
-    """The columns cost class, resource (with the routes of the prices), offsets of waits, and waits."""
+    """The columns cost class, resource (with the routes of the costs), offsets of waits, and waits."""
     if layout.only is not None:
         return _take_columns(layout.only, num_routes)
     parts, num_instructions = layout.parts, int(layout.stream_offsets[-1])
@@ -270,26 +270,26 @@ def _renumber(number: Column, resource: Column) -> None:
             resource[i] = number[resource[i]]
 
 
-def join_repetitions(program: Program, prices: Prices, num_steps: int) -> tuple[Program, Prices, Repeated]:
-    """The program and its prices with all repetitions in one body, and where they come from."""
+def join_repetitions(program: Program, costs: ProgramCosts, num_steps: int) -> tuple[Program, ProgramCosts, Repeated]:
+    """The program and its costs with all repetitions in one body, and where they come from."""
     joined = repeat_body(program, num_steps)
-    costs = [getattr(prices, name) for name, _ in program.sections()]
-    earliest = [part.mark_earliest_ps for part in costs if part.mark_earliest_ps is not None]
-    body = SectionPrices(
-        cost_class=np.concatenate([part.cost_class for part in costs])[joined.source],
-        route=np.concatenate([part.route for part in costs])[joined.source],
-        mark_offset_ps=np.concatenate([part.mark_offset_ps for part in costs])[joined.mark_source],
+    parts = [getattr(costs, name) for name, _ in program.sections()]
+    earliest = [part.mark_earliest_ps for part in parts if part.mark_earliest_ps is not None]
+    body = SectionCosts(
+        cost_class=np.concatenate([part.cost_class for part in parts])[joined.source],
+        route=np.concatenate([part.route for part in parts])[joined.source],
+        mark_offset_ps=np.concatenate([part.mark_offset_ps for part in parts])[joined.mark_source],
         mark_earliest_ps=np.concatenate(earliest)[joined.mark_source] if earliest else None,
     )
     none, nothing = empty_section(len(program.streams)), np.zeros(0, np.int32)
-    unpriced = SectionPrices(
+    empty = SectionCosts(
         cost_class=nothing,
         route=nothing,
         mark_offset_ps=nothing.astype(np.int64),
         mark_earliest_ps=nothing.astype(np.int64) if earliest else None,
     )
     flat = replace(program, prologue=none, body=joined.section, epilogue=none, advance=0)
-    return flat, replace(prices, prologue=unpriced, body=body, epilogue=unpriced), joined
+    return flat, replace(costs, prologue=empty, body=body, epilogue=empty), joined
 
 
 @compiled

@@ -95,7 +95,7 @@ class DeviceKind:
         return self.usual or self.name
 
     def at_usual_speed(self) -> DeviceKind:
-        """The kind by which this one is priced."""
+        """The kind by which this one is estimated."""
         return self if not self.usual else replace(self, name=self.usual, slowdown=1.0, usual="")
 
 

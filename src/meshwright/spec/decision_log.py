@@ -222,7 +222,7 @@ class Replay:
             expected = _describe(*logged) if logged else f"nothing after its {log.num_decisions} decisions"
             raise ProgramError(
                 f"The log of decisions does not fit: event {state} is {_describe(*given)}; the log has {expected}. "
-                "Replay a log with the program, prices and contention that it was made with."
+                "Replay a log with the program, costs and contention that it was made with."
             )
         return state + 1, log.decision(state)
 
@@ -232,7 +232,7 @@ class Replay:
             following = int(self.log.event_kind[num_decisions]), int(self.log.event_number[num_decisions])
             raise ProgramError(
                 f"The log of decisions does not fit: the run ended after {num_decisions} events; the log goes on with "
-                f"{_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the program, prices "
+                f"{_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the program, costs "
                 "and contention that it was made with."
             )
 

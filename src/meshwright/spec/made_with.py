@@ -1,4 +1,4 @@
-"""What a plan was made with, so that those who read it price it alike: measurements by path and hash, and software."""
+"""What a plan was made with: measurements by path and hash, and software. Readers estimate it with the same."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class MadeWith:
     """Of a plan when it was written.
 
     ``measurements`` is the path of the table, relative to the plan's folder, or empty; ``measurements_hash`` is that
-    file's hash. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``. ``priced_for`` is the training
-    software that was priced (``megatron@2022``), empty for this package's runtime.
+    file's hash. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``. ``predicted_for`` is the training
+    software that was estimated (``megatron@2022``), empty for this package's runtime.
     """
 
     measurements: str = ""
     measurements_hash: str = ""
     software: str = ""
-    priced_for: str = ""
+    predicted_for: str = ""
 
 
 UNKNOWN = MadeWith()
@@ -37,17 +37,17 @@ class Recalled(NamedTuple):
     remark: str = ""
 
 
-def note_making(measurements: Path | None, plan_file: Path, priced_for: str | None = None) -> MadeWith:
+def note_making(measurements: Path | None, plan_file: Path, predicted_for: str | None = None) -> MadeWith:
     """What a plan that is about to be written was made with."""
     software = own_software()
     if measurements is None:
-        return MadeWith(software=software, priced_for=priced_for or "")
+        return MadeWith(software=software, predicted_for=predicted_for or "")
     place = os.path.relpath(measurements.resolve(), plan_file.resolve().parent)
     return MadeWith(
         measurements=Path(place).as_posix(),
         measurements_hash=_hash_of(measurements),
         software=software,
-        priced_for=priced_for or "",
+        predicted_for=predicted_for or "",
     )
 
 
@@ -72,12 +72,12 @@ def _recall_table(made_with: MadeWith, plan_file: Path) -> Recalled:
     if not found.is_file():
         return Recalled(
             None,
-            f"The plan was made with {shown}, which is gone: prices are those of datasheets. Give the table by "
+            f"The plan was made with {shown}, which is gone: costs are those of datasheets. Give the table by "
             "--measurements.",
         )
     if _hash_of(found) != made_with.measurements_hash:
-        return Recalled(found, f"{shown}, which the plan was made with, has changed since; prices are those of today.")
-    return Recalled(found, f"Priced with {shown}, as the plan was made.")
+        return Recalled(found, f"{shown}, which the plan was made with, has changed since; costs are those of today.")
+    return Recalled(found, f"Estimated with {shown}, as the plan was made.")
 
 
 def _compare_given(made_with: MadeWith, given: Path) -> Recalled:

@@ -63,7 +63,7 @@ class Plan:
     kept away from devices (`offload`); ``compiled``: torch compiles the layers, each on its own (`compiled_units`).
     ``idle`` are devices of the cluster, ascending, that take no part, wherever they stand; ranks count the others.
     ``rewritten`` is the kind of device for which the model's graph was rewritten before it was laid out
-    (`rewrite.planned`); empty where it is the model's own. ``made_with`` says what it was priced with when it was
+    (`rewrite.planned`); empty where it is the model's own. ``made_with`` says what it was estimated with when it was
     written (`made_with`).
     """
 

@@ -1,4 +1,4 @@
-"""Precisions: each is one word, with one meaning in memory, price and runtime.
+"""Precisions: each is one word, with one meaning in memory, cost and runtime.
 
     word                    parameters   activations  gradients   beside them, for the optimizer
     float64                 float64      float64      float64     states in float64

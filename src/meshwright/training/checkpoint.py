@@ -161,7 +161,7 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
 
 
 def _hash_of(plan: Plan | Placement) -> str:
-    """Of a plan without its clipping, which is a setting, and without what it was priced with.
+    """Of a plan without its clipping, which is a setting, and without what it was estimated with.
 
     Compiled layers go on where others stopped, and the other way round.
     """

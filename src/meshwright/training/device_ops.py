@@ -1,6 +1,6 @@
 """The distinct ops of a model, cut out one by one for a device, in the types in which a precision makes them compute.
 
-The model is captured without memory. Keys are those by which prices look ops up (`cost.work.key_in`).
+The model is captured without memory. Keys are those by which ops are looked up (`cost.work.key_in`).
 """
 
 from __future__ import annotations

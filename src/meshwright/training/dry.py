@@ -6,7 +6,7 @@ compared with what the program and the local graph say: issued instructions in t
 of forwards, backwards and updates in its own.
 
 Counted and not compared: numbers of at most 8 bytes (how many targets count in a loss, a norm), and messages of rings,
-whose backward sends less than is priced (docs/concepts/split-plans.md).
+whose backward sends less than is estimated (docs/concepts/split-plans.md).
 """
 
 from __future__ import annotations
@@ -331,5 +331,5 @@ def _compare(what: str, found: list[Call], wanted: list[Call], process: int) -> 
     first, predicted = (items[place] if place < len(items) else None for items in (found, wanted))
     raise RunError(
         f"Process {process} {what} {len(found)} times, {len(wanted)} were predicted; at place {place}: {first} instead "
-        f"of {predicted}. The plan would run, but not as it was priced. Please report it with the plan."
+        f"of {predicted}. The plan would run, but not as it was estimated. Please report it with the plan."
     )

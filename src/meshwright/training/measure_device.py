@@ -189,7 +189,7 @@ def _issue(
     left_out: dict[str, str],
     events: EventSink | None,
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of the host by key; layers that do not run are left out, and prices of theirs stay predicted."""
+    """Seconds of the host by key; layers that do not run are left out, and costs of theirs stay predicted."""
     found: dict[str, tuple[float, float]] = {}
     for name, make in model.segments():
         try:

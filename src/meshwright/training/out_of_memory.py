@@ -32,8 +32,8 @@ def _predict(plan_file: str, process: int) -> str:
     cluster = load_cluster(plan.cluster)
     cost = CostModel(cluster=cluster, precision=plan.workload.precision)
     _, captured = capture_fake(plan)
-    local, graph, devices, prices = form_teams(plan, captured.graph, cluster, cost)
-    peaks = simulate_plan(local, graph, devices, cost=prices).peak_memory_bytes
+    local, graph, devices, costs = form_teams(plan, captured.graph, cluster, cost)
+    peaks = simulate_plan(local, graph, devices, cost=costs).peak_memory_bytes
     has = cluster.device_kind(process).memory_bytes
     together = ""
     if cluster.device_kind(process).name == "cpu" and plan.num_devices > 1:

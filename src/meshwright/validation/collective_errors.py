@@ -1,9 +1,9 @@
-"""What prices of collectives by datasheet are off by, on public tables, and whether their interval holds.
+"""What costs of collectives by datasheet are off by, on public tables, and whether their interval holds.
 
 `fit_datasheet_errors` makes the shipped factors from all rows: those of the NCCL tables inside a node, those of the
 V100 cluster across nodes. `score_datasheet` fits them on all kinds of device but one and asks for that one, in turn,
 and across nodes on two nodes for four, so that no row is in its own interval. Every kind of device counts the same, by
-the percentiles of its measured / priced, however many rows it has.
+the percentiles of its measured / estimated, however many rows it has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.errors import DatasheetErrors, bound_price
+from meshwright.cost.collectives.errors import DatasheetErrors, bound_cost
 from meshwright.cost.collectives.fitted import ErrorScale
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
 from meshwright.cost.prediction import Interval, Predictions
@@ -50,7 +50,7 @@ def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
 
 
 def score_datasheet() -> tuple[Score, ...]:
-    """Prices by datasheet: of each kind of device, with the interval of the other kinds; of four nodes, with two's."""
+    """Costs by datasheet: of each kind of device, with the interval of the other kinds; of four nodes, with two's."""
     rows, crossing = collective_rows(load_records("nccl")), crossing_rows(load_records("v100"))
     asked = {device: (rows.select(rows.device != device), rows.where(device=device)) for device in set(rows.device)}
     parts = {f"{device} {{}} by datasheet": asked[device] for device in sorted(asked)}
@@ -61,9 +61,9 @@ def score_datasheet() -> tuple[Score, ...]:
         scales = _fit_scales(known)
         for op in sorted(set(left_out.op)):
             mine = left_out.where(op=op)
-            priced, latency_s = price_rows(mine)
-            low_s, high_s = bound_price(priced, latency_s, scales[op])
-            found = Predictions(seconds=priced, low_s=low_s, high_s=high_s, basis=_BASIS * len(mine))
+            estimated, latency_s = estimate_rows(mine)
+            low_s, high_s = bound_cost(estimated, latency_s, scales[op])
+            found = Predictions(seconds=estimated, low_s=low_s, high_s=high_s, basis=_BASIS * len(mine))
             dataset = "v100" if "across" in part else "nccl"
             scores.append(score_rows(dataset, part.format(op), "ours", mine.seconds, found))
     return tuple(scores)
@@ -75,9 +75,9 @@ def crossing_rows(rows: Records) -> Records:
     return usable.select(np.array([group.num_nodes > 1 for group in groups_of(usable)], bool))
 
 
-def price_rows(rows: Records) -> tuple[Floats, Floats]:
+def estimate_rows(rows: Records) -> tuple[Floats, Floats]:
     """Seconds by datasheet of rows of one op, and of their smallest messages: both of shape (rows,)."""
-    priced, latency_s = np.empty(len(rows)), np.empty(len(rows))
+    estimated, latency_s = np.empty(len(rows)), np.empty(len(rows))
     sizes, names = rows.size("bytes").astype(np.float64), ("nodes", "devices_per_node", "ranks", "stride")
     places = list(zip(rows.device, groups_of(rows), *(rows.size(name).tolist() for name in names), strict=True))
     for place in dict.fromkeys(places):
@@ -86,8 +86,8 @@ def price_rows(rows: Records) -> tuple[Floats, Floats]:
         # Tables of one node do not say how many devices theirs has; those that ship have eight.
         cluster = load_cluster(f"{num_nodes}x{max(per_node, 8)}x{device}")
         tariff = quote_collective(cluster, rows.op[0], range(0, count * stride, stride), group)
-        priced[mine], latency_s[mine] = tariff.price(sizes[mine]), tariff.latency_s.min()
-    return priced, latency_s
+        estimated[mine], latency_s[mine] = tariff.estimate(sizes[mine]), tariff.latency_s.min()
+    return estimated, latency_s
 
 
 def _fit_scales(rows: Records) -> dict[str, ErrorScale]:
@@ -95,11 +95,11 @@ def _fit_scales(rows: Records) -> dict[str, ErrorScale]:
     scales = {}
     for op in sorted(set(rows.op)):
         mine = rows.where(op=op)
-        priced, latency_s = price_rows(mine)
-        in_latency = latency_s > priced / 2
-        latency = _factors(mine.seconds / priced, mine.device, in_latency)
+        estimated, latency_s = estimate_rows(mine)
+        in_latency = latency_s > estimated / 2
+        latency = _factors(mine.seconds / estimated, mine.device, in_latency)
         # What bytes take above that: the ends of the interval are those of both parts.
-        wire = np.maximum(priced - latency_s, _NOTHING_S)
+        wire = np.maximum(estimated - latency_s, _NOTHING_S)
         low, high = (
             _factors(np.maximum(mine.seconds - latency_s * end, _NOTHING_S) / wire, mine.device, ~in_latency)
             for end in (latency.low, latency.high)
@@ -109,5 +109,5 @@ def _fit_scales(rows: Records) -> dict[str, ErrorScale]:
 
 
 def _factors(ratios: Floats, devices: NDArray[np.object_], regime: NDArray[np.bool_]) -> Interval:
-    """The interval of measured / priced in a regime."""
+    """The interval of measured / estimated in a regime."""
     return fit_alike(ratios[regime & (devices == name)] for name in sorted(set(devices[regime])))

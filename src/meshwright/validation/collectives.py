@@ -4,7 +4,7 @@
             of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
     nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
             6, 7 of vTrain's all-reduces, fitted on 2, 4 and 8; 1 MiB and more; the smallest and the largest messages of
-            each table apart; what ships, asked for tables that it has not seen (`shipped_collectives`); and prices by
+            each table apart; what ships, asked for tables that it has not seen (`shipped_collectives`); and costs by
             datasheet, with the interval of the other kinds of device (`collective_errors`)
 
 `fit_collectives` sees the training rows alone; no number in it is tuned on others. Its form is another matter: NCCL's
@@ -31,7 +31,7 @@ from meshwright.cost.collectives import fit_collectives
 from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
 from meshwright.cost.prediction import join_predictions
-from meshwright.validation.collective_errors import price_rows, score_datasheet
+from meshwright.validation.collective_errors import estimate_rows, score_datasheet
 from meshwright.validation.collective_rows import predict_rows, table_of, topology_of
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
@@ -108,7 +108,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
     seconds: list[Floats] = []
     found: list[Predictions] = []
     lines: list[Floats] = []
-    priced: list[Floats] = []
+    estimated: list[Floats] = []
     labels: list[str] = []
     ends: list[tuple[Floats, Predictions, Floats]] = []
     order = sorted(range(len(rows)), key=lambda index: table_of(rows, index))
@@ -127,7 +127,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
             seconds.append(chosen.seconds)
             found.append(predict_rows(model, chosen))
             lines.append(_fit_terms(large, chosen, _line_terms))
-            priced.append(price_rows(chosen)[0])
+            estimated.append(estimate_rows(chosen)[0])
             labels += [f"{table[0]} {op}"] * len(chosen)
     measured, ours, line = np.concatenate(seconds), join_predictions(found), np.concatenate(lines)
     groups = ", ".join(map(str, sorted(set(rows.size("ranks").tolist()) - set(fitted))))
@@ -135,7 +135,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
     scores = [
         score_rows("nccl", f"{part}, ≥ 1 MiB", "ours", measured, ours, target=_GROUPS_TARGET, note=_NOTE),
         score_rows("nccl", f"{part}, ≥ 1 MiB", "alpha-beta line", measured, line),
-        score_rows("nccl", f"{part}, ≥ 1 MiB", "by datasheet", measured, np.concatenate(priced)),
+        score_rows("nccl", f"{part}, ≥ 1 MiB", "by datasheet", measured, np.concatenate(estimated)),
     ]
     at_ends, ours_there, line_there = zip(*ends, strict=True)
     measured_there = np.concatenate(at_ends)

@@ -1,4 +1,4 @@
-"""How far ops of a CPU are from their prices when nobody has measured their model.
+"""How far ops of a CPU are from their costs when nobody has measured their model.
 
 Data: ops of zoo models on one core, measured by `meshwright measure`, each model in a table of its own
 (``data/cpu_ops.parquet``; machine, versions and date stand in its rows). Scored are one transformer and one
@@ -9,13 +9,13 @@ Arms: ours (`cost.ops`); the roofline of the shipped description of a CPU, a vie
 times one constant per pass, the median of the training rows; the nearest measured op of the same kind, times the ratio
 of the rooflines; ours with the op's role in its model, the last part of its module's path without digits (``wq``,
 ``downsample``), as part of what makes ops alike. The role made others in turn worse (median 24.4 instead of 22.2 on
-twelve of them), so no price uses it.
+twelve of them), so no cost uses it.
 
 Ours was formed on all models but the scored two, leaving out one of them after the other. Those figures are shown as
 "others in turn": they are no proof, for the form was chosen on them. Adding to gradients is measured as a difference
 of two passes; two models that share a key give figures that differ by 40 % (median), so it is only reported.
 
-Totals are all ops of a model in one pass, each as often as it was timed, their intervals added by `cost.prices`.
+Totals are all ops of a model in one pass, each as often as it was timed, their intervals added by `cost.costs`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.costs import add_intervals
 from meshwright.cost.ops import PASSES, OpRegressor, Pass, fit_op_regressor
 from meshwright.cost.ops.explain import bound_amounts
 from meshwright.cost.prediction import Floats, Predictions, join_predictions
-from meshwright.cost.prices import add_intervals
 from meshwright.cost.work import OpWork, read_work, relatives
 from meshwright.records import Records, to_measurements
 from meshwright.spec import OpMeasurement, load_cluster, load_shipped_graph, op_key

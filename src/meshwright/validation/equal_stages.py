@@ -25,13 +25,13 @@ from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.validation.pipeline_programs import (
     StageSeconds,
     build_pipeline,
+    estimate_pipeline,
     lay_out,
     longest_rank_ps,
-    price_pipeline,
 )
 
 if TYPE_CHECKING:
-    from meshwright.simulator import Prices
+    from meshwright.simulator import ProgramCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def busy_share(
     program = _build(pipeline, schedule)
     if rounds_wait_together:
         program = replace(program, body=_wait_by_rounds(program.body, pipeline.num_positions))
-    timeline = simulate_program(program, _price(program, pipeline, blocking=blocking))
+    timeline = simulate_program(program, _estimate(program, pipeline, blocking=blocking))
     return pipeline.work_s / to_seconds(longest_rank_ps(timeline, COMPUTATIONS))
 
 
@@ -90,9 +90,9 @@ def _build(pipeline: EqualStages, schedule: str) -> Program:
     return build_pipeline(pipeline.num_positions, pipeline.num_microbatches, schedule, chunks)
 
 
-def _price(program: Program, pipeline: EqualStages, *, blocking: bool) -> Prices:
+def _estimate(program: Program, pipeline: EqualStages, *, blocking: bool) -> ProgramCosts:
     stages = [pipeline.stage] * pipeline.num_positions
-    return price_pipeline(program, stages, blocking=blocking)
+    return estimate_pipeline(program, stages, blocking=blocking)
 
 
 def _wait_by_rounds(section: Section, size: int) -> Section:

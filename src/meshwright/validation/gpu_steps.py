@@ -1,6 +1,6 @@
 """How far the step times that `plan` and `simulate` print are from plain PyTorch on a GPU.
 
-    device seconds          Σ prices of all ops and of the optimizer step, against the sum of kernels of a profiled step
+    device seconds          Σ costs of all ops and of the optimizer step, against the sum of kernels of a profiled step
     bound by the device     the simulated step, against steps in a row; the device is busy for 90 % of them or more
     bound by the host       the same for all other rows, against the nearest of a step in a row and one that is waited
                             for: hosts and waits move these by a fifth either way
@@ -98,7 +98,7 @@ def predict_on_gpu(row: StepRow, *, compiled: bool = False) -> StepOnGpu:
     run = read_run(row, compiled=compiled)
     work, kind = run.plan.workload, run.cluster.device_kind(0)
     graph = replace(run.graph, compiled=True) if compiled else run.graph
-    ops = run.cost.price_ops(graph, work.global_batch, kind)
+    ops = run.cost.estimate_ops(graph, work.global_batch, kind)
     parameters = [i for i, tensor in enumerate(run.graph.tensors) if tensor.role == "parameter"]
     update_s = run.cost.optimizer_seconds(run.graph, parameters, work.optimizer, kind)
     interval = predict_step_interval(run.plan, run.graph, run.cluster, run.cost)

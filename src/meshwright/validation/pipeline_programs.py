@@ -1,6 +1,6 @@
 """Steps of which only the times of stages are known, as Programs: laid out and simulated as every plan is.
 
-Only the graph (a chain, a layer per part of the model) and the prices are made here. A position with v chunks gives
+Only the graph (a chain, a layer per part of the model) and the costs are made here. A position with v chunks gives
 each a v-th of its times. Every pair of positions has a link of its own each way.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.program import build_program
-from meshwright.simulator import Prices, SectionPrices
-from meshwright.simulator.pricing import SHORTEST_S
+from meshwright.simulator import ProgramCosts, SectionCosts
+from meshwright.simulator.program_estimate import SHORTEST_S
 from meshwright.spec import (
     Extent,
     Graph,
@@ -96,7 +96,7 @@ def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: in
     return plan, graph
 
 
-def price_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking: bool) -> Prices:
+def estimate_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking: bool) -> ProgramCosts:
     """A cost class for every opcode of every part of the model; a message holds the link of its pair of positions.
 
     ``stages``: one for each position. ``blocking``: a message takes as long of the time of both of its ends, too.
@@ -107,8 +107,8 @@ def price_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking
     duration_ps = np.array([to_picoseconds(each) for each in np.tile(seconds, (1, chunks)).ravel()], np.int64)
     sends = np.repeat(np.isin(list(Opcode), SENDS), num_parts)
     nothing = np.zeros((len(duration_ps), 1), np.int64)
-    sections = {name: _price_section(section, num_parts) for name, section in program.sections()}
-    return Prices(
+    sections = {name: _estimate_section(section, num_parts) for name, section in program.sections()}
+    return ProgramCosts(
         duration_ps=duration_ps,
         host_ps=np.where(sends, duration_ps, 0) * blocking,
         allocate_bytes=nothing,
@@ -136,9 +136,9 @@ def _seconds(opcode: Opcode, stage: StageSeconds, chunks: int) -> float:
     return of_stage.get(opcode, 0.0) / chunks
 
 
-def _price_section(section: Section, num_parts: int) -> SectionPrices:
+def _estimate_section(section: Section, num_parts: int) -> SectionCosts:
     part = np.maximum(section.stage.astype(np.int64), 0)
-    return SectionPrices(
+    return SectionCosts(
         cost_class=(section.opcode.astype(np.int64) * num_parts + part).astype(np.int32),
         route=np.where(np.isin(section.opcode, SENDS), section.group, -1).astype(np.int32),
         mark_offset_ps=np.zeros(len(section.mark_instruction), np.int64),
@@ -147,7 +147,7 @@ def _price_section(section: Section, num_parts: int) -> SectionPrices:
 
 @cache
 def _chain(length: int) -> Graph:
-    """A layer per part: an op that reads what the layer before it made. Nothing of it is priced."""
+    """A layer per part: an op that reads what the layer before it made. Nothing of it is estimated."""
     passed = [
         Tensor(
             name=f"y{i}",

@@ -1,7 +1,7 @@
 """Published training runs, each as a command of ``plan``: what was published beside what is predicted.
 
 The runs stand in ``data/published_runs.toml``, the shape files that their commands name in ``data/published/`` (and,
-for readers of the page, in ``examples/published/``). No price is fitted here: a function that is passed in plans each
+for readers of the page, in ``examples/published/``). No cost is fitted here: a function that is passed in plans each
 command as the command line does.
 """
 

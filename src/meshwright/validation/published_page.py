@@ -22,7 +22,7 @@ _HEAD = """# Published runs
 **What would `plan` have said of training runs that people know?** Each run below is one command, its published
 figure, and what the command predicts.
 
-- **Nothing is fitted to these rows.** The commands are planned as on the command line, with the prices that ship:
+- **Nothing is fitted to these rows.** The commands are planned as on the command line, with the costs that ship:
   tables of kernels and of collectives, datasheets, and own measurements of ops on one H100
   ([cost](concepts/cost.md)).
 - **Runs were chosen by how well known they are, before they were predicted.** None was dropped for its error. Two
@@ -32,7 +32,7 @@ figure, and what the command predicts.
 - **Error** is of the step: (predicted − published) / published, so above 0 `plan` is too slow. A published
   throughput is turned into seconds of a step by the tokens of the batch.
 - **80 %** is the [interval](concepts/intervals.md) of the predicted step. An honest interval holds 8 of 10
-  published figures; a wide one says that few of the prices behind it were measured on that kind of device.
+  published figures; a wide one says that few of the costs behind it were measured on that kind of device.
 - A command says layout, batch, sequence length, precision, recompute and
   [software](concepts/step-times.md#software). What a run has that no option can say stands beside it, as "not in the
   command". The software `megatron` has one figure that is fitted on runs of vTrain: how fast its host is.

@@ -22,7 +22,7 @@ from meshwright.cost.collectives.shipped import ShippedCollectives, ShippedKind,
 from meshwright.cost.prediction import Interval, Predictions, join_predictions
 from meshwright.records import COLUMNS, Records, concat_records
 from meshwright.spec import load_cluster
-from meshwright.validation.collective_errors import price_rows
+from meshwright.validation.collective_errors import estimate_rows
 from meshwright.validation.collective_rows import digest_rows, fit_alike, predict_rows, table_of, topology_of
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
@@ -61,7 +61,7 @@ def fit_shipped() -> ShippedCollectives:
 def score_shipped() -> tuple[Score, ...]:
     """Every table from the other tables of its kind of device, by kind and op, with the interval of the other kinds.
 
-    Beside it prices by datasheet.
+    Beside it costs by datasheet.
     """
     left_out = leave_tables_out()
     scores = []
@@ -70,10 +70,10 @@ def score_shipped() -> tuple[Score, ...]:
         for op in sorted({rows.op[0] for rows, _ in parts}):
             mine = [(rows, widen(found, elsewhere)) for rows, found in parts if rows.op[0] == op]
             measured = np.concatenate([rows.seconds for rows, _ in mine])
-            priced = np.concatenate([price_rows(rows)[0] for rows, _ in mine])
+            estimated = np.concatenate([estimate_rows(rows)[0] for rows, _ in mine])
             part = f"{device} {op} from other tables of the device"
             scores.append(score_rows(_DATASET, part, "ours", measured, join_predictions([found for _, found in mine])))
-            scores.append(score_rows(_DATASET, part, "by datasheet", measured, priced))
+            scores.append(score_rows(_DATASET, part, "by datasheet", measured, estimated))
     return tuple(scores)
 
 

@@ -79,7 +79,7 @@ class PlannedStep:
     software: Software
 
     def cost_model(self) -> CostModel:
-        """Prices for the row, without measurements."""
+        """Costs for the row, without measurements."""
         return CostModel(cluster=self.cluster, precision=self.plan.workload.precision, software=self.software)
 
 

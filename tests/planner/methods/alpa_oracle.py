@@ -1,4 +1,4 @@
-"""An oracle for Alpa's integer programs on chains of products: every combination of strategies, priced one by one.
+"""An oracle for Alpa's integer programs on chains of products: every combination of strategies, estimated one by one.
 
 Written from the definitions: what y = x Wᵀ needs and leaves when it is split over samples (B), columns (O), summed rows
 (I, completed whole or scattered over a dim) or not at all (N), on each of two axes; closed forms of collectives with α

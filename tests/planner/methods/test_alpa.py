@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner.methods.alpa import Amounts, amounts_of, closed_form_mesh, mesh_of_cluster, place_ops
-from meshwright.planner.methods.alpa.conversions import Have, Prices
+from meshwright.planner.methods.alpa.conversions import Have, ProgramCosts
 from meshwright.planner.methods.alpa.groups import Want
 from meshwright.planner.methods.alpa.integer_program import Node, Tensor, cost_of, solve_choices
 from meshwright.planner.methods.alpa.repeats import fold
@@ -67,7 +67,7 @@ def programs(draw):
     return nodes, tensors, draw(st.none() | st.integers(0, 60))
 
 
-def price(nodes, tensors, chosen):
+def estimate(nodes, tensors, chosen):
     """Seconds and bytes of a choice: a conversion of a tensor counts once for all that want it."""
     seconds = sum(node.seconds[k] for node, k in zip(nodes, chosen, strict=True))
     num_bytes = sum(node.memory_bytes[k] for node, k in zip(nodes, chosen, strict=True))
@@ -86,14 +86,14 @@ def price(nodes, tensors, chosen):
 @given(programs())
 def test_the_integer_program_finds_what_trying_all_choices_finds(program):
     nodes, tensors, limit = program
-    priced = [price(nodes, tensors, c) for c in itertools.product(*(range(len(n.seconds)) for n in nodes))]
-    fitting = [seconds for seconds, num_bytes in priced if limit is None or num_bytes <= limit]
+    estimated = [estimate(nodes, tensors, c) for c in itertools.product(*(range(len(n.seconds)) for n in nodes))]
+    fitting = [seconds for seconds, num_bytes in estimated if limit is None or num_bytes <= limit]
     if not fitting:
         with pytest.raises(NoFeasiblePlanError, match="memory limit"):
             solve_choices(nodes, tensors, memory_limit_bytes=limit)
         return
     solution = solve_choices(nodes, tensors, memory_limit_bytes=limit)
-    seconds, num_bytes = price(nodes, tensors, solution.chosen)
+    seconds, num_bytes = estimate(nodes, tensors, solution.chosen)
     assert seconds == pytest.approx(min(fitting), abs=1e-6)
     assert limit is None or num_bytes <= limit + 1e-6
     assert solution.objective_s == pytest.approx(seconds, abs=1e-6)
@@ -141,11 +141,11 @@ def test_chains_of_products_cost_what_the_oracle_finds(widths, batch, shape, alp
 def test_conversions_over_two_axes_take_the_cheaper_order(alphas, betas):
     shape, size = (2, 4), 1000.0
     axes = [Axis(*facts) for facts in zip(shape, alphas, betas, strict=True)]
-    prices = Prices(closed_form_mesh(shape, alphas, betas))
+    costs = ProgramCosts(closed_form_mesh(shape, alphas, betas))
     places = (None, (0, 1), (1, 1))
     haves = [*itertools.product([Have(place) for place in places] + [Have(None, True)], repeat=2)]
     wants = [*itertools.product([Want(place) for place in places] + [Want(None, True)], repeat=2)]
-    found = prices.convert(haves, wants, size, with_gradient=True)
+    found = costs.convert(haves, wants, size, with_gradient=True)
     for (i, have), (j, want) in itertools.product(enumerate(haves), enumerate(wants)):
         lies = [SUM if item.sums else item.place and item.place[0] for item in have]
         reads = [item.place and item.place[0] for item in want]

@@ -14,7 +14,7 @@ from meshwright.planner.choices import Choices
 from meshwright.planner.method import SearchState
 from meshwright.planner.methods.differentiable import differentiable, layouts, method
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
-from meshwright.planner.methods.differentiable.stage_repair import price_layout, repair_layout
+from meshwright.planner.methods.differentiable.stage_repair import layout_cost, repair_layout
 from meshwright.planner.methods.differentiable.stages import make_stages
 from meshwright.planner.methods.slicing import CandidateSearch
 from meshwright.planner.problem import Problem
@@ -50,7 +50,7 @@ def unequal_stages(schedule="1f1b"):
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("counts", [(4,), (2, 2), (3, 2)])
 def test_the_closed_form_is_that_of_slicing(counts, mode):
-    """Where ranks are taken in their order, on equal devices; slicing prices groups, not pairs, of ranks."""
+    """Where ranks are taken in their order, on equal devices; slicing costs groups, not pairs, of ranks."""
     space = space_of(problem_of((4, 1, 6, 2, 2, 8), counts, mode=mode))
     compared = 0
     for candidate in CandidateSearch(space, ["1f1b"], SearchState()).run():
@@ -60,7 +60,7 @@ def test_the_closed_form_is_that_of_slicing(counts, mode):
         for place, stage in enumerate(plan.stages):
             stage_of[list(stage.ranks)] = place
         edges = np.array([0, *(stage.stop for stage in plan.stages)])
-        seconds, excess = price_layout(stages, edges, stage_of)
+        seconds, excess = layout_cost(stages, edges, stage_of)
         assert seconds == pytest.approx(candidate.estimate_s, rel=0.02)
         assert excess == 0
         compared += 1
@@ -86,7 +86,7 @@ def test_bytes_above_memory_are_those_of_the_simulator(schedule):
     peaks = evaluate_plan(option.plan(layout), graph, cluster, problem.cost).peak_memory_bytes
     limit = sorted(peaks)[1]
     expected = sum(max(peak / limit - 1, 0) for peak in peaks)
-    _, excess = price_layout(option.stages._replace(memory_limit=np.full(4, float(limit))), edges, stage_of)
+    _, excess = layout_cost(option.stages._replace(memory_limit=np.full(4, float(limit))), edges, stage_of)
     assert expected > 0.1
     assert excess == pytest.approx(expected, rel=0.25)
 
@@ -94,9 +94,9 @@ def test_bytes_above_memory_are_those_of_the_simulator(schedule):
 def test_stages_that_cannot_be():
     stages = unequal_stages()
     edges = np.array([0, 3, 9])
-    assert price_layout(stages, edges, np.zeros(6, np.int64)) == (np.inf, np.inf)
+    assert layout_cost(stages, edges, np.zeros(6, np.int64)) == (np.inf, np.inf)
     few = stages._replace(num_microbatches=2)
-    assert price_layout(few, edges, np.array([0, 0, 0, 1, 1, 1])) == (np.inf, np.inf)
+    assert layout_cost(few, edges, np.array([0, 0, 0, 1, 1, 1])) == (np.inf, np.inf)
 
 
 @settings(max_examples=15, deadline=None)
@@ -105,7 +105,7 @@ def test_repair_ends_where_no_single_move_gains(seed, num_stages):
     stages, random = unequal_stages(), np.random.default_rng(seed)
     edges = np.array([0, *np.sort(1 + random.choice(8, num_stages - 1, replace=False)), 9])
     stage_of = random.permutation(np.arange(6) % num_stages)
-    before = price_layout(stages, edges, stage_of)
+    before = layout_cost(stages, edges, stage_of)
     counts = np.bincount(stage_of)
     found = repair_layout(stages, edges, stage_of)
     assert found[::-1] <= before[::-1]
@@ -114,11 +114,11 @@ def test_repair_ends_where_no_single_move_gains(seed, num_stages):
         for place in range(edges[cut - 1] + 1, edges[cut + 1]):
             moved = edges.copy()
             moved[cut] = place
-            assert price_layout(stages, moved, stage_of)[0] >= found[0] * (1 - 1e-8)
+            assert layout_cost(stages, moved, stage_of)[0] >= found[0] * (1 - 1e-8)
     for one, other in itertools.combinations(range(6), 2):
         swapped = stage_of.copy()
         swapped[[one, other]] = stage_of[[other, one]]
-        assert price_layout(stages, edges, swapped)[0] >= found[0] * (1 - 1e-8)
+        assert layout_cost(stages, edges, swapped)[0] >= found[0] * (1 - 1e-8)
 
 
 def test_repair_prefers_what_fits():
@@ -127,7 +127,7 @@ def test_repair_prefers_what_fits():
     held = np.array([[[0, 10, 11], [0, 0, 1]]] * 3, float)
     edges, stage_of = np.array([0, 1, 2]), np.array([0, 1])
     stages = stages._replace(held_bytes=held, more_bytes=0 * held, memory_limit=np.array([2.0, 20.0]))
-    seconds, excess = price_layout(stages, edges, stage_of)
+    seconds, excess = layout_cost(stages, edges, stage_of)
     assert excess == 4.0
     found = repair_layout(stages, edges, stage_of)
     assert stage_of.tolist() == [1, 0]
@@ -163,7 +163,7 @@ def test_sharp_shares_cost_what_the_closed_form_says():
     edges, stage_of = np.array([0, 3, 6]), np.array([0, 0, 1, 1])
     logits = Logits(1e3 * np.eye(5)[edges[1:-1] - 1], 1e3 * np.eye(2)[stage_of])
     cost, _ = Smooth(stages, 2).gradient(logits, 1.0, 1e-4, 1.0)
-    assert cost == pytest.approx(price_layout(stages, edges, stage_of)[0], rel=1e-3)
+    assert cost == pytest.approx(layout_cost(stages, edges, stage_of)[0], rel=1e-3)
 
 
 def test_rounding_leaves_no_stage_without_a_rank():

@@ -9,7 +9,7 @@ from planning.measured_search import refine_measured, with_noise
 
 from meshwright.planner.methods.differentiable.layouts import StageLayout, descend_logits, start_logits
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
-from meshwright.planner.methods.differentiable.stage_repair import price_layout
+from meshwright.planner.methods.differentiable.stage_repair import layout_cost
 from meshwright.spec import PlanError
 from tests.planner.methods.test_differentiable import unequal_stages
 
@@ -22,7 +22,7 @@ def best_by_gradients(stages):
 
 
 def seconds_by(stages):
-    return lambda layout: price_layout(stages, layout.edges, layout.stage_of)[0]
+    return lambda layout: layout_cost(stages, layout.edges, layout.stage_of)[0]
 
 
 @pytest.mark.parametrize("guided", [True, False])
@@ -68,7 +68,7 @@ def test_what_exceeds_memory_is_not_measured():
     seen = []
 
     def measure(layout):
-        seen.append(price_layout(tight, layout.edges, layout.stage_of)[1])
+        seen.append(layout_cost(tight, layout.edges, layout.stage_of)[1])
         return 1.0
 
     refine_measured(tight, start, measure, np.random.default_rng(0), num_measurements=100)

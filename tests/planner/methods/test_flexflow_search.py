@@ -78,17 +78,17 @@ def test_every_layer_reads_earlier_ones_and_every_op_has_one(name):
                 assert graph.tensors[tensor].shape[place].at(8) % parts == 0
 
 
-def test_parts_are_priced_at_their_own_size():
+def test_parts_are_estimated_at_their_own_size():
     """The whole layer costs what its ops cost; a part no more than that."""
     space = make_space("resnet50", "2xA100", 32)
     cost, soap, graph = CostModel(cluster=space.cluster), space.soap, space.graph
-    prices = cost.price_ops(graph, 32, space.cluster.device_kind(0))
+    costs = cost.estimate_ops(graph, 32, space.cluster.device_kind(0))
     readers = Counter(i for op in graph.ops for i in op.inputs)
     exact = 0
     for at, layer in enumerate(space.layers):
         rows = slice(soap.candidates[at], soap.candidates[at + 1])
         alone = soap.pass_ps[rows][soap.parts[rows] == 1][0, 0]
-        whole = [sum(prices.forward_s[layer.ops]), sum(prices.backward_s[layer.ops])]
+        whole = [sum(costs.forward_s[layer.ops]), sum(costs.backward_s[layer.ops])]
         assert alone[0] == pytest.approx(whole[0] * 1e12, rel=1e-9, abs=2)
         # Gradients of a value that several layers read are summed, which is a part of none.
         summed = any(readers[i] > 1 for op in layer.ops for i in (*graph.ops[op].inputs, *graph.ops[op].outputs))

@@ -66,10 +66,10 @@ def test_figures_of_layers_are_those_of_the_whole_graph(gpt, sharding, recompute
     seconds = Figures(problem, shorten(gpt), sharding).seconds(2, recompute)
     space = next(iter(problem.spaces()))
     (kind,) = space.cluster.device_kinds
-    prices = space.cost.price_ops(space.graph_for(2), 2, kind)
+    costs = space.cost.estimate_ops(space.graph_for(2), 2, kind)
     starts = [layer.start for layer in space.graph_for(2).layers]
-    np.testing.assert_allclose(seconds.forward[0], np.add.reduceat(prices.forward_s, starts), rtol=1e-6)
-    backward = np.add.reduceat(prices.backward_s + prices.accumulate_s, starts)
+    np.testing.assert_allclose(seconds.forward[0], np.add.reduceat(costs.forward_s, starts), rtol=1e-6)
+    backward = np.add.reduceat(costs.backward_s + costs.accumulate_s, starts)
     np.testing.assert_allclose(seconds.backward[0], backward, rtol=1e-6)
 
 

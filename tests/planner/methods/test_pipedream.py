@@ -358,9 +358,9 @@ def test_a_captured_graph_has_a_profile() -> None:
     graph, cluster = load_shipped_graph("resnet-tiny"), load_cluster("8xA100")
     cost, kind = CostModel(cluster=cluster), cluster.device_kinds[0]
     profile = make_profile(graph, 4, cost, kind)
-    prices = cost.price_ops(graph, 4, kind)
+    costs = cost.estimate_ops(graph, 4, kind)
     own = [index for index, op in enumerate(graph.ops) if not op.replicable]
-    every = prices.forward_s + prices.backward_s + prices.accumulate_s
+    every = costs.forward_s + costs.backward_s + costs.accumulate_s
     assert profile.seconds.sum() == pytest.approx(every[own].sum())
     trained = [graph.tensors[i] for i in graph.parameters if graph.tensors[i].requires_grad]
     assert profile.parameter_bytes.sum() == sum(tensor.num_bytes(0) for tensor in trained)

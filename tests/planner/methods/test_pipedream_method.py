@@ -1,4 +1,4 @@
-"""PipeDream's planner as a search method: what it proposes is a plan of the problem, priced by the simulator."""
+"""PipeDream's planner as a search method: what it proposes is a plan of the problem, estimated by the simulator."""
 
 from __future__ import annotations
 

@@ -21,7 +21,14 @@ from meshwright.cli.plan.choices import closes_space, read_choices, remark_on_sc
 from meshwright.cli.plan.files import files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
-from meshwright.cli.planning import as_written, choose_batch, choose_precision, priced_by, print_misfit, read_prices
+from meshwright.cli.planning import (
+    as_written,
+    choose_batch,
+    choose_precision,
+    make_cost_model,
+    print_misfit,
+    read_prices,
+)
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders
@@ -77,7 +84,7 @@ def run_plan(request: PlanRequest) -> None:
         remarks += _why_eager(plans, found.graph_for)
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     place = files.plan or page or Path("plan.json")
-    made_with = note_making(found.measurements, place, found.priced_for)
+    made_with = note_making(found.measurements, place, found.predicted_for)
     named = replace(plans, ranked=tuple(as_written(item, request.cluster, made_with) for item in plans.ranked))
     put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks, found.shares)
 
@@ -105,7 +112,7 @@ class Found(NamedTuple):
     cost: CostModel
     measurements: Path | None
     remarks: Sequence[str] = ()
-    priced_for: str | None = None
+    predicted_for: str | None = None
     shares: Shares | None = None
 
 
@@ -175,7 +182,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
         graph_for=graph_for,
         cluster=machine,
         workload=workload,
-        cost=priced_by(machine, request.measurements, precision, request.software),
+        cost=make_cost_model(machine, request.measurements, precision, request.software),
         choices=read_choices(request, graph_for(min(request.microbatch_size or (1,))), workload, counts),
         exchange=GradientExchange(staleness=request.staleness),
         memory=request.memory,
@@ -201,11 +208,11 @@ def _replan(request: PlanRequest, events: EventSink | None) -> Found:
     moved = replace(earlier, model=request.model, cluster=request.cluster)
     graph_for = graphs_of(request.model, request.sizes, mode=earlier.workload.kind, target=planned_target(moved))
     software = recall_software(earlier, request.software)
-    cost = priced_by(request.machine, measurements, earlier.workload.precision, software)
+    cost = make_cost_model(request.machine, measurements, earlier.workload.precision, software)
     deadline_s = DEADLINE_S if request.deadline is None else request.deadline
     limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
     plans = replan(moved, graph_for, cost, memory=request.memory, prices=read_prices(request.prices), limits=limits)
-    return Found(mark_rewritten(plans, moved.rewritten), graph_for, cost, measurements, priced_for=software)
+    return Found(mark_rewritten(plans, moved.rewritten), graph_for, cost, measurements, predicted_for=software)
 
 
 def plan_rewritten(

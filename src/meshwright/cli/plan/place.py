@@ -12,7 +12,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graphs_of
 from meshwright.cli.output import print_tables
 from meshwright.cli.placements import placement_tables, rank_rows
-from meshwright.cli.planning import choose_batch, choose_precision, priced_by
+from meshwright.cli.planning import choose_batch, choose_precision, make_cost_model
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import NoFeasiblePlanError, PlanError
 from meshwright.spec.files import refuse_replacing
@@ -48,7 +48,7 @@ def place_ops(request: PlanRequest) -> None:
     workload = Workload(
         kind=graph.mode, global_batch=batch, precision=precision, optimizer=Optimizer.named(request.optimizer)
     )
-    cost = priced_by(machine, request.measurements, precision, request.software)
+    cost = make_cost_model(machine, request.measurements, precision, request.software)
     devices = range(min(machine.num_ranks, *(ranks or [machine.num_ranks])))
     if ranks and ranks[0] > machine.num_ranks:
         raise PlanError(

@@ -12,7 +12,7 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.models import graph_of_plan
 from meshwright.cli.output import grid_width, print_tables
 from meshwright.cli.pages import page_path, provenance, put_page
-from meshwright.cli.planning import priced_by
+from meshwright.cli.planning import make_cost_model
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders, compare, compared_schedules
@@ -62,7 +62,7 @@ def run_simulate(request: SimulateRequest) -> None:
     measurements = recall_measurements(document, request.plan, request.measurements, request.cluster)
     machine = load_cluster(request.cluster or document.cluster)
     software = recall_software(document, request.software)
-    cost = priced_by(machine, measurements, document.workload.precision, software)
+    cost = make_cost_model(machine, measurements, document.workload.precision, software)
     case = _Case(request, document, graph_of_plan(document, request.graph), cost, load_scenarios(request.scenario))
     if request.sweep:
         run_sweep(request, document, case.whole, cost, case.scenario, case.settings)
@@ -78,7 +78,7 @@ simulate.__name__ = "simulate"
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is simulated: the document, the whole graph, usual prices, and what happens to the machines."""
+    """What is simulated: the document, the whole graph, usual costs, and what happens to the machines."""
 
     request: SimulateRequest
     document: Plan | Placement
@@ -91,7 +91,7 @@ class _Case:
         """How scenarios are followed."""
         return {"num_seeds": self.request.seeds, "run_steps": self.request.run_steps}
 
-    def prices(self) -> CostModel:
+    def costs(self) -> CostModel:
         """Those of the machines as the scenario has them."""
         from meshwright.simulator.scenarios import apply_scenario
 
@@ -112,7 +112,7 @@ def _simulate_placement(case: _Case, document: Placement, chosen: tuple[int, ...
     from meshwright.cli.simulate.explain import explain_bounds
     from meshwright.simulator import simulate_plan
 
-    request, cost = case.request, case.prices()
+    request, cost = case.request, case.costs()
     result = simulate_plan(
         document,
         case.whole,
@@ -172,8 +172,8 @@ def _follow_plan(case: _Case, document: Plan) -> _Simulated:
     from meshwright.report import timeline_rows, workload_row
     from meshwright.simulator import find_overflows, form_teams, simulate_plan, steady_rows
 
-    request, prices = case.request, case.prices()
-    plan, graph, machine, cost = form_teams(document, case.whole, prices.cluster, prices)
+    request, costs = case.request, case.costs()
+    plan, graph, machine, cost = form_teams(document, case.whole, costs.cluster, costs)
     contention, against, found = request.contention, request.against, []
     if request.schedule is not None:
         plan = adopt_schedule(plan, request.schedule, graph, cost, num_chunks=request.virtual_stages)

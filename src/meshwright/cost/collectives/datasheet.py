@@ -84,7 +84,7 @@ class Tariff:
     s_per_byte: Floats
     by_nccl: bool
 
-    def price(self, num_bytes: Floats) -> Floats:
+    def estimate(self, num_bytes: Floats) -> Floats:
         """Seconds of the fastest way for each size, shape (n,)."""
         fastest = np.full(len(num_bytes), np.inf)
         for latency_s, s_per_byte in zip(self.latency_s, self.s_per_byte, strict=True):

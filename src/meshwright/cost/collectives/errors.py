@@ -1,6 +1,6 @@
-"""How wrong prices of collectives by datasheet are: factors that held 80 % of what was measured on public clusters.
+"""How wrong costs of collectives by datasheet are: factors that held 80 % of what was measured on public clusters.
 
-    t₀·[low, high] of latency + (t - t₀)·[low, high] of bandwidth,     t₀ the price of the smallest message
+    t₀·[low, high] of latency + (t - t₀)·[low, high] of bandwidth,     t₀ the cost of the smallest message
 
 by op. The document ``cost/models/collectives.json`` holds the factors that `validation.collective_errors` fits:
 ``inside`` one node on NVIDIA devices of several kinds, each counting the same; ``across`` nodes on the one public
@@ -54,8 +54,8 @@ class DatasheetErrors:
         )
 
 
-def bound_price(seconds: Floats, latency_s: float | Floats, scale: ErrorScale) -> tuple[Floats, Floats]:
-    """Lower and upper end of the interval of prices by datasheet, as in the module's formula (same shape)."""
+def bound_cost(seconds: Floats, latency_s: float | Floats, scale: ErrorScale) -> tuple[Floats, Floats]:
+    """Lower and upper end of the interval of costs by datasheet, as in the module's formula (same shape)."""
     wire = seconds - latency_s
     return (
         latency_s * scale.latency.low + wire * scale.bandwidth.low,
@@ -75,7 +75,7 @@ def load_datasheet_errors() -> DatasheetErrors:
 
 
 def datasheet_scale(op: CollectiveOp, *, by_nccl: bool, across: bool) -> ErrorScale:
-    """The factors of an op priced by datasheet, in a node or across nodes, of devices that NCCL serves or of others."""
+    """Factors of a datasheet's estimate of an op: within or across nodes, on devices that NCCL serves or others."""
     if by_nccl:
         return load_datasheet_errors().scale_of(op, across=across)
     return ErrorScale(latency=UNKNOWN, bandwidth=UNKNOWN)

@@ -46,7 +46,7 @@ def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
         )
     return {
         "ranks": list(ranks),
-        "collectives": [row for op in COLLECTIVE_OPS for row in _price(cost, op, ranks)],
+        "collectives": [row for op in COLLECTIVE_OPS for row in _estimate(cost, op, ranks)],
         "orders": _order(cost.cluster, ranks),
         "limits": _limit(cost.cluster, ranks),
     }
@@ -65,7 +65,7 @@ def tables_of_listing(listing: dict[str, Any], name: str) -> list[NarrowTable]:
     return tables
 
 
-def _price(cost: CostModel, op: Any, ranks: Sequence[int]) -> list[Row]:
+def _estimate(cost: CostModel, op: Any, ranks: Sequence[int]) -> list[Row]:
     """Rows of one op, a size each; a send is that between the first two ranks."""
     members = ranks[:2] if op == "send" else ranks
     found = cost.predict_collective(op, members, np.array(LISTED_BYTES, np.float64))

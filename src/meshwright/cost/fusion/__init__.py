@@ -2,9 +2,9 @@
 
     rules, making   what an operator is written out as        written    the values of a unit, both passes
     partition   which of them the backward computes again     lowering   which of them are stored, and by what
-    groups      which of these are one kernel                 unit       all of it; prices: seconds of the kernels
+    groups      which of these are one kernel                 unit       all of it; costs: seconds of the kernels
 
-Everything but the prices follows torch 2.13 (torch/_functorch/partitioners.py, torch/_inductor/graph.py, ir.py,
+Everything but the costs follows torch 2.13 (torch/_functorch/partitioners.py, torch/_inductor/graph.py, ir.py,
 scheduler.py), step by step, on values as coarse as ops need them.
 """
 

@@ -1,6 +1,6 @@
 """Which values of a forward its backward keeps, and which it computes again: a minimum cut of the bytes kept.
 
-Values that only the backward makes lie on one side. Of the others each is cut at the price of its bytes, more the
+Values that only the backward makes lie on one side. Of the others each is cut at the cost of its bytes, more the
 farther it is from the backward, and twice where it would not be stored anyway; what inductor does not compute twice
 (products, reductions, what the backward stores, and what is read on both sides of such) is never on the backward's
 side (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).

@@ -18,8 +18,8 @@ from meshwright.cost.work.products import product_sizes
 from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
+    from meshwright.cost.costs import OpCost
     from meshwright.cost.gpu.rates import GpuModel
-    from meshwright.cost.prices import OpPrice
     from meshwright.spec import DeviceKind
 
 # pad_mm.py, should_pad: how many times as long the product of odd sizes has to take.
@@ -33,8 +33,8 @@ def without_odd_sizes(model: GpuModel) -> GpuModel:
     return replace(model, products=replace(model.products, odd_input=float("inf"), odd_output=float("inf")))
 
 
-def price_padded(odd: OpPrice, aligned: OpPrice, key: str, dtype: str, model: GpuModel, kind: DeviceKind) -> OpPrice:
-    """The price of a product by its key: as it is, or padded, pass by pass; ``aligned``: as if sizes were not odd."""
+def estimate_padded(odd: OpCost, aligned: OpCost, key: str, dtype: str, model: GpuModel, kind: DeviceKind) -> OpCost:
+    """The cost of a product by its key: as it is, or padded, pass by pass; ``aligned``: as if sizes were not odd."""
     call = read_call(key)
     if call is None or ARITHMETIC_BYTES.get(dtype) != _BYTES or "conv" in call.operator:
         return odd

@@ -5,7 +5,7 @@ alignment     tensor cores of 2-byte types are fed 16 bytes at a time. Where a r
               loads: twice as wide loads, twice the rate. The rate depends on which of the two is odd
 float32       without tensor cores, of which nothing was among the rows of the predictor: one factor, another for many
               products at once
-convolutions  priced as the product that they are as implicit GEMMs, times a factor by the number of places of an
+convolutions  estimated as the product that they are as implicit GEMMs, times a factor by the number of places of an
               image, over a point and over a window: cuDNN computes with channels last, and turns tensors with channels
               first unless it is over a point and rows of places are aligned (multiples of 8)
 

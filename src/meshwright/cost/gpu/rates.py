@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # How steeply reads leave the cache, as of the products (`cost.kernels.law`), and of which share of it data still fits:
 # an output takes its part (own rows: additions of 25 and 38 MB are fast, those of 50 MB as slow as from memory).
 _SLOPE, _FITS = 6, 0.8
-# Fitted widths of an element; others are priced as the nearest.
+# Fitted widths of an element; others are estimated as the nearest.
 _WIDTHS = (2, 4)
 
 
@@ -104,7 +104,7 @@ class GpuModel:
         return self.optimizer_shares["2" if width == 2 else "4"]
 
     def basis_on(self, kind: DeviceKind) -> tuple[Basis, Interval]:
-        """What a price on a device rests on, and its interval."""
+        """What a cost on a device rests on, and its interval."""
         if kind.usual_name == self.device:
             return "regressed", self.regressed
         return "transferred", self.transferred
@@ -116,7 +116,7 @@ class GpuModel:
 
 
 def is_modelled(kind: DeviceKind) -> bool:
-    """Whether kernels on a device are priced by this model: its datasheet is one of a GPU that computes float16."""
+    """Whether kernels on a device are estimated by this model: its datasheet is one of a GPU that computes float16."""
     return is_tiled(kind) and "float16" in kind.peak_flops_per_s
 
 

@@ -2,8 +2,8 @@
 
 from meshwright.cost.kernels.checks import is_tiled
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
+from meshwright.cost.kernels.kernel_costs import Asked, estimate_kernels
 from meshwright.cost.kernels.model import Kernel, KernelModel
-from meshwright.cost.kernels.prices import Asked, price_kernels
 from meshwright.cost.kernels.store import read_model, shipped_model, write_model
 
 __all__ = [
@@ -11,9 +11,9 @@ __all__ = [
     "Kernel",
     "KernelModel",
     "adapt_kernels",
+    "estimate_kernels",
     "fit_kernels",
     "is_tiled",
-    "price_kernels",
     "read_model",
     "shipped_model",
     "write_model",

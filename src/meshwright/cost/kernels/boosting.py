@@ -2,7 +2,7 @@
 
     f(x) = Σ over trees v[leaf],   leaf = Σ over levels 2^level · [x[feature] > threshold]
 
-All nodes of a level ask the same question, so a tree is a table of 2^depth values and a query is priced without
+All nodes of a level ask the same question, so a tree is a table of 2^depth values and a query is estimated without
 branches. Each tree is fitted to what the ones before left over: the question of a level is the one with the largest
 gain Σ over leaves g²/(n + r), with g the sum and n the number of residuals, and a leaf moves by ``rate``·g/(n + r).
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.prediction import Floats
 
-# Rows that are priced at a time, so that their features stay in the processor's cache.
+# Rows that are estimated at a time, so that their features stay in the processor's cache.
 _BLOCK = 1024
 
 

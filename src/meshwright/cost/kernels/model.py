@@ -6,7 +6,7 @@ regressed    the device was measured: factors, trees and interval come from its 
              them, from those of other devices moved by its own (`fit.adapt_kernels`)
 transferred  it was not: the factors are the mean of those of the devices that were, nearest kin first
 
-Queries are priced in columns; nothing here depends on where the model came from. `KernelModel` is plain data.
+Queries are estimated in columns; nothing here depends on where the model came from. `KernelModel` is plain data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MIN_ROWS = 200
 # How large a step each kinship of `_kin` is.
 _KIN_STEPS: tuple[Step, ...] = ("near", "far", "far", "far", "far")
-# Queries that are priced at a time: their ways to be cut into tiles stay in the processor's cache.
+# Queries that are estimated at a time: their ways to be cut into tiles stay in the processor's cache.
 _CHUNK = 4096
 # From so many chunks on all cores work: the compiled loops do not hold the interpreter's lock.
 _MANY = 8
@@ -125,14 +125,14 @@ class KernelModel:
         starts = range(0, len(next(iter(columns.values()))), _CHUNK)
         chunks = ({name: column[start : start + _CHUNK] for name, column in columns.items()} for start in starts)
 
-        def price(sizes: Mapping[str, Floats]) -> Floats:
+        def estimate(sizes: Mapping[str, Floats]) -> Floats:
             return self._chunk(kernel, sizes, family, factors, group)
 
         if len(starts) < _MANY:
-            parts = [price(chunk) for chunk in chunks]
+            parts = [estimate(chunk) for chunk in chunks]
         else:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                parts = list(pool.map(price, chunks))
+                parts = list(pool.map(estimate, chunks))
         seconds = np.concatenate([np.zeros(0), *parts])
         if not (np.isfinite(seconds) & (seconds > 0)).all():
             raise MeasurementError(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.autocast import as_computed
-from meshwright.cost.host_copies import price_host_copy
+from meshwright.cost.host_copies import estimate_host_copy
 from meshwright.cost.memory.backward import library_workspaces
 from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.stage import weigh_stage
@@ -87,7 +87,7 @@ class RankMemory:
 
         Raises PlanError where something lies on NVMe and its bandwidth is not given.
         """
-        seconds = price_host_copy(pcie, self.host_moved_bytes).seconds
+        seconds = estimate_host_copy(pcie, self.host_moved_bytes).seconds
         if not self.nvme_moved_bytes:
             return seconds
         if nvme_bandwidth_bytes_per_s is None:

@@ -6,8 +6,8 @@ bytes, within the family:
 
     cov(f, f') = (1 + [same operator] + [same variant]) · (v + w · M(|x - x'| / l)),     M: the Matérn 3/2 function
 
-So an op beside measured ones is priced like them, one far from all by its operator, one of an operator that was never
-seen by its family. The noise of a row is its measured spread and what timing inside a model varies.
+So an op beside measured ones is estimated like them, one far from all by its operator, one of an operator that was
+never seen by its family. The noise of a row is its measured spread and what timing inside a model varies.
 
 The interval is t · exp(±q·s): s is the process's own deviation, q the quantile of |residual| / s over all rows of the
 table, each predicted without itself, or without all its relatives (the same op at other batch sizes) if that q is
@@ -29,9 +29,9 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.costs import OpCost
 from meshwright.cost.ops.explain import bound_amounts, explain, fit_explanation
 from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Floats, Predictions
-from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
 from meshwright.cost.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.spec import DeviceKind, OpMeasurement
@@ -100,7 +100,7 @@ class _Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpRegressor:
-    """Prices passes of ops by their keys; made by `fit_op_regressor`.
+    """Costs passes of ops by their keys; made by `fit_op_regressor`.
 
     ``quantiles``: q of each pass that was measured at all; ``describe``: what keys say (`read_work`, or with more).
     """
@@ -130,14 +130,14 @@ class OpRegressor:
                 seconds[rows], low[rows], high[rows] = np.exp([logs, logs - around, logs + around])
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=_BASIS * len(works))
 
-    def price(self, key: str) -> OpPrice:
+    def estimate(self, key: str) -> OpCost:
         """All passes of one op that `knows` is true for."""
         parts = [self.predict((key,), part) for part in PASSES]
         seconds, low, high = (
             OpSeconds(**{f"{part}_s": float(getattr(found, end)[0]) for part, found in zip(PASSES, parts, strict=True)})
             for end in ("seconds", "low_s", "high_s")
         )
-        return OpPrice(seconds=seconds, low=low, high=high, basis="regressed")
+        return OpCost(seconds=seconds, low=low, high=high, basis="regressed")
 
     def _logs(self, points: _Points, part: Pass, family: Family) -> tuple[Floats, Floats]:
         process = self.processes.get((part, family))

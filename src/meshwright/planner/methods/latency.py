@@ -45,7 +45,7 @@ def _candidates(space: Space) -> Iterator[tuple[float, Plan]]:
     kinds = space.cluster.device_kinds
     for size in space.microbatch_sizes:
         graph = space.graph_for(size)
-        passes = np.max([space.cost.price_ops(graph, size, kind).forward_s for kind in kinds], axis=0)
+        passes = np.max([space.cost.estimate_ops(graph, size, kind).forward_s for kind in kinds], axis=0)
         seconds = np.add.reduceat(passes, [layer.start for layer in graph.layers])
         count = space.workload.global_batch // size
         for num_stages in divisors(space.num_ranks):

@@ -51,7 +51,7 @@ def place(
         devices: the ranks that may be used.
         constraints: what else must hold.
         num_microbatches: parts into which the batch is divided, so that devices work side by side on several.
-        cost: the cost model to price with (default: the cluster's datasheet figures).
+        cost: the cost model (default: the cluster's datasheet figures).
         memory: how much of each device may be used.
         model: the model's reference, for the document.
         model_sizes: sizes asked for beside the model's own, for the document.

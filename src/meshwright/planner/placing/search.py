@@ -21,7 +21,7 @@ from meshwright.planner.placing.constraints import Constraints, find_choices
 from meshwright.planner.placing.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
 from meshwright.planner.placing.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
 from meshwright.program import build_placed_program
-from meshwright.simulator import price_program, simulate_plan, simulate_program
+from meshwright.simulator import estimate_program, simulate_plan, simulate_program
 from meshwright.spec import (
     RNG_STATE_BYTES,
     Cluster,
@@ -217,7 +217,7 @@ class _Search:
         if placement not in self._known:
             self._left -= 1
             program = build_placed_program(placement, problem.graph)
-            timeline = simulate_program(program, price_program(program, placement, problem.graph, problem.cost))
+            timeline = simulate_program(program, estimate_program(program, placement, problem.graph, problem.cost))
             limit = dict(zip(problem.ranks, problem.limits_bytes, strict=True))
             over = [max(timeline.peak_memory_bytes[rank] - limit[rank], 0) for rank in sorted(set(ranks))]
             self._known[placement] = _Candidate(
@@ -231,8 +231,8 @@ def _task_costs(problem: PlaceProblem, tasks: Tasks) -> TaskCosts:
     width, training = problem.workload.float_bytes, problem.workload.kind == "training"
     columns = []
     for rank in problem.ranks:
-        prices = cost.price_ops(graph, size, problem.cluster.device_kind(rank))
-        each = prices.forward_s + prices.backward_s
+        costs = cost.estimate_ops(graph, size, problem.cluster.device_kind(rank))
+        each = costs.forward_s + costs.backward_s
         columns.append([float(each[list(ops)].sum()) for ops in tasks.ops])
     held = np.array([_held_bytes(problem, ops) for ops in tasks.ops], np.float64)
 

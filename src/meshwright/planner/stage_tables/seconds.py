@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.cost.offload import HostPrices
+from meshwright.cost.offload import HostCosts
 from meshwright.planner.stage_tables.rectangles import Integers
 from meshwright.planner.stage_tables.structure import Structure
 from meshwright.spec import DeviceKind, Graph, Offload, Workload
@@ -49,15 +49,15 @@ def stage_seconds(
     offload: Offload = ON_DEVICE,
 ) -> StageSeconds:
     """Seconds of all stages on one kind of device; an optimizer elsewhere takes what all devices stepping allow."""
-    prices = cost.price_ops(graph, batch_size, kind)
-    backward = structure.ops.table(_picoseconds(prices.backward_s + prices.accumulate_s))
-    accumulate = structure.ops.table(_picoseconds(prices.accumulate_s))
+    costs = cost.estimate_ops(graph, batch_size, kind)
+    backward = structure.ops.table(_picoseconds(costs.backward_s + costs.accumulate_s))
+    accumulate = structure.ops.table(_picoseconds(costs.accumulate_s))
     num_instructions = np.full((structure.num_layers, 1), 2)
     num_instructions[1:] += 2
     if workload.kind == "inference":
         backward, accumulate = np.zeros_like(backward), np.zeros_like(accumulate)
         num_instructions //= 2
-    forward = structure.ops.table(_picoseconds(prices.forward_s))
+    forward = structure.ops.table(_picoseconds(costs.forward_s))
     total = forward + backward + _picoseconds(num_instructions * cost.serial_overhead_s(kind))
     return StageSeconds(
         total=total / PICOSECONDS_PER_SECOND,
@@ -77,7 +77,7 @@ def _optimizer_picoseconds(
     if workload.kind == "inference" or not trainable:
         return _picoseconds(seconds)
     if offload.optimizer != "device":
-        hosts = HostPrices(cost, cost.cluster.num_ranks)
+        hosts = HostCosts(cost, cost.cluster.num_ranks)
         sizes = np.array([workload.gradient_bytes(graph.tensors[i]) for i in trainable], np.float64)
         whole_s = hosts.bound_step_seconds(0, int(sizes.sum()), workload.optimizer, offload.optimizer)
         seconds[trainable] = whole_s * sizes / sizes.sum()

@@ -1,4 +1,4 @@
-"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size: what all methods price with."""
+"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size: the stage costs of all methods."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_tables(
     cost: CostModel,
     offload: Offload = ON_DEVICE,
 ) -> Tables:
-    """Price all stages of a graph for microbatches of this size. Raises GraphError if the graph excludes the size."""
+    """Estimate all stages of a graph at a microbatch size. Raises GraphError if the graph excludes the size."""
     away = offload.activations == "host"
     return Tables(
         graph=graph,

@@ -100,7 +100,7 @@ def _compute(terms: Terms, source: Source, wanted: list[int]) -> dict[int, torch
     shared = replace(source, fresh=(False,) * len(wanted))
     with torch.no_grad():
         results = write_graph(part, shared)(*_unused(source))
-    # Operators are priced, and fastest, on memory that lies in order.
+    # Operators are estimated, and fastest, on memory that lies in order.
     contiguous = torch.contiguous_format
     return {term: result.detach().clone(memory_format=contiguous) for term, result in zip(wanted, results, strict=True)}
 

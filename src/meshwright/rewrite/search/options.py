@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.terms import Node
 
-# Of two graphs of one price, that of fewer nodes; of those, that of fewer operands.
+# Of two graphs of one cost, that of fewer nodes; of those, that of fewer operands.
 _PER_NODE, _PER_OPERAND = 1e-9, 1e-11
 
 # Seconds of a tree that nobody would compute.
@@ -34,7 +34,7 @@ _ENDLESS = 1e100
 
 
 def complexity(nodes: Iterable[Node]) -> float:
-    """Seconds so few that only equal prices are told apart by them."""
+    """Seconds so few that only equal costs are told apart by them."""
     return sum(_PER_NODE + _PER_OPERAND * len(node.operands) for node in nodes)
 
 

@@ -1,6 +1,6 @@
 """`search`: a cheaper graph of the same outputs, among all that rules lead to.
 
-Rules fill an e-graph (`grow`), the one cost model prices what is in it, and HiGHS chooses (`extraction`).
+Rules fill an e-graph (`grow`), the one cost model estimates what is in it, and HiGHS chooses (`extraction`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.rewrite.saturate import Limits, saturate
+from meshwright.rewrite.search.call_costs import FREE, call_of
 from meshwright.rewrite.search.extraction import extract, smallest
 from meshwright.rewrite.search.loading import find_known, is_token, load
 from meshwright.rewrite.search.merging import Merging
-from meshwright.rewrite.search.pricing import FREE, call_of
 from meshwright.rewrite.terms import Node, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
 
     from meshwright.rewrite.egraph import EGraph
+    from meshwright.rewrite.search.call_costs import Call, CallCosts
     from meshwright.rewrite.search.loading import Known
-    from meshwright.rewrite.search.pricing import Call, CallPrices
     from meshwright.rewrite.search.ruleset import Guided
 
 Ended = Literal["saturated", "rounds", "nodes", "seconds"]
@@ -67,7 +67,7 @@ class CircularError(Exception):
 
 
 class Space:
-    """All graphs that rules lead to, from one; priced, ready to choose from."""
+    """All graphs that rules lead to, from one; estimated, ready to choose from."""
 
     def __init__(self, terms: Terms, effects: int | None, *, frozen: bool, finite: Set[str] = frozenset()) -> None:
         self._terms, self._effects, self._frozen = terms, effects, frozen
@@ -111,15 +111,15 @@ class Space:
         used = (self.call(cls, node) for cls, node in pairs if cls not in self.known.constant)
         return list(dict.fromkeys(call for call in used if call is not None))
 
-    def seconds(self, choice: Mapping[int, Node], prices: CallPrices) -> float:
-        """What a choice costs at these prices."""
+    def seconds(self, choice: Mapping[int, Node], costs: CallCosts) -> float:
+        """What a choice costs at these costs."""
         graph, constant = self.graph, self.known.constant
         pairs = ((cls, node) for cls, node in choice.items() if cls not in constant and not is_token(graph, cls))
-        return sum(prices.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
+        return sum(costs.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
 
-    def repriced(self, found: Found, prices: CallPrices) -> Found:
-        """The same graph at other prices, at which it may not be the cheapest."""
-        before_s, after_s = self.seconds(self._first, prices), self.seconds(found.choice, prices)
+    def with_costs(self, found: Found, costs: CallCosts) -> Found:
+        """The same graph at other costs, at which it may not be the cheapest."""
+        before_s, after_s = self.seconds(self._first, costs), self.seconds(found.choice, costs)
         return replace(found, before_s=before_s, after_s=after_s, proved=False)
 
     def _reachable(self) -> list[int]:
@@ -142,8 +142,8 @@ class Space:
             chosen.setdefault(self.graph.find(cls), node._replace(operands=operands))
         return chosen
 
-    def choose(self, prices: CallPrices, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> Found:
-        """The cheapest graph, or that which the nodes of all rules but one allow. All `calls` must have been priced."""
+    def choose(self, costs: CallCosts, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> Found:
+        """The cheapest graph; ``without``: without the nodes of that rule. All `calls` must have costs."""
         graph, constant, first, reasons = self.graph, self.known.constant, self._first, self._reasons
         kept = set(first.items())
 
@@ -151,7 +151,7 @@ class Space:
             if without and reasons.get((cls, node)) == without and (cls, node) not in kept:
                 return math.inf
             call = self.call(cls, node)
-            return 0.0 if call is None else prices.seconds(call)
+            return 0.0 if call is None else costs.seconds(call)
 
         roots = [self._classes[root] for root in self._roots]
         choice = extract(graph, roots, seconds, start=first, leaves=constant, limit_s=limit_s)
@@ -168,7 +168,7 @@ class Space:
         return Found(
             terms=terms,
             effects=None if self._effects is None else place[graph.find(self._classes[self._effects])],
-            before_s=self.seconds(first, prices),
+            before_s=self.seconds(first, costs),
             after_s=choice.seconds,
             proved=choice.proved,
             grown=grown,

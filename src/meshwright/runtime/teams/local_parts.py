@@ -1,8 +1,8 @@
 """The model as one process of a team has it: its shares of the parameters, and its share of every op.
 
-The graph is the local one that the simulator prices (`program.lowering`): the same ops in the same order, conversions
-among them. Each op is torch's operator on local tensors, but for those of `conversions` and `operators`. Parameters and
-buffers that are whole stay the user's own objects; shares of others are new ones.
+The graph is the local one that the simulator estimates (`program.lowering`): the same ops in the same order,
+conversions among them. Each op is torch's operator on local tensors, but for those of `conversions` and `operators`.
+Parameters and buffers that are whole stay the user's own objects; shares of others are new ones.
 
 Modules that stand for one op compute nothing of their own: they call torch's operator, or give empty results.
 """

@@ -1,13 +1,13 @@
 """How long does a step take when one stage of a placement moves to another rank? Followed without building it anew.
 
-A search over placements tries many moves. Priced again are the stages whose slices differ (`program.placed_moves`),
+A search over placements tries many moves. estimated again are the stages whose slices differ (`program.placed_moves`),
 their channels, and the optimizer's steps of both ranks; simulated again are the instructions that appear, vanish or go
-elsewhere, and those whose ends move (`streams`). The ends are those of the program of the changed placement, priced and
-simulated anew, bit for bit.
+elsewhere, and those whose ends move (`streams`). The ends are those of the program of the changed placement, estimated
+and simulated anew, bit for bit.
 
 What lies between is not in proportion to the move: all computations and messages of all ranks are laid out again as
 columns (`placed_rows.write_table`), which are compared as a whole with those of before (`differing_rows`), and the
-columns of prices are copied, so that they can be put back. That is most of a move: of 4 ms for 6,700 instructions the
+columns of costs are copied, so that they can be put back. That is most of a move: of 4 ms for 6,700 instructions the
 engine takes 0.2 ms (docs/concepts/simulation.md).
 """
 
@@ -25,7 +25,7 @@ from meshwright.program.placed_moves import MovableStages, Pair
 from meshwright.simulator.delta.graph import NOWHERE
 from meshwright.simulator.delta.placed_rows import Channels, Sizes, Table, computation, differing_rows, write_table
 from meshwright.simulator.delta.streams import DeltaStreams
-from meshwright.simulator.pricing import SHORTEST_S, price_program
+from meshwright.simulator.program_estimate import SHORTEST_S, estimate_program
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.stage_costs import stage_costs
 from meshwright.simulator.unroll import unroll
@@ -39,7 +39,7 @@ class _Saved(NamedTuple):
 
     stage: int
     rank: int
-    prices: tuple[Channels, Times, Times]
+    costs: tuple[Channels, Times, Times]
     slots: tuple[dict[Pair, int], list[int]]
     table: Table | None
     end_ps: Times
@@ -71,7 +71,7 @@ class DeltaPlacement:
         self._streams = DeltaStreams(self._sizes.num_streams)
         self._table: Table | None = None
         self._end_ps = np.zeros(0, np.int64)
-        self._price(set(range(self._sizes.stages)), set(self._stages.ranks))
+        self._estimate(set(range(self._sizes.stages)), set(self._stages.ranks))
         self._simulate()
         self._last: _Saved | None = None
 
@@ -102,7 +102,7 @@ class DeltaPlacement:
             )
         saved, was_followed, places = self._saved(stage), self.is_followed, {self._stages.ranks[stage], rank}
         try:
-            self._price(self._stages.move(stage, rank), places)
+            self._estimate(self._stages.move(stage, rank), places)
             if was_followed and not self.is_followed:
                 saved = saved._replace(end_ps=self._followed_ends())
             self._simulate()
@@ -122,18 +122,18 @@ class DeltaPlacement:
         self._last = None
 
     def _saved(self, stage: int) -> _Saved:
-        prices = (
+        costs = (
             Channels(*(column.copy() for column in self._channels)),
             self._computed_ps.copy(),
             self._stepped_ps.copy(),
         )
         slots = dict(self._slots), self._free_slots.copy()
-        return _Saved(stage, self._stages.ranks[stage], prices, slots, self._table, self._end_ps)
+        return _Saved(stage, self._stages.ranks[stage], costs, slots, self._table, self._end_ps)
 
     def _restore(self, saved: _Saved) -> None:
         """What was before a move, but for the streams."""
-        stage, rank, prices, slots, self._table, self._end_ps = saved
-        self._channels, self._computed_ps, self._stepped_ps = prices
+        stage, rank, costs, slots, self._table, self._end_ps = saved
+        self._channels, self._computed_ps, self._stepped_ps = costs
         self._slots, self._free_slots = slots
         for changed in self._stages.move(stage, rank):
             self._note(changed)
@@ -142,7 +142,7 @@ class DeltaPlacement:
         return self._streams.end_ps[self._streams.rows().instruction]
 
     def _simulate(self) -> None:
-        """The ends of what is priced."""
+        """The ends of what is estimated."""
         if self.is_followed:
             ranks = np.array(self._stages.ranks, np.int64)
             table = write_table(self._sizes, ranks, (self._computed_ps, self._stepped_ps), self._channels)
@@ -151,10 +151,10 @@ class DeltaPlacement:
             return
         placement = self.placement
         program = build_placed_program(placement, self._graph)
-        prices = price_program(program, placement, self._graph, self._cost)
-        self._end_ps = run_unrolled(program, unroll(program, prices, 1), prices.host_ps)[2]
+        costs = estimate_program(program, placement, self._graph, self._cost)
+        self._end_ps = run_unrolled(program, unroll(program, costs, 1), costs.host_ps)[2]
 
-    def _price(self, stages: set[int], ranks: set[int]) -> None:
+    def _estimate(self, stages: set[int], ranks: set[int]) -> None:
         """Find out anew what these stages, their channels and the steps of the optimizer on these ranks take."""
         before = {pair for stage in stages for pair in self._pairs.get(stage, ())}
         for stage in stages:
@@ -164,11 +164,11 @@ class DeltaPlacement:
             self._channels.key[self._slots[pair]] = NOWHERE
             self._free_slots.append(self._slots.pop(pair))
         for pair in sorted(pairs):
-            self._price_channel(pair)
+            self._estimate_channel(pair)
         for stage in sorted(stages):
-            self._price_stage(stage)
+            self._estimate_stage(stage)
         for rank in sorted(ranks):
-            self._price_step(rank)
+            self._estimate_step(rank)
 
     def _note(self, stage: int) -> None:
         """Which channels and parameters a stage has now."""
@@ -177,7 +177,7 @@ class DeltaPlacement:
         read = (i for op in self._stages.ops_of(stage) for i in ops[op].inputs)
         self._parameters[stage] = frozenset(i for i in read if tensors[i].role == "parameter")
 
-    def _price_channel(self, pair: Pair) -> None:
+    def _estimate_channel(self, pair: Pair) -> None:
         if pair not in self._slots:
             if not self._free_slots:
                 self._more_slots()
@@ -213,8 +213,8 @@ class DeltaPlacement:
             self.is_followed = False
         return duration_ps
 
-    def _price_stage(self, index: int) -> None:
-        """Its forward, its first backward and the other ones, as `pricing` has them."""
+    def _estimate_stage(self, index: int) -> None:
+        """Its forward, its first backward and the other ones, as `program_estimate` has them."""
         stages, sizes = self._stages, self._sizes
         pairs = self._pairs[index]
         returned = sum(bool(stages.gradients.get(pair)) for pair in pairs)
@@ -233,7 +233,7 @@ class DeltaPlacement:
         self._computed_ps[backwards] = later_ps if index in stages.differentiated else NOWHERE
         self._computed_ps[backwards[last]] = first_ps if index in stages.differentiated else NOWHERE
 
-    def _price_step(self, rank: int) -> None:
+    def _estimate_step(self, rank: int) -> None:
         """The optimizer's step over all parameters of a rank, if it trains any."""
         mine = [index for index, place in enumerate(self._stages.ranks) if place == rank]
         parameters = sorted(frozenset().union(*(self._parameters[index] for index in mine)))

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.plan import SETTLED_STEPS, program_of
-from meshwright.simulator.prices import Prices
-from meshwright.simulator.pricing import price_program
+from meshwright.simulator.program_costs import ProgramCosts
+from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.scenarios.noise import with_jitter
 from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, run_unrolled
 from meshwright.simulator.teams import form_teams
@@ -71,7 +71,7 @@ class JitteredSteps:
             self._cluster = used_of(plan, cost.cluster)
             plan, graph, _, cost = form_teams(plan, graph, cost.cluster, cost)
         self._program: Program = program_of(plan, graph, cost.cluster)
-        self._prices: Prices = price_program(self._program, plan, graph, cost)
+        self._costs: ProgramCosts = estimate_program(self._program, plan, graph, cost)
 
     def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
         """Seconds of so many steps for each seed, the scenario's own being the first.
@@ -88,15 +88,15 @@ class JitteredSteps:
                 f"asked for; expected one seed or more, and {LEAST_STEPS} to {max(most, LEAST_STEPS)} steps of at "
                 f"most {MAX_UNROLLED} instructions in all. Simulate fewer microbatches or ranks under jitter."
             )
-        unrolled = unroll(self._program, self._prices, first + count + last)
+        unrolled = unroll(self._program, self._costs, first + count + last)
         begin = self._scenario.seed or 0
         rows = [self._ends(unrolled, begin + place)[first - 1 : first + count] for place in range(num_seeds)]
         return StepTimes(seconds=np.array([[to_seconds(step) for step in np.diff(row).tolist()] for row in rows]))
 
     def timeline(self, num_steps: int) -> Timeline:
         """The first steps with the times of the scenario's own seed."""
-        unrolled = unroll(self._program, self._prices, num_steps)
-        return record_run(self._program, self._prices, self._run(unrolled, self._scenario.seed or 0))[0]
+        unrolled = unroll(self._program, self._costs, num_steps)
+        return record_run(self._program, self._costs, self._run(unrolled, self._scenario.seed or 0))[0]
 
     def _ends(self, unrolled: Unrolled, seed: int) -> NDArray[np.int64]:
         """When each step ends in ps, shape (steps,)."""
@@ -108,5 +108,5 @@ class JitteredSteps:
 
     def _run(self, unrolled: Unrolled, seed: int) -> Run:
         noisy = with_jitter(self._program, unrolled, self._scenario, self._cluster, seed, self._width)
-        network, start_ps, end_ps = run_unrolled(self._program, noisy, self._prices.host_ps, self._contention)
+        network, start_ps, end_ps = run_unrolled(self._program, noisy, self._costs.host_ps, self._contention)
         return Run(unrolled=replace(noisy, network=network), network=network, start_ps=start_ps, end_ps=end_ps)

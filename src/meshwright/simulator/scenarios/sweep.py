@@ -76,7 +76,7 @@ def sweep_cases(
             outcome = simulate_scenario(
                 changed,
                 graph,
-                _prices_for(changed, usual),
+                _costs_for(changed, usual),
                 happens,
                 run_steps=run_steps,
                 num_seeds=num_seeds,
@@ -113,6 +113,6 @@ def _words(values: Mapping[str, Value]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _prices_for(plan: Plan | Placement, usual: CostModel) -> CostModel:
+def _costs_for(plan: Plan | Placement, usual: CostModel) -> CostModel:
     precision = plan.workload.precision
     return usual if precision == usual.precision else replace(usual, precision=precision)

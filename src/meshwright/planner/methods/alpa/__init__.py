@@ -10,7 +10,7 @@ from meshwright.planner.methods.alpa.groups import AxisUse
 from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
 from meshwright.planner.methods.alpa.mesh import (
     AlphaBeta,
-    AxisPrices,
+    AxisCosts,
     LogicalMesh,
     closed_form_mesh,
     mesh_of_cluster,
@@ -21,7 +21,7 @@ from meshwright.planner.methods.alpa.strategies import Amounts
 __all__ = [
     "AlphaBeta",
     "Amounts",
-    "AxisPrices",
+    "AxisCosts",
     "AxisUse",
     "Expressed",
     "LogicalMesh",

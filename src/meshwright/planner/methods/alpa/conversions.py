@@ -38,7 +38,7 @@ class Have(NamedTuple):
     sums: bool = False
 
 
-class Prices:
+class ProgramCosts:
     """Seconds of exchanges along the axes of a mesh, each asked once."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
@@ -51,7 +51,7 @@ class Prices:
             return 0.0
         key = axis, kind, num_bytes
         if key not in self._kept:
-            self._kept[key] = float(self.mesh.prices[axis].seconds(kind, np.array([num_bytes], np.float64))[0])
+            self._kept[key] = float(self.mesh.costs[axis].seconds(kind, np.array([num_bytes], np.float64))[0])
         return self._kept[key]
 
     def all_reduce(self, axes: Sequence[int], num_bytes: float) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
-from meshwright.planner.methods.alpa.conversions import Have, Integers, Prices
+from meshwright.planner.methods.alpa.conversions import Have, Integers, ProgramCosts
 from meshwright.planner.methods.alpa.groups import AxisUse, Model, Want, find_groups
 from meshwright.planner.methods.alpa.integer_program import Node, Tensor, solve_choices
 from meshwright.planner.methods.alpa.mesh import AXES, Floats, LogicalMesh
@@ -84,7 +84,7 @@ def make_choice_problem(
     folded = fold(graph, tiled=tiled)
     whole = graph if graph.batch_size is not None else with_samples(graph, amounts.batch_size)
     outer, inner = (Model(whole, folded, size, following=following) for size in mesh.shape)
-    sharded = Sharded((outer, inner), amounts, Prices(mesh))
+    sharded = Sharded((outer, inner), amounts, ProgramCosts(mesh))
     strategies = [sharded.strategies(group) for group in find_groups(sharded.models, uses)]
     nodes = [Node(seconds=item.seconds.sum(axis=0), memory_bytes=item.memory_bytes) for item in strategies]
     tensors = _tensors(sharded, strategies)
@@ -101,11 +101,11 @@ def amounts_of(
     in_flight: int = 1,
     device_kind: DeviceKind | None = None,
 ) -> Amounts:
-    """What is to be done for microbatches of ``batch_size`` samples on the whole mesh, priced by the cost model."""
+    """What is to be done for microbatches of ``batch_size`` samples on the whole mesh, estimated by the cost model."""
     kind = device_kind or cost.cluster.device_kind(0)
-    prices = cost.price_ops(graph, batch_size, kind)
+    costs = cost.estimate_ops(graph, batch_size, kind)
     training = workload.kind == "training"
-    seconds = prices.forward_s + (prices.backward_s + prices.accumulate_s if training else 0.0)
+    seconds = costs.forward_s + (costs.backward_s + costs.accumulate_s if training else 0.0)
     states = workload.numbers.gradient_bytes + state_bytes(workload.optimizer, workload.precision)
     return Amounts(
         graph=graph,
@@ -185,7 +185,7 @@ def _tensor(
     if models[0].facts.is_parameter(tensor):
         seconds = _shared_parameter(sharded, haves, wants, size, with_gradient=gradient)
     else:
-        seconds = sharded.prices.convert(haves, wants, size, with_gradient=gradient)
+        seconds = sharded.costs.convert(haves, wants, size, with_gradient=gradient)
     return Tensor(
         producer=maker.node,
         have=have,
@@ -209,13 +209,13 @@ def _shared_parameter(
     first reader's are summed anyway, not even that.
     """
     lies = [(Have(outer.place), Have(inner.place)) for outer, inner in haves]
-    seconds = sharded.prices.convert(lies, wants, size, with_gradient=with_gradient)
+    seconds = sharded.costs.convert(lies, wants, size, with_gradient=with_gradient)
     for i, have in enumerate(haves):
         for j, want in enumerate(wants):
             if all(h.place == w.place for h, w in zip(have, want, strict=True)):
                 axes = [axis for axis in AXES if want[axis].sums and not have[axis].sums]
                 whole = [model.size for model, w in zip(sharded.models, want, strict=True) if w.place is not None]
-                summed = sharded.prices.all_reduce(axes, size / float(np.prod(whole))) if axes else 0.0
+                summed = sharded.costs.all_reduce(axes, size / float(np.prod(whole))) if axes else 0.0
                 seconds[i, j] = summed / sharded.amounts.num_microbatches
     return seconds
 

@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 AXES = (0, 1)
 
 
-class AxisPrices(Protocol):
+class AxisCosts(Protocol):
     """What exchanges along one axis take."""
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
@@ -38,10 +38,10 @@ class AxisPrices(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """``shape`` devices, and the prices of both axes; those of an axis of one device are not asked."""
+    """``shape`` devices, and the costs of both axes; those of an axis of one device are not asked."""
 
     shape: tuple[int, int]
-    prices: tuple[AxisPrices, AxisPrices]
+    costs: tuple[AxisCosts, AxisCosts]
 
     def __post_init__(self) -> None:
         if min(self.shape) < 1:
@@ -62,22 +62,22 @@ class AlphaBeta:
     beta_s_per_byte: float
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """See `AxisPrices`."""
+        """See `AxisCosts`."""
         passed = num_bytes * ((self.num_devices - 1) / self.num_devices)
         rounds = {"all_reduce": 2.0, "all_to_all": 0.5}.get(kind, 1.0)
         return self.alpha_s + self.beta_s_per_byte * rounds * passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelPrices:
-    """Prices of a cluster's cost model for one line of ranks, while the others of its axis run the same."""
+class ModelCosts:
+    """Costs of a cluster's cost model for one line of ranks, while the others of its axis run the same."""
 
     cost: CostModel
     ranks: tuple[int, ...]
     beside: tuple[tuple[int, ...], ...]
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """See `AxisPrices`."""
+        """See `AxisCosts`."""
         return self.cost.predict_collective(kind, self.ranks, num_bytes, self.beside).seconds
 
 
@@ -87,7 +87,7 @@ def closed_form_mesh(shape: tuple[int, int], alpha_s: Sequence[float], beta_s_pe
         AlphaBeta(num_devices=size, alpha_s=alpha, beta_s_per_byte=beta)
         for size, alpha, beta in zip(shape, alpha_s, beta_s_per_byte, strict=True)
     )
-    return LogicalMesh(shape=shape, prices=(outer, inner))
+    return LogicalMesh(shape=shape, costs=(outer, inner))
 
 
 def mesh_of_cluster(cost: CostModel, shape: tuple[int, int], first_rank: int = 0) -> LogicalMesh:
@@ -100,5 +100,5 @@ def mesh_of_cluster(cost: CostModel, shape: tuple[int, int], first_rank: int = 0
         )
     grid = np.arange(first_rank, first_rank + num_outer * num_inner).reshape(shape)
     lines = [tuple(map(tuple, rows.tolist())) for rows in (grid.T, grid)]
-    outer, inner = (ModelPrices(cost=cost, ranks=first, beside=tuple(rest)) for first, *rest in lines)
-    return LogicalMesh(shape=shape, prices=(outer, inner))
+    outer, inner = (ModelCosts(cost=cost, ranks=first, beside=tuple(rest)) for first, *rest in lines)
+    return LogicalMesh(shape=shape, costs=(outer, inner))

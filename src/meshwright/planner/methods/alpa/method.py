@@ -24,7 +24,7 @@ from meshwright.spec import MeshwrightError, Plan, PlanError
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import Sharding
 
-OBJECTIVES: tuple[Objective, ...] = ("priced", "alpa")
+OBJECTIVES: tuple[Objective, ...] = ("estimated", "alpa")
 
 # Behind other methods, so many microbatch sizes have their ops placed.
 NEAR_SIZES = 2

@@ -106,7 +106,7 @@ def lay_out(
             memory += float(tensor.memory_bytes[have, want])
     return Placements(
         graph=graph,
-        shape=sharded.prices.mesh.shape,
+        shape=sharded.costs.mesh.shape,
         batch_size=sharded.amounts.batch_size,
         layouts=tuple(layouts),
         splits=tuple(splits),

@@ -2,7 +2,7 @@
 
 A **run** is a number of copies of the same layers, one behind the other, in which one can stand for another:
 
-    - ops at one position of all copies have one price class: equal kinds, attributes, shapes and roles;
+    - ops at one position of all copies have one cost class: equal kinds, attributes, shapes and roles;
     - every copy reads, position for position, either its own tensors, those of the copy before (**carried**; the first
       copy reads something from outside instead), parameters of its own, or tensors from outside that all copies share;
     - what stands behind the run reads only its last copy.

@@ -6,7 +6,7 @@ devices of a node, or whole nodes. What is left is slicing with few numbers of r
 all devices used, 1F1B's microbatches in flight and memory included. Two objectives, for M microbatches:
 
     alpa      Σ t + (M / r - 1) max t     communication between stages, sums of gradients and optimizer are free
-    priced    the closed form of `slicing`: transfers over the slowest link into a stage, sums of gradients, optimizer
+    estimated the closed form of `slicing`: transfers over the slowest link into a stage, sums of gradients, optimizer
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.planner.methods.slicing.assemble import assume_in_flight, make_p
 from meshwright.planner.space import Space
 from meshwright.spec import Cluster, Plan
 
-Objective = Literal["alpa", "priced"]
+Objective = Literal["alpa", "estimated"]
 # Layers among whose boundaries stages are cut; more are merged first. As many as the largest of Alpa's models had
 # blocks.
 MAX_LAYERS = 64

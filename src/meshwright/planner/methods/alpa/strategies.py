@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from meshwright.planner.methods.alpa.conversions import Have, Integers, Prices
+from meshwright.planner.methods.alpa.conversions import Have, Integers, ProgramCosts
 from meshwright.planner.methods.alpa.groups import Choice, Group, Model, Want
 from meshwright.planner.methods.alpa.mesh import AXES, Floats
 from meshwright.program.sharding.dims import Split, find_label
@@ -81,7 +81,7 @@ class Sharded(NamedTuple):
 
     models: tuple[Model, Model]
     amounts: Amounts
-    prices: Prices
+    costs: ProgramCosts
 
     def strategies(self, group: Group) -> Strategies:
         """The strategies of a group."""
@@ -160,7 +160,7 @@ class Sharded(NamedTuple):
                 split = group.splits[axis][index][at[axis]]
                 if split is not None and split.label in dims.inner:
                     size = float(num_bytes[at])
-                    seconds[at] += sum(self.prices.seconds(axis, kind, size) for kind in row.exchanges)
+                    seconds[at] += sum(self.costs.seconds(axis, kind, size) for kind in row.exchanges)
         return seconds
 
     def _completed(self, group: Group) -> Floats:
@@ -182,7 +182,7 @@ class Sharded(NamedTuple):
                 if any(summed):
                     outer, inner = (lies[axis][at[axis]] for axis in AXES)
                     have = _both(Have(None, True) if s else h for s, h in zip(summed, (outer, inner), strict=True))
-                    seconds[at] += self.prices.convert_one(have, (outer, inner), size, with_gradient=gradient)
+                    seconds[at] += self.costs.convert_one(have, (outer, inner), size, with_gradient=gradient)
         return seconds
 
     def _parameters(self, group: Group, index: int) -> tuple[Floats, Floats]:
@@ -199,7 +199,7 @@ class Sharded(NamedTuple):
             memory += (trained if facts.requires_gradient(tensor) else num_bytes) / parts
             for at in np.ndindex(seconds.shape):
                 summed = [axis for axis in AXES if wants[axis][at[axis]].sums]
-                seconds[at] += self.prices.all_reduce(summed, num_bytes / float(parts[at])) if summed else 0.0
+                seconds[at] += self.costs.all_reduce(summed, num_bytes / float(parts[at])) if summed else 0.0
         return seconds, memory
 
     def _activations(self, group: Group, index: int, share: Floats) -> Floats:

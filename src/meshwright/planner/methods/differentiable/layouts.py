@@ -15,7 +15,7 @@ from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
 from meshwright.planner.methods.differentiable.stage_repair import repair_layout
 
 NUM_STEPS, RATE, LOOK = 30, 0.2, 5
-# Temperatures of shares and of maxima, and the price of memory that is not there, over a mean step.
+# Temperatures of shares and of maxima, and the cost of memory that is not there, over a mean step.
 HOT, COLD = 1.0, 0.2
 SMOOTH, SHARP = 0.2, 0.02
 CHEAP, DEAR = 1.0, 30.0

@@ -25,7 +25,7 @@ def repair_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tup
 
 @compiled
 def _repair(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    best = price_layout(space, edges, stage_of)
+    best = layout_cost(space, edges, stage_of)
     moved = True
     while moved:
         moved = False
@@ -33,7 +33,7 @@ def _repair(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[flo
             at = edges[cut]
             for place in range(edges[cut - 1] + 1, edges[cut + 1]):
                 before, edges[cut] = edges[cut], place
-                found = price_layout(space, edges, stage_of)
+                found = layout_cost(space, edges, stage_of)
                 if _gains(found, best):
                     best, at, moved = found, place, True
                 edges[cut] = before
@@ -44,7 +44,7 @@ def _repair(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[flo
                 if mine == theirs:
                     continue
                 stage_of[one], stage_of[other] = theirs, mine
-                found = price_layout(space, edges, stage_of)
+                found = layout_cost(space, edges, stage_of)
                 if _gains(found, best):
                     best, moved = found, True
                 else:
@@ -60,7 +60,7 @@ def _gains(found: tuple[float, float], best: tuple[float, float]) -> bool:
 
 
 @compiled
-def price_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
+def layout_cost(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
     """Seconds of a step, and bytes above memory over memory, summed over ranks; infinite if a stage cannot be so."""
     num_stages, num_ranks = len(edges) - 1, len(stage_of)
     count, nodes = np.zeros(num_stages, np.int64), np.zeros((num_stages, space.group_factor.shape[1] - 1), np.int64)

@@ -1,6 +1,6 @@
 """The devices of a cluster as FlexFlow sees them: messages of latency + bytes / bandwidth, on links that they hold.
 
-Both figures are of the cost model's prices of two sends, a short and a long one; pairs of devices of the same kinds on
+Both figures are of the cost model's costs of two sends, a short and a long one; pairs of devices of the same kinds on
 the same kinds of nodes cost the same. Links are those of the simulator's routes: one per direction between two devices
 of a node, the NICs of both nodes, uplinks of racks.
 """

@@ -1,8 +1,8 @@
-"""What the parts of layers take: a graph of parts, one of every candidate of every distinct layer, priced at once.
+"""What the parts of layers take: a graph of parts, one of every candidate of every distinct layer, estimated at once.
 
 A part is the layer's ops on its share of each tensor; what is not split stays whole. FLOPs are shared out alike. The
-cost model prices these ops as those of any graph, so a part of an eighth of the rows costs what an op of so many rows
-costs, not an eighth. Layers that differ in nothing but their names have the same parts.
+cost model estimates these ops as those of any graph, so a part of an eighth of the rows costs what an op of so many
+rows costs, not an eighth. Layers that differ in nothing but their names have the same parts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_tables(
         found.append(known[key])
     parts = writer.graph_of_parts()
     kinds = cost.cluster.device_kinds
-    prices = [_price(parts, writer, workload, cost, kind) for kind in kinds]
+    costs = [_estimate(parts, writer, workload, cost, kind) for kind in kinds]
     bytes_of = [_held_bytes(parts, part, workload) for part in range(len(parts.layers))]
     trains = [
         graph.mode == "training"
@@ -54,8 +54,8 @@ def make_tables(
     return [
         LayerTable(
             degrees=degrees,
-            pass_ps=np.stack([price[numbers, :2] for price in prices], axis=1),
-            update_ps=np.stack([price[numbers, 2] for price in prices], axis=1),
+            pass_ps=np.stack([times[numbers, :2] for times in costs], axis=1),
+            update_ps=np.stack([times[numbers, 2] for times in costs], axis=1),
             held_bytes=np.array([bytes_of[number] for number in numbers], np.int64),
             trains=is_trained,
         )
@@ -70,12 +70,12 @@ def candidate_degrees(sizes: Sequence[int], most_parts: int, num_dims: int) -> I
     return np.array([row + (1,) * (num_dims - len(row)) for row in rows], np.int64).reshape(-1, num_dims)
 
 
-def _price(parts: Graph, writer: _Writer, workload: Workload, cost: CostModel, kind: DeviceKind) -> Integers:
+def _estimate(parts: Graph, writer: _Writer, workload: Workload, cost: CostModel, kind: DeviceKind) -> Integers:
     """Forward, backward and optimizer step of each part on a kind of device, ps of shape (parts, 3)."""
     if not parts.ops:
         return np.zeros((len(parts.layers), 3), np.int64)
-    prices = cost.price_ops(parts, 1, kind)
-    seconds = np.stack([prices.forward_s, prices.backward_s], axis=1)
+    costs = cost.estimate_ops(parts, 1, kind)
+    seconds = np.stack([costs.forward_s, costs.backward_s], axis=1)
     found = np.zeros((len(parts.layers), 3), np.int64)
     for number, part in enumerate(parts.layers):
         forward, backward = seconds[part.start : part.stop].sum(axis=0)

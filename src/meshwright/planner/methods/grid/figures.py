@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.memory import backend_of, library_workspaces
-from meshwright.cost.offload import HostPrices
+from meshwright.cost.offload import HostCosts
 from meshwright.cost.optimizers import state_bytes
 from meshwright.cost.without import without_devices
 from meshwright.planner.methods.grid.cover import Exchanges
@@ -139,32 +139,32 @@ class Figures:
         return self._tied[0]
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
-        """Price several sizes at once."""
+        """Cost several sizes at once."""
         for kind in self.cluster.device_kinds:
-            self.cost.prepare_prices(self._local, microbatch_sizes, kind)
+            self.cost.prepare_costs(self._local, microbatch_sizes, kind)
 
     def seconds(self, microbatch_size: int, recompute: str) -> LayerSeconds:
         """Seconds of all layers at a microbatch size."""
         if (microbatch_size, recompute) not in self._seconds:
-            self._seconds[microbatch_size, recompute] = self._price(microbatch_size, recompute)
+            self._seconds[microbatch_size, recompute] = self._estimate(microbatch_size, recompute)
         return self._seconds[microbatch_size, recompute]
 
-    def _price(self, microbatch_size: int, recompute: str) -> LayerSeconds:
+    def _estimate(self, microbatch_size: int, recompute: str) -> LayerSeconds:
         if is_by_stage(recompute):
             # Nothing takes less time than to compute nothing again.
             return self.seconds(microbatch_size, "none")
         graph, training = self._with(recompute), self.workload.kind == "training"
         columns: list[list[Floats]] = [[], [], [], []]
         for kind in self.cluster.device_kinds:
-            prices = self.cost.price_ops(self._local, microbatch_size, kind)
+            costs = self.cost.estimate_ops(self._local, microbatch_size, kind)
             again = np.zeros(len(graph.ops))
             for start, stop in graph.recompute:
                 ops = computed_again(graph, start, stop)
-                again[start] = prices.forward_s[np.array(ops, np.int64)].sum()
+                again[start] = costs.forward_s[np.array(ops, np.int64)].sum()
             # Where gradients go to the host, nothing is added to them here.
-            added = prices.accumulate_s * (training and self._steps_on_device)
-            backward = (prices.backward_s + again) * training + added
-            for column, values in zip(columns, (prices.forward_s, backward, added), strict=False):
+            added = costs.accumulate_s * (training and self._steps_on_device)
+            backward = (costs.backward_s + again) * training + added
+            for column, values in zip(columns, (costs.forward_s, backward, added), strict=False):
                 # Ops that no stage needs are not in the structure.
                 picoseconds = np.rint(values * PICOSECONDS_PER_SECOND).astype(np.int64)
                 column.append(_added(self._structure, self._structure.ops.table(picoseconds)) / PICOSECONDS_PER_SECOND)
@@ -337,9 +337,11 @@ class Figures:
         if any(away.optimizer != "host" for away in self._offload):
             return np.zeros(len(self._local.layers))
         first = next(rank for rank in self.first_of_kinds if self.cluster.device_kind(rank).name == kind.name)
-        host = HostPrices(self.cost, self._fewest_ranks(first + 1))
+        host = HostCosts(self.cost, self._fewest_ranks(first + 1))
         elements = self._trained_elements()
-        each = host.price_step(first, self.workload.numbers.gradient_bytes, self.workload.optimizer).at(self.cost.end)
+        each = host.estimate_step(first, self.workload.numbers.gradient_bytes, self.workload.optimizer).at(
+            self.cost.end
+        )
         return _added(self._structure, self._structure.parameters.table(elements)) * each
 
     def _fewest_ranks(self, least: int) -> int:

@@ -22,7 +22,7 @@ from meshwright.planner.problem import Problem
 from meshwright.spec import Offload, Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 
-# Plans with less than this above a bound are as good as it: prices are worth less.
+# Plans with less than this above a bound are as good as it: costs are worth less.
 _CLOSE = 1e-4
 # Where no bound of memory is within the limit, so many of those that need the least are simulated.
 _LEANEST = 3

@@ -1,7 +1,7 @@
 """All uniform configurations of a problem with their bounds, a sheet for each sharding.
 
 Bounds come in two steps. First all configurations are bounded by what is computed alone. What replicas exchange takes
-longer to price than all else together; it is asked for when the lowest bound of all is one of a sheet that does not
+longer to estimate than all else together; it is asked for when the lowest bound of all is one of a sheet that does not
 know of it yet, and raises the bounds of that sheet.
 """
 

@@ -1,4 +1,4 @@
-"""PipeDream's planner as a search method: its stages as plans, which the simulator prices.
+"""PipeDream's planner as a search method: its stages as plans, which the simulator estimates.
 
 A plan's stages are ranges of a graph's layers, so that of the graph's states only those are looked at that its order
 of layers passes through. For each microbatch size, PipeDream's minibatch, the dynamic program is asked

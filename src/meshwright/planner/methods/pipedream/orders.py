@@ -28,12 +28,12 @@ def _walk(profile: Profile, *, by_bytes: bool) -> list[int]:
     ready = {layer: -1 for layer, count in enumerate(missing) if count == 0}
     order: list[int] = []
 
-    def price(layer: int) -> tuple[float, int, int]:
+    def preference(layer: int) -> tuple[float, int, int]:
         freed = sum(float(profile.activation_bytes[source]) for source in profile.reads[layer] if unread[source] == 1)
         return (float(profile.activation_bytes[layer]) - freed if by_bytes else 0.0, -ready[layer], layer)
 
     while ready:
-        layer = 0 if not order else min(ready, key=price)
+        layer = 0 if not order else min(ready, key=preference)
         del ready[layer]
         order.append(layer)
         for source in profile.reads[layer]:

@@ -125,10 +125,10 @@ def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKin
 
 
 def _op_seconds(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Floats:
-    prices = cost.price_ops(graph, batch_size, kind)
+    costs = cost.estimate_ops(graph, batch_size, kind)
     if graph.mode == "inference":
-        return prices.forward_s
-    return prices.forward_s + prices.backward_s + prices.accumulate_s
+        return costs.forward_s
+    return costs.forward_s + costs.backward_s + costs.accumulate_s
 
 
 def _remove(name: str, reads: dict[str, list[str]]) -> None:

@@ -21,7 +21,7 @@ from meshwright.planner.methods.unequal.stage_table import (
     KEEPS_SOME,
     MappingProblem,
     StageTable,
-    price_stages,
+    estimate_stages,
 )
 from meshwright.planner.methods.unequal.virtual_workers import (
     POLICIES,
@@ -50,13 +50,13 @@ __all__ = [
     "baselines",
     "chain_layers",
     "count_states",
+    "estimate_stages",
     "find_classes",
     "find_groups",
     "form_workers",
     "halve",
     "optimal_shares",
     "plan_workers",
-    "price_stages",
     "solve_accpar",
     "solve_mapping",
     "unequal",

@@ -27,8 +27,8 @@ def chain_layers(graph: Graph, batch_size: int, cost: CostModel) -> tuple[ChainL
     edges = [0, *weighted[1:], len(graph.ops)]
     seconds = []
     for kind in cost.cluster.device_kinds:
-        prices = cost.price_ops(graph, batch_size, kind)
-        each = prices.forward_s + prices.backward_s + prices.accumulate_s
+        costs = cost.estimate_ops(graph, batch_size, kind)
+        each = costs.forward_s + costs.backward_s + costs.accumulate_s
         seconds.append(np.add.reduceat(each, edges[:-1]))
     width = cost.numbers.value_bytes
     return tuple(

@@ -8,7 +8,7 @@ each class. Those that a stage may get are
 - two classes that are next to each other in speed, whole.
 
 Nodes that differ in nothing but their names may be **merged**: their devices of one kind are then one class, which has
-fewer states to go through; a group that fills more than one such node is priced with the link between nodes.
+fewer states to go through; a group that fills more than one such node is estimated with the link between nodes.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from meshwright.planner.methods.unequal.stage_table import (
     StageTable,
     Tables,
     bottleneck_of,
+    estimate_stages,
     fill_tables,
-    price_stages,
 )
 from meshwright.planner.thresholds import minimise_over_thresholds
 from meshwright.spec import PlanError
@@ -64,7 +64,7 @@ def solve_mapping(problem: MappingProblem, *, cutoff_s: float = np.inf) -> Mappi
     Exact up to rounding, and the same for the same input. Raises PlanError for more states than `MAX_ENTRIES` allows.
     """
     tables = make_tables(problem)
-    stages = price_stages(problem)
+    stages = estimate_stages(problem)
 
     def solve(theta: float) -> tuple[Mapping | None, float]:
         above = fill_tables(problem, stages, theta, tables)

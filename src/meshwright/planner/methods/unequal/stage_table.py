@@ -96,8 +96,8 @@ class Tables(NamedTuple):
 
 
 @compiled
-def price_stages(p: MappingProblem) -> StageTable:
-    """Price all stages on all groups."""
+def estimate_stages(p: MappingProblem) -> StageTable:
+    """Estimate all stages on all groups."""
     num_groups, num_layers = len(p.counts), len(p.static_bytes)
     shape = (num_groups, num_layers, num_layers + 1)
     table = StageTable(

@@ -1,11 +1,11 @@
-"""Prices of the ops of a graph on a CUDA device, from the kernels that torch launches for them.
+"""Costs of the ops of a graph on a CUDA device, from the kernels that torch launches for them.
 
 products, convolutions,  what the predictor of products says (`cost.kernels`), and the kernels beside them
 recurrent layers
 attention                by the kernel that torch chooses (`cost.gpu.attention`)
 all else                 the kernels of each pass (`cost.gpu.launches`) at fitted rates (`cost.gpu.rates`)
 
-Only what rests on a roofline is priced anew: measurements and traces stay.
+Only what rests on a roofline is estimated anew: measurements and traces stay.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from meshwright.cost.costs import op_cost_around
 from meshwright.cost.gpu.attention import ATTENTION, attention_seconds
 from meshwright.cost.gpu.launches import launches_of, sum_of
-from meshwright.cost.prices import price_around
 from meshwright.cost.roofline import OpSeconds
 from meshwright.cost.traits import passes_of
 from meshwright.cost.work import read_work
@@ -23,9 +23,9 @@ from meshwright.cost.work.calls import read_call
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from meshwright.cost.costs import OpCost
     from meshwright.cost.gpu.rates import GpuModel
     from meshwright.cost.kernels import Asked
-    from meshwright.cost.prices import OpPrice
     from meshwright.cost.software import Software
     from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Op
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 _DENSE = ("product", "convolution", "recurrent")
 
 
-def price_launches(
+def estimate_launches(
     model: GpuModel,
     asked: Asked,
-    predicted: list[OpPrice],
+    predicted: list[OpCost],
     dtypes: list[str],
     widths: Widths,
     kind: DeviceKind,
     software: Software,
-) -> list[OpPrice]:
-    """Prices of the ops of ``asked``, which compute in ``dtypes``; ``predicted``: after the predictor of products."""
-    columns = zip(asked.prices, predicted, asked.ops, asked.keys, dtypes, strict=True)
+) -> list[OpCost]:
+    """Costs of the ops of ``asked``, which compute in ``dtypes``; ``predicted``: after the predictor of products."""
+    columns = zip(asked.costs, predicted, asked.ops, asked.keys, dtypes, strict=True)
     return [
-        _price(model, asked, op, key, dtype, widths, kind, dense, software) if bound.basis == "roofline" else bound
+        _estimate(model, asked, op, key, dtype, widths, kind, dense, software) if bound.basis == "roofline" else bound
         for bound, dense, op, key, dtype in columns
     ]
 
 
-def _price(
+def _estimate(
     model: GpuModel,
     asked: Asked,
     op: Op,
@@ -58,9 +58,9 @@ def _price(
     dtype: str,
     widths: Widths,
     kind: DeviceKind,
-    predicted: OpPrice,
+    predicted: OpCost,
     software: Software,
-) -> OpPrice:
+) -> OpCost:
     graph, batch_size = asked.graph, asked.batch_size
     passes = passes_of(graph, op, batch_size, dtype, key)
     work, call = read_work(key), read_call(key)
@@ -73,7 +73,7 @@ def _price(
     if family == "attention":
         trained = passes.backward.num_kernels > 0
         seconds = attention_seconds(graph, op, call, dtype, kind, trained=trained, software=software)
-        return price_around(seconds, ATTENTION, "transferred")
+        return op_cost_around(seconds, ATTENTION, "transferred")
     launched = launches_of(graph, op, batch_size, key, passes, widths, kind.num_multiprocessors)
     extra = [sum_of(0.0, width)] * (passes.accumulate.num_kernels - 1)
     accumulate = [sum_of(accumulated, width), *extra] if passes.accumulate.num_kernels else []
@@ -83,7 +83,7 @@ def _price(
         accumulate_s=model.seconds(accumulate, kind),
     )
     if family not in _DENSE:
-        return price_around(seconds, interval, basis)
+        return op_cost_around(seconds, interval, basis)
     beside = replace(predicted, seconds=replace(predicted.seconds, accumulate_s=0.0))
     return replace(beside, low=_kept(beside.low), high=_kept(beside.high)).plus(seconds, interval)
 

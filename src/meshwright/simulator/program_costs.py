@@ -1,10 +1,11 @@
-"""Prices: what a Program costs on some machines, apart from when things happen. The simulator's second input.
+"""Costs: what a Program costs on some machines, apart from when things happen. The simulator's second input.
 
-Instructions point to **cost classes**, so that repricing touches a small table: a class has a duration, the bytes
-it takes when it starts and the bytes it frees when it ends, by named part of memory (parameters, saved activations,
-...). Transfers point to **routes**: the links that one transfer holds together. A route of -1 needs no link. The class
-of a send or all-reduce may also say how much processor time it takes from each rank that takes part (`host_time.py`).
-That of a computation may say how long a host issues it that does not wait for the device (`host_issue.py`).
+Instructions point to **cost classes**, so that estimating again touches a small table: a class has a duration, the
+bytes it takes when it starts and the bytes it frees when it ends, by named part of memory (parameters, saved
+activations, ...). Transfers point to **routes**: the links that one transfer holds together. A route of -1 needs no
+link. The class of a send or all-reduce may also say how much processor time it takes from each rank that takes part
+(`host_time.py`). That of a computation may say how long a host issues it that does not wait for the device
+(`host_issue.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.spec import Program, ProgramError, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SectionPrices:
+class SectionCosts:
     """Per instruction of one section: cost class and route; per mark: ps from the start of its instruction.
 
     ``mark_earliest_ps``: per mark, ps from when a host begins to issue that instruction; None where none does.
@@ -33,7 +34,7 @@ class SectionPrices:
     mark_earliest_ps: NDArray[np.int64] | None = None
 
 
-class IssuePrices(NamedTuple):
+class IssueCosts(NamedTuple):
     """What a host does beside its device, per cost class, (C,) each; all 0 of what it does not issue.
 
     ``host_ps``: how long it issues; ``earliest_ps``: the least from its beginning to the end on the device;
@@ -46,7 +47,7 @@ class IssuePrices(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prices:
+class ProgramCosts:
     """Costs of a program with C classes, P parts of memory, N routes over ``num_links`` links and R ranks.
 
     ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), taken at the start and given
@@ -68,29 +69,29 @@ class Prices:
     link_names: tuple[str, ...] = ()
     exchanged_ps: NDArray[np.int64] | None = None
     copied_ps: NDArray[np.int64] | None = None
-    issue: IssuePrices | None = None
-    prologue: SectionPrices
-    body: SectionPrices
-    epilogue: SectionPrices
+    issue: IssueCosts | None = None
+    prologue: SectionCosts
+    body: SectionCosts
+    epilogue: SectionCosts
 
-    def with_hosts_ahead(self) -> Prices:
-        """The prices where all was issued before the devices come to it."""
+    def with_hosts_ahead(self) -> ProgramCosts:
+        """The costs where all was issued before the devices come to it."""
         return self if self.issue is None else replace(self, issue=None)
 
 
-def bare_prices(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequence[int]] = ()) -> Prices:
-    """Prices without memory for a program of nothing, which a controller extends: classes by duration, routes by links.
+def bare_costs(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequence[int]] = ()) -> ProgramCosts:
+    """Costs without memory for a program of nothing, which a controller extends: classes by duration, routes by links.
 
-    Raises ProgramError if the program has instructions, for these would have to be priced.
+    Raises ProgramError if the program has instructions, for these would have to be estimated.
     """
     for name, section in program.sections():
         _require(section.num_instructions == 0, f"the {name} has {section.num_instructions} instructions, not 0")
     durations, links = np.asarray(duration_ps, np.int64), [link for route in routes for link in route]
-    none = SectionPrices(
+    none = SectionCosts(
         cost_class=np.zeros(0, np.int32), route=np.zeros(0, np.int32), mark_offset_ps=np.zeros(0, np.int64)
     )
     no_bytes = np.zeros((len(durations), 0), np.int64)
-    return Prices(
+    return ProgramCosts(
         duration_ps=durations,
         host_ps=np.zeros(len(durations), np.int64),
         allocate_bytes=no_bytes,
@@ -106,55 +107,58 @@ def bare_prices(program: Program, duration_ps: ArrayLike, routes: Sequence[Seque
     )
 
 
-def check_prices(program: Program, prices: Prices) -> None:
-    """Raise ProgramError unless prices and program agree in shapes and ranges, and transfers take at least 1 ps."""
-    num_classes, num_parts = len(prices.duration_ps), len(prices.memory_parts)
+def check_costs(program: Program, costs: ProgramCosts) -> None:
+    """Raise ProgramError unless costs and program agree in shapes and ranges, and transfers take at least 1 ps."""
+    num_classes, num_parts = len(costs.duration_ps), len(costs.memory_parts)
     for name in ("duration_ps", "host_ps"):
-        _require(not num_classes or int(getattr(prices, name).min()) >= 0, f"{name} has a negative entry")
+        _require(not num_classes or int(getattr(costs, name).min()) >= 0, f"{name} has a negative entry")
     for name, shape in (
         ("host_ps", (num_classes,)),
         ("allocate_bytes", (num_classes, num_parts)),
         ("free_bytes", (num_classes, num_parts)),
         ("resident_bytes", (program.num_ranks, num_parts)),
     ):
-        _require(getattr(prices, name).shape == shape, f"{name} has shape {getattr(prices, name).shape}, not {shape}")
-    if prices.issue is not None:
-        _check_issue(prices.issue, num_classes)
-    links = prices.route_links
+        _require(getattr(costs, name).shape == shape, f"{name} has shape {getattr(costs, name).shape}, not {shape}")
+    if costs.issue is not None:
+        _check_issue(costs.issue, num_classes)
+    links = costs.route_links
     _require(
-        not len(links) or (links.min() >= 0 and links.max() < prices.num_links),
-        f"a route uses a link outside 0..{prices.num_links - 1}",
+        not len(links) or (links.min() >= 0 and links.max() < costs.num_links),
+        f"a route uses a link outside 0..{costs.num_links - 1}",
     )
-    _require(len(prices.link_names) in (0, prices.num_links), f"{len(prices.link_names)} names of links are given")
+    _require(len(costs.link_names) in (0, costs.num_links), f"{len(costs.link_names)} names of links are given")
     for name, section in program.sections():
-        _check_section(name, section, getattr(prices, name), prices)
+        _check_section(name, section, getattr(costs, name), costs)
 
 
-def _check_issue(issue: IssuePrices, num_classes: int) -> None:
-    for name in IssuePrices._fields:
+def _check_issue(issue: IssueCosts, num_classes: int) -> None:
+    for name in IssueCosts._fields:
         column = getattr(issue, name)
         _require(column.shape == (num_classes,), f"issue.{name} has shape {column.shape}, not {(num_classes,)}")
     _require(bool((issue.host_ps >= 0).all()), "issue.host_ps has a negative entry")
     _require(bool((issue.earliest_ps >= issue.host_ps).all()), "something ends before it is issued")
 
 
-def _check_section(name: str, section: Section, costs: SectionPrices, prices: Prices) -> None:
+def _check_section(name: str, section: Section, section_costs: SectionCosts, costs: ProgramCosts) -> None:
     count, num_marks = section.num_instructions, len(section.mark_instruction)
-    _require(len(costs.cost_class) == count and len(costs.route) == count, f"the {name} has {count} instructions")
-    _require(len(costs.mark_offset_ps) == num_marks, f"the {name} has {num_marks} marks")
-    if prices.issue is not None:
-        given = costs.mark_earliest_ps
+    _require(
+        len(section_costs.cost_class) == count and len(section_costs.route) == count,
+        f"the {name} has {count} instructions",
+    )
+    _require(len(section_costs.mark_offset_ps) == num_marks, f"the {name} has {num_marks} marks")
+    if costs.issue is not None:
+        given = section_costs.mark_earliest_ps
         _require(given is not None and given.shape == (num_marks,), f"the {name} has {num_marks} marks to issue")
     if not count:
         return
-    lowest, classes, routes, shortest = _look_through(costs.cost_class, costs.route, prices.duration_ps)
+    lowest, classes, routes, shortest = _look_through(section_costs.cost_class, section_costs.route, costs.duration_ps)
     _require(
-        lowest >= 0 and classes <= len(prices.duration_ps) and routes < len(prices.route_offsets),
+        lowest >= 0 and classes <= len(costs.duration_ps) and routes < len(costs.route_offsets),
         f"the {name} refers to an unknown class or route",
     )
     _require(shortest >= 1, f"a transfer of the {name} takes less than 1 ps on its links")
-    raising, offset = section.mark_instruction, costs.mark_offset_ps
-    span, earliest = prices.duration_ps[costs.cost_class[raising]], costs.route[raising] >= 0
+    raising, offset = section.mark_instruction, section_costs.mark_offset_ps
+    span, earliest = costs.duration_ps[section_costs.cost_class[raising]], section_costs.route[raising] >= 0
     _require(bool(((offset >= earliest) & (offset <= span)).all()), f"a mark of the {name} lies outside its span")
 
 
@@ -177,4 +181,4 @@ def _look_through(
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise ProgramError(f"The prices do not fit the program: {what}. Price the program that is to be simulated.")
+        raise ProgramError(f"The costs do not fit the program: {what}. Estimate the program that is to be simulated.")

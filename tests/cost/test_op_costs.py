@@ -1,4 +1,4 @@
-"""Prices of ops: the roofline by hand, the table, and what lies between and beside its entries."""
+"""Costs of ops: the roofline by hand, the table, and what lies between and beside its entries."""
 
 import pytest
 from hypothesis import given
@@ -17,14 +17,14 @@ def model(table=None, **settings):
 
 
 def test_the_roofline_of_a_linear_op_by_hand():
-    prices = model().price_ops(linear_graph(), 2, KIND)
+    costs = model().estimate_ops(linear_graph(), 2, KIND)
     # forward: 128 FLOP; x 64 B + weight 128 B read, y 32 B written
-    assert prices.forward_s[0] == pytest.approx(224e-9 + LAUNCH_S)
+    assert costs.forward_s[0] == pytest.approx(224e-9 + LAUNCH_S)
     # backward: kept x 64 B, gradient of y 32 B, gradient of the weight 128 B; one kernel, as x needs no gradient
-    assert prices.backward_s[0] == pytest.approx(224e-9 + LAUNCH_S)
+    assert costs.backward_s[0] == pytest.approx(224e-9 + LAUNCH_S)
     # accumulation: gradient of the weight read twice and written once
-    assert prices.accumulate_s[0] == pytest.approx(3 * 128e-9 + LAUNCH_S)
-    assert prices.basis == ("roofline",) * 3
+    assert costs.accumulate_s[0] == pytest.approx(3 * 128e-9 + LAUNCH_S)
+    assert costs.basis == ("roofline",) * 3
 
 
 def test_many_operations_are_bound_by_the_peak_of_the_precision():
@@ -32,21 +32,21 @@ def test_many_operations_are_bound_by_the_peak_of_the_precision():
     x = make.tensor("x", (B,), role="input", grad=False)
     y = make.tensor("y", (B,))
     make.op("aten.costly.default", (x,), (y,), flops=Extent(0, 10**6))
-    assert model().price_ops(make.graph(), 3, KIND).forward_s[0] == pytest.approx(3e6 / 1e9 + LAUNCH_S)
-    half = model(precision="bfloat16").price_ops(make.graph(), 3, KIND)
+    assert model().estimate_ops(make.graph(), 3, KIND).forward_s[0] == pytest.approx(3e6 / 1e9 + LAUNCH_S)
+    half = model(precision="bfloat16").estimate_ops(make.graph(), 3, KIND)
     assert half.forward_s[0] == pytest.approx(3e6 / 4e9 + LAUNCH_S)
 
 
 def test_half_the_width_moves_half_the_bytes():
-    assert model(precision="bfloat16").price_ops(linear_graph(), 2, KIND).forward_s[0] == pytest.approx(
+    assert model(precision="bfloat16").estimate_ops(linear_graph(), 2, KIND).forward_s[0] == pytest.approx(
         112e-9 + LAUNCH_S
     )
 
 
 def test_a_view_costs_nothing_and_its_reader_pays():
-    prices = model().price_ops(linear_graph(), 2, KIND)
-    assert prices.forward_s[1] == prices.backward_s[1] == prices.accumulate_s[1] == 0.0
-    assert prices.forward_s[2] == pytest.approx(64e-9 + LAUNCH_S)
+    costs = model().estimate_ops(linear_graph(), 2, KIND)
+    assert costs.forward_s[1] == costs.backward_s[1] == costs.accumulate_s[1] == 0.0
+    assert costs.forward_s[2] == pytest.approx(64e-9 + LAUNCH_S)
 
 
 def test_a_part_of_a_tensor_is_free_to_look_at_but_its_gradient_is_written_whole():
@@ -55,10 +55,10 @@ def test_a_part_of_a_tensor_is_free_to_look_at_but_its_gradient_is_written_whole
     make.op("aten.randn.default", (), (x,))
     part = make.tensor("part", (B,), storage=x)
     make.op("aten.select.int", (x,), (part,), attributes=(("dim", "1"), ("index", "0")))
-    prices = model().price_ops(make.graph(), 1, KIND)
-    assert prices.forward_s[1] == 0.0
+    costs = model().estimate_ops(make.graph(), 1, KIND)
+    assert costs.forward_s[1] == 0.0
     # zeros of 400 B, then the part of 4 B is read and written
-    assert prices.backward_s[1] == pytest.approx(408e-9 + LAUNCH_S)
+    assert costs.backward_s[1] == pytest.approx(408e-9 + LAUNCH_S)
 
 
 def test_in_place_work_is_no_view():
@@ -66,7 +66,7 @@ def test_in_place_work_is_no_view():
     x = make.tensor("x", (B, 100), role="input", grad=False)
     same = make.tensor("same", (B, 100), storage=x, grad=False)
     make.op("aten.relu_.default", (x,), (same,))
-    assert model().price_ops(make.graph(), 1, KIND).forward_s[0] == pytest.approx(800e-9 + LAUNCH_S)
+    assert model().estimate_ops(make.graph(), 1, KIND).forward_s[0] == pytest.approx(800e-9 + LAUNCH_S)
 
 
 def test_looking_up_rows_does_not_read_the_table():
@@ -75,16 +75,16 @@ def test_looking_up_rows_does_not_read_the_table():
     tokens = make.tensor("tokens", (B,), role="input", dtype="int64", grad=False)
     found = make.tensor("found", (B, 100))
     make.op("aten.embedding.default", (rows, tokens), (found,), saved=(tokens,))
-    prices = model().price_ops(make.graph(), 1, KIND)
-    assert prices.forward_s[0] == pytest.approx(808e-9 + LAUNCH_S)
-    assert prices.backward_s[0] == pytest.approx((8 + 400 + 400_000) * 1e-9 + LAUNCH_S)
+    costs = model().estimate_ops(make.graph(), 1, KIND)
+    assert costs.forward_s[0] == pytest.approx(808e-9 + LAUNCH_S)
+    assert costs.backward_s[0] == pytest.approx((8 + 400 + 400_000) * 1e-9 + LAUNCH_S)
 
 
 def test_inference_and_frozen_layers_have_no_backward():
-    inference = model().price_ops(linear_graph("inference"), 2, KIND)
+    inference = model().estimate_ops(linear_graph("inference"), 2, KIND)
     assert not inference.backward_s.any()
     assert not inference.accumulate_s.any()
-    frozen = model().price_ops(chain_graph(4, frozen=2), 2, KIND)
+    frozen = model().estimate_ops(chain_graph(4, frozen=2), 2, KIND)
     assert [seconds > 0 for seconds in frozen.backward_s] == [False, False, True, True]
 
 
@@ -93,18 +93,18 @@ def test_an_op_of_a_joint_graph_runs_in_its_own_half():
     x = make.tensor("x", (B, 8), role="input", grad=False)
     g = make.tensor("g", (B, 8), grad=False)
     make.op("aten.neg.default", (x,), (g,), phase="backward")
-    prices = model().price_ops(make.graph(), 1, KIND)
-    assert (prices.forward_s[0], prices.backward_s[0]) == (0.0, pytest.approx(64e-9 + LAUNCH_S))
+    costs = model().estimate_ops(make.graph(), 1, KIND)
+    assert (costs.forward_s[0], costs.backward_s[0]) == (0.0, pytest.approx(64e-9 + LAUNCH_S))
 
 
 @given(graphs(), st.integers(1, 5))
-def test_every_op_has_the_price_that_it_has_alone(graph, batch_size):
+def test_every_op_has_the_cost_that_it_has_alone(graph, batch_size):
     if graph.batch_size is not None:
         batch_size = graph.batch_size
-    prices = model().price_ops(graph, batch_size, KIND)
+    costs = model().estimate_ops(graph, batch_size, KIND)
     for index, op in enumerate(graph.ops):
         alone = bound_op(graph, op, batch_size, KIND, "float32")
-        columns = (prices.forward_s[index], prices.backward_s[index], prices.accumulate_s[index])
+        columns = (costs.forward_s[index], costs.backward_s[index], costs.accumulate_s[index])
         if op.phase == "backward":
             assert columns == (0.0, alone.forward_s, alone.accumulate_s)
         else:
@@ -113,70 +113,72 @@ def test_every_op_has_the_price_that_it_has_alone(graph, batch_size):
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_a_larger_batch_is_never_cheaper(smaller, more):
-    small, large = (model().price_ops(linear_graph(), size, KIND) for size in (smaller, smaller + more))
+    small, large = (model().estimate_ops(linear_graph(), size, KIND) for size in (smaller, smaller + more))
     assert (large.forward_s >= small.forward_s).all()
     assert (large.backward_s >= small.backward_s).all()
 
 
 def test_what_was_measured_is_taken_as_it_is():
     graph = linear_graph()
-    prices = model(make_table((op_row(graph, 0, 2, 7.0, 8.0, 9.0), op_row(graph, 1, 2, 1.0)))).price_ops(graph, 2, KIND)
-    assert (prices.forward_s[0], prices.backward_s[0], prices.accumulate_s[0]) == (7.0, 8.0, 9.0)
-    assert prices.forward_s[1] == 1.0
-    assert prices.basis == ("measured", "measured", "roofline")
+    costs = model(make_table((op_row(graph, 0, 2, 7.0, 8.0, 9.0), op_row(graph, 1, 2, 1.0)))).estimate_ops(
+        graph, 2, KIND
+    )
+    assert (costs.forward_s[0], costs.backward_s[0], costs.accumulate_s[0]) == (7.0, 8.0, 9.0)
+    assert costs.forward_s[1] == 1.0
+    assert costs.basis == ("measured", "measured", "roofline")
 
 
 @given(st.integers(2, 7), st.floats(1e-9, 1), st.floats(1e-9, 1))
-def test_between_two_batches_prices_run_straight(batch_size, low, rise):
+def test_between_two_batches_costs_run_straight(batch_size, low, rise):
     graph = linear_graph()
     rows = (op_row(graph, 0, 1, low, 2 * low), op_row(graph, 0, 8, low + rise, 2 * low + rise))
-    prices = model(make_table(rows)).price_ops(graph, batch_size, KIND)
-    assert prices.basis[0] == "interpolated"
-    assert prices.forward_s[0] == pytest.approx(low + rise * (batch_size - 1) / 7)
-    assert prices.backward_s[0] == pytest.approx(2 * low + rise * (batch_size - 1) / 7)
+    costs = model(make_table(rows)).estimate_ops(graph, batch_size, KIND)
+    assert costs.basis[0] == "interpolated"
+    assert costs.forward_s[0] == pytest.approx(low + rise * (batch_size - 1) / 7)
+    assert costs.backward_s[0] == pytest.approx(2 * low + rise * (batch_size - 1) / 7)
 
 
 def test_the_nearest_two_measured_batches_decide():
     graph = linear_graph()
     rows = [op_row(graph, 0, size, seconds) for size, seconds in ((1, 0.0), (4, 10.0), (8, 30.0), (64, 0.0))]
-    assert model(make_table(tuple(rows))).price_ops(graph, 6, KIND).forward_s[0] == pytest.approx(20.0)
+    assert model(make_table(tuple(rows))).estimate_ops(graph, 6, KIND).forward_s[0] == pytest.approx(20.0)
 
 
 def test_beside_what_was_measured_the_roofline_gives_the_ratio():
     graph = linear_graph()
-    prices = model(make_table((op_row(graph, 0, 2, 1.0, 1.0, 5.0),))).price_ops(graph, 40, KIND)
-    assert prices.basis[0] == "transferred"
+    costs = model(make_table((op_row(graph, 0, 2, 1.0, 1.0, 5.0),))).estimate_ops(graph, 40, KIND)
+    assert costs.basis[0] == "transferred"
     # 40 samples: 2560 FLOP against 1280 + 128 + 640 bytes; 2 samples: 224 bytes
-    assert prices.forward_s[0] == pytest.approx((2560e-9 + LAUNCH_S) / (224e-9 + LAUNCH_S))
-    assert prices.accumulate_s[0] == 5.0
+    assert costs.forward_s[0] == pytest.approx((2560e-9 + LAUNCH_S) / (224e-9 + LAUNCH_S))
+    assert costs.accumulate_s[0] == 5.0
 
 
 def test_an_op_of_other_shape_or_attributes_is_not_the_same_op():
     graph, other = linear_graph(), chain_graph(2)
-    assert model(make_table((op_row(other, 0, 2, 1.0),))).price_ops(graph, 2, KIND).basis[0] == "roofline"
+    assert model(make_table((op_row(other, 0, 2, 1.0),))).estimate_ops(graph, 2, KIND).basis[0] == "roofline"
     make = GraphMaker()
     x = make.tensor("x", (B, 8), role="input", grad=False)
     for power in "23":
         make.op("aten.pow.Scalar", (x,), (make.tensor("y", (B, 8)),), attributes=(("exponent", power),))
     powers = make.graph()
-    prices = model(make_table((op_row(powers, 0, 2, 1.0),))).price_ops(powers, 2, KIND)
-    assert prices.basis == ("measured", "roofline")
+    costs = model(make_table((op_row(powers, 0, 2, 1.0),))).estimate_ops(powers, 2, KIND)
+    assert costs.basis == ("measured", "roofline")
 
 
 def test_a_table_of_another_device_or_precision_is_not_used():
     graph = linear_graph()
     rows = (op_row(graph, 0, 2, 1.0),)
-    assert model(make_table(rows, device="other")).price_ops(graph, 2, KIND).basis[0] == "roofline"
-    assert model(make_table(rows), precision="bfloat16").price_ops(graph, 2, KIND).basis[0] == "roofline"
+    assert model(make_table(rows, device="other")).estimate_ops(graph, 2, KIND).basis[0] == "roofline"
+    assert model(make_table(rows), precision="bfloat16").estimate_ops(graph, 2, KIND).basis[0] == "roofline"
     halves = make_table((op_row(graph, 0, 2, 1.0, dtype="bfloat16"),))
-    assert model(halves, precision="bfloat16").price_ops(graph, 2, KIND).basis[0] == "measured"
+    assert model(halves, precision="bfloat16").estimate_ops(graph, 2, KIND).basis[0] == "measured"
 
 
 def test_asking_again_gives_the_same_arrays_which_nobody_can_change():
     graph, cost = linear_graph(), model()
-    first = cost.price_ops(graph, 2, KIND)
-    assert cost.price_ops(graph, 2, KIND) is first
-    assert cost.price_ops(graph, 3, KIND) is not first
+    first = cost.estimate_ops(graph, 2, KIND)
+    assert cost.estimate_ops(graph, 2, KIND) is first
+    assert cost.estimate_ops(graph, 3, KIND) is not first
     with pytest.raises(ValueError, match="read-only"):
         first.forward_s[0] = 0.0
 
@@ -191,12 +193,12 @@ def test_a_batch_that_the_graph_does_not_describe_is_refused():
         batch_size=2,
     )
     with pytest.raises(GraphError, match="batch of 3"):
-        model().price_ops(fixed, 3, KIND)
+        model().estimate_ops(fixed, 3, KIND)
 
 
-def test_a_graph_without_ops_has_no_prices():
+def test_a_graph_without_ops_has_no_costs():
     make = GraphMaker()
     make.tensor("x", (B,), role="input", grad=False)
     make.ops = [Op(name="none", kind="aten.none.default", inputs=(), outputs=())]
-    prices = model().price_ops(make.graph(), 1, KIND)
-    assert prices.forward_s.tolist() == [0.0]
+    costs = model().estimate_ops(make.graph(), 1, KIND)
+    assert costs.forward_s.tolist() == [0.0]

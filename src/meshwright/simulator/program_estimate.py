@@ -1,6 +1,6 @@
-"""Prices of a plan's program from a cost model: which class, route and mark offset each instruction gets.
+"""Costs of a plan's program from a cost model: which class, route and mark offset each instruction gets.
 
-Instructions of equal cost are priced once: computations by (stage, device kind and speed of the host, first or last
+Instructions of equal cost are estimated once: computations by (stage, device kind and speed of the host, first or last
 backward of its rank, opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the
 bucket. Only these distinct ones are touched one by one.
 
@@ -20,7 +20,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import backend_of, library_workspaces
-from meshwright.cost.offload import HostPrices
+from meshwright.cost.offload import HostCosts
 from meshwright.cost.teams import REPLICATING, Axes
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, graph_of_program, host_pieces
 from meshwright.program.parts import cut_parts
@@ -28,9 +28,9 @@ from meshwright.simulator.alike import FIRST, LAST, find_distinct, first_updates
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
-from meshwright.simulator.prices import IssuePrices, Prices, SectionPrices
+from meshwright.simulator.program_costs import IssueCosts, ProgramCosts, SectionCosts
 from meshwright.simulator.routes import Routes
-from meshwright.simulator.saved_waits import PricedCopies
+from meshwright.simulator.saved_waits import EstimatedCopies
 from meshwright.simulator.span_parts import IssuedParts, SpanParts, issue_parts, list_parts
 from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
 from meshwright.simulator.stage_costs import StageCosts, StepIssue, stage_costs, steps_on_host
@@ -70,39 +70,39 @@ _ACCESSES_PER_SUM = 3
 SHORTEST_S = 1e-12
 
 
-def price_program(
+def estimate_program(
     program: Program, plan: Plan | Placement, graph: Graph, cost: CostModel, *, fold: Fold | None = None
-) -> Prices:
-    """Price every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster.
+) -> ProgramCosts:
+    """Estimate every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster.
 
     With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a sum
     of gradients takes what it takes all members of the whole plan, on all their links.
     """
     if isinstance(plan, Plan) and (plan.recompute or not plan.sharding.is_whole):
         raise PlanError(
-            "The plan splits ops or computes again, but its prices were asked for a whole graph. Price what "
+            "The plan splits ops or computes again, but its costs were asked for a whole graph. Estimate what "
             "`form_teams` gives for it."
         )
     graph = graph_of_program(graph, program)
-    pricer = _Pricer(program, plan, graph, cost, fold)
-    sections = {name: pricer.price_section(section) for name, section in program.sections()}
-    durations, host, exchanged, copied, takes, frees, issue = zip(*pricer.classes, strict=True)
+    estimator = _Estimator(program, plan, graph, cost, fold)
+    sections = {name: estimator.estimate_section(section) for name, section in program.sections()}
+    durations, host, exchanged, copied, takes, frees, issue = zip(*estimator.classes, strict=True)
     host_ps, earliest_ps, is_awaited = (np.array(column) for column in zip(*issue, strict=True))
-    route_offsets, route_links, num_links = pricer.routes.table()
-    return Prices(
+    route_offsets, route_links, num_links = estimator.routes.table()
+    return ProgramCosts(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.array(host, np.int64),
         exchanged_ps=np.array(exchanged, np.int64) if any(exchanged) else None,
         copied_ps=np.array(copied, np.int64) if any(copied) else None,
-        issue=IssuePrices(host_ps, earliest_ps, is_awaited) if pricer.has_hosts else None,
+        issue=IssueCosts(host_ps, earliest_ps, is_awaited) if estimator.has_hosts else None,
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
         memory_parts=MEMORY_PARTS,
-        resident_bytes=np.stack([pricer.resident_bytes(*item) for item in enumerate(compute_orders(program))]),
+        resident_bytes=np.stack([estimator.resident_bytes(*item) for item in enumerate(compute_orders(program))]),
         route_offsets=route_offsets,
         route_links=route_links,
         num_links=num_links,
-        link_names=pricer.routes.names(),
+        link_names=estimator.routes.names(),
         prologue=sections["prologue"],
         body=sections["body"],
         epilogue=sections["epilogue"],
@@ -116,7 +116,7 @@ def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
 
 
-class _Pricer:
+class _Estimator:
     """Knows what the stages cost; collects cost classes and routes while it walks through the sections."""
 
     def __init__(
@@ -165,13 +165,13 @@ class _Pricer:
             [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
             for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
-        self._copies = PricedCopies(graph, plan, stages, kinds, [shared.ranks for shared in shards], cost)
+        self._copies = EstimatedCopies(graph, plan, stages, kinds, [shared.ranks for shared in shards], cost)
         self._plan, self._graph, self._stages = plan, graph, stages
         self._served_bytes = served_bytes(program)
-        self._hosts = HostPrices(cost, whole.num_ranks)
+        self._hosts = HostCosts(cost, whole.num_ranks)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
-        # Per class: duration, host time, waits for exchanges and copies in ps, bytes taken and freed, `IssuePrices`.
+        # Per class: duration, host time, waits for exchanges and copies in ps, bytes taken and freed, `IssueCosts`.
         self.classes: list[tuple[int, int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
         self._parts: dict[tuple[int, ...], tuple[SpanParts, IssuedParts]] = {}
 
@@ -191,7 +191,7 @@ class _Pricer:
             )
         return total - self._placed.shared_bytes(rank) if self._placed else total
 
-    def price_section(self, section: Section) -> SectionPrices:
+    def estimate_section(self, section: Section) -> SectionCosts:
         """Classes, routes and mark offsets of one section."""
         kind = np.repeat(self._kind_of_rank[rank_of_streams(self._program)], np.diff(section.stream_offsets))
         place = place_of_backward(section)
@@ -213,7 +213,7 @@ class _Pricer:
         )
         raising = section.mark_instruction
         offsets, earliest = _per_distinct([*(column[raising] for column in computing), section.mark_index], self._mark)
-        return SectionPrices(
+        return SectionCosts(
             cost_class=cost_class,
             route=route,
             mark_offset_ps=offsets,
@@ -254,7 +254,7 @@ class _Pricer:
                     takes = np.sum(taken, axis=0), np.sum(freed, axis=0)
                 return self._add_pass(seconds, takes, host_s, kind, is_awaited=bool(place & FIRST)), -1
             case "message" | "collective" | "server" | "load" | "copy" | "host" | "drives" as other:
-                raise ProgramError(f"An instruction of the kind {other!r} was to be priced as a computation.")
+                raise ProgramError(f"An instruction of the kind {other!r} was to be estimated as a computation.")
             case missing:
                 assert_never(missing)
         if self._factors[kind]:
@@ -302,17 +302,17 @@ class _Pricer:
             case "copy":
                 return self._add(self._cost.host_transfer_seconds(self._host_of(group), num_bytes), 0.0, in_use), -1
             case "host":
-                price = self._hosts.price_step(self._host_of(group), num_bytes, self._plan.workload.optimizer)
+                cost = self._hosts.estimate_step(self._host_of(group), num_bytes, self._plan.workload.optimizer)
             case "drives":
                 is_read = opcode == Opcode.READ_STATES
-                price = (self._hosts.price_read if is_read else self._hosts.price_write)(
+                cost = (self._hosts.estimate_read if is_read else self._hosts.estimate_write)(
                     self._host_of(group), num_bytes
                 )
             case "forward" | "backward" | "update" | "stash" as other:
-                raise ProgramError(f"An instruction of the kind {other!r} was to be priced as a transfer.")
+                raise ProgramError(f"An instruction of the kind {other!r} was to be estimated as a transfer.")
             case missing:
                 assert_never(missing)
-        return self._add(price.at(self._cost.end), 0.0, in_use), -1
+        return self._add(cost.at(self._cost.end), 0.0, in_use), -1
 
     def _collective(
         self, group: int, opcode: Opcode, num_bytes: int, in_use: tuple[Bytes, Bytes], axes: Axes
@@ -380,16 +380,16 @@ def _load_seconds(plan: Plan | Placement) -> float:
 
 
 def _per_distinct(
-    columns: Sequence[NDArray[np.integer]], price: Callable[..., tuple[int, int]]
+    columns: Sequence[NDArray[np.integer]], cost: Callable[..., tuple[int, int]]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Call ``price`` once for all rows that are equal; the columns of its two numbers."""
+    """Call ``cost`` once for all rows that are equal; the columns of its two numbers."""
     keys = np.stack(columns).astype(np.int64, copy=False)
     if not keys.shape[1]:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     number, first = find_distinct(keys)
     order = np.lexsort(keys[:, first])
     table = np.empty((2, len(first)), np.int64)
-    table[:, order] = np.array([price(*keys[:, row].tolist()) for row in first[order]], np.int64).T
+    table[:, order] = np.array([cost(*keys[:, row].tolist()) for row in first[order]], np.int64).T
     return table[0].take(number), table[1].take(number)
 
 
@@ -406,7 +406,7 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
     """Every transfer names the ranks that take part."""
     for i in transfers[section.group[transfers] < 0][:1].tolist():
         raise ProgramError(
-            f"{section.instruction(i)} names no group of ranks, so it cannot be priced; expected (source, target) for "
+            f"{section.instruction(i)} names no group of ranks, so it has no cost; expected (source, target) for "
             "a transfer and all members for a collective. Give the group when the instruction is appended."
         )
     pairs = np.zeros(len(program.groups), np.bool_)

@@ -1,6 +1,6 @@
-"""Prices of all ops of a graph on a kind of device, from all that is known of it, for several batch sizes at once.
+"""Costs of all ops of a graph on a kind of device, from all that is known of it, for several batch sizes at once.
 
-Each class of equal ops is priced once: by measurement or roofline (`table`); on GPUs what rests on a roofline by the
+Each class of equal ops is estimated once: by measurement or roofline (`table`); on GPUs what rests on a roofline by the
 predictor of products (`kernels`) and by the kernels that torch launches (`gpu`); casts and sums of gradients come on
 top (`conversions`), and what the ranks of mesh axes exchange inside of ops (`teams`). Products of all sizes are
 predicted together.
@@ -20,15 +20,15 @@ from meshwright.cost.conversions import (
     widened_gradients,
     with_conversions,
 )
-from meshwright.cost.fusion.prices import ClassPrices, UnitPricer
-from meshwright.cost.gpu.padding import price_padded, without_odd_sizes
-from meshwright.cost.gpu.prices import price_launches
+from meshwright.cost.costs import gather_costs
+from meshwright.cost.fusion.unit_costs import ClassCosts, UnitEstimator
+from meshwright.cost.gpu.launch_costs import estimate_launches
+from meshwright.cost.gpu.padding import estimate_padded, without_odd_sizes
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.host_issue import issue_seconds
-from meshwright.cost.kernels import Asked, price_kernels, shipped_model
+from meshwright.cost.kernels import Asked, estimate_kernels, shipped_model
 from meshwright.cost.memory import backend_of
-from meshwright.cost.prices import gather_prices
-from meshwright.cost.table import price_op
+from meshwright.cost.table import estimate_op
 from meshwright.cost.traits import family_of
 from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost.classes import OpClasses
+    from meshwright.cost.costs import OpCost, OpCosts
     from meshwright.cost.kernels import KernelModel
-    from meshwright.cost.prices import OpPrice, OpPrices
     from meshwright.cost.roofline import OpSeconds
     from meshwright.cost.software import Software
     from meshwright.cost.table import OpTable
-    from meshwright.cost.teams import TeamPrices
+    from meshwright.cost.teams import TeamCosts
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
@@ -53,7 +53,7 @@ _WITH_OTHERS = ("product", "convolution")
 
 
 class OpSources(NamedTuple):
-    """Where prices come from: measurements and traces of this kind of device, kernels, teams, software.
+    """Where costs come from: measurements and traces of this kind of device, kernels, teams, software.
 
     ``host_factor``: how many times as long as the host of `host_issue` that of the measurements takes to issue.
     """
@@ -61,15 +61,15 @@ class OpSources(NamedTuple):
     table: OpTable | None
     traced: TracedOps | None
     kernels: KernelModel | None
-    teams: TeamPrices
+    teams: TeamCosts
     software: Software
     host_factor: float = 1.0
 
 
-def price_sizes(
+def estimate_sizes(
     graph: Graph, batch_sizes: Sequence[int], classes: OpClasses, kind: DeviceKind, numbers: Numbers, sources: OpSources
-) -> list[OpPrices]:
-    """Prices of all ops, for each batch size. Raises GraphError for a size that the graph was not captured for."""
+) -> list[OpCosts]:
+    """Costs of all ops, for each batch size. Raises GraphError for a size that the graph was not captured for."""
     slowdown, usual = kind.slowdown, kind.at_usual_speed()
     ops = [graph.ops[index] for index in classes.representatives]
     asked = []
@@ -87,39 +87,39 @@ def price_sizes(
     for size in batch_sizes:
         keys = [key_in(dtype, graph, op, size) for op, dtype in zip(ops, types, strict=True)]
         bounds = [
-            price_op(graph, op, size, usual, dtype, table, sources.traced, key, product)
+            estimate_op(graph, op, size, usual, dtype, table, sources.traced, key, product)
             for op, key, dtype, table, product in zip(ops, keys, types, tables, products, strict=True)
         ]
-        asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
-    prices: list[list[OpPrice]] = [list(some.prices) for some in asked]
-    dense = prices
+        asked.append(Asked(costs=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
+    costs: list[list[OpCost]] = [list(some.costs) for some in asked]
+    dense = costs
     widths = Widths(graph=graph, values=None if numbers.autocast else numbers.value_bytes, single=classes.single)
     gpu = shipped_gpu() if is_modelled(usual) else None
     if gpu is not None:
-        predicted = price_kernels(sources.kernels or shipped_model(), gpu.products, asked, usual)
-        prices = [
-            price_launches(gpu, some, each, types, widths, usual, sources.software)
+        predicted = estimate_kernels(sources.kernels or shipped_model(), gpu.products, asked, usual)
+        costs = [
+            estimate_launches(gpu, some, each, types, widths, usual, sources.software)
             for some, each in zip(asked, predicted, strict=True)
         ]
         if graph.compiled:
-            even = price_kernels(sources.kernels or shipped_model(), without_odd_sizes(gpu).products, asked, usual)
+            even = estimate_kernels(sources.kernels or shipped_model(), without_odd_sizes(gpu).products, asked, usual)
             dense = [
                 [
-                    price_padded(odd, aligned, key, dtype, gpu, usual)
+                    estimate_padded(odd, aligned, key, dtype, gpu, usual)
                     if family_of(op) in _WITH_OTHERS and bound.basis == "roofline"
-                    else priced
-                    for op, bound, odd, aligned, priced, key, dtype in zip(
-                        ops, some.prices, *parts, some.keys, arithmetic, strict=True
+                    else estimated
+                    for op, bound, odd, aligned, estimated, key, dtype in zip(
+                        ops, some.costs, *parts, some.keys, arithmetic, strict=True
                     )
                 ]
-                for some, *parts in zip(asked, predicted, even, prices, strict=True)
+                for some, *parts in zip(asked, predicted, even, costs, strict=True)
             ]
-    prices = [
+    costs = [
         [
-            with_conversions(price, graph, op, size, usual, numbers, gpu, widths, added, sources.table)
-            for price, op, added in zip(each, ops, classes.added, strict=True)
+            with_conversions(cost, graph, op, size, usual, numbers, gpu, widths, added, sources.table)
+            for cost, op, added in zip(each, ops, classes.added, strict=True)
         ]
-        for size, each in zip(batch_sizes, prices, strict=True)
+        for size, each in zip(batch_sizes, costs, strict=True)
     ]
     issued = []
     if asked and backend_of(usual) == "cuda":
@@ -128,21 +128,21 @@ def price_sizes(
             for op, dtype, key in zip(ops, types, asked[0].keys, strict=True)
         ]
     gathered = []
-    for size, each, kept, some in zip(batch_sizes, prices, dense, asked, strict=True):
+    for size, each, kept, some in zip(batch_sizes, costs, dense, asked, strict=True):
         exchanges = sources.teams.op_exchanges(graph, size)
         if not graph.compiled:
-            gathered.append(gather_prices(each, classes.class_of, graph, exchanges, slowdown, issued))
+            gathered.append(gather_costs(each, classes.class_of, graph, exchanges, slowdown, issued))
             continue
-        measured = [bound.basis != "roofline" for bound in some.prices]
+        measured = [bound.basis != "roofline" for bound in some.costs]
         widened = [widened_gradients(graph, op, usual, numbers, gpu) for op in ops]
-        known = ClassPrices(
+        known = ClassCosts(
             alone=each, dense=kept if gpu is not None else each, widened=widened, issued=issued, measured=measured
         )
-        found = UnitPricer(
+        found = UnitEstimator(
             graph, size, classes, known, types, usual, numbers, widths, gpu, sources.software.host_factor
-        ).price_all()
+        ).estimate_all()
         own = np.arange(len(graph.ops))
-        gathered.append(gather_prices(found.prices, own, graph, exchanges, slowdown, found.issued, classes.class_of))
+        gathered.append(gather_costs(found.costs, own, graph, exchanges, slowdown, found.issued, classes.class_of))
     return gathered
 
 

@@ -1,4 +1,4 @@
-"""Prices of ops: seconds with 80 % intervals and what they rest on, for one op and for all ops of a graph.
+"""Costs of ops: seconds with 80 % intervals and what they rest on, for one op and for all ops of a graph.
 
 How intervals add up. Instances of one op in a model are off by the same factor, different ops by factors of their own,
 and what rests on a datasheet or on other devices is off alike for all ops. So with deviations d = high - t of ops i in
@@ -37,7 +37,7 @@ _SHARED: tuple[Basis, ...] = ("transferred", "roofline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpPrice:
+class OpCost:
     """Seconds of one op, the ends of their 80 % intervals and their basis."""
 
     seconds: OpSeconds
@@ -45,14 +45,14 @@ class OpPrice:
     high: OpSeconds
     basis: Basis
 
-    def plus(self, seconds: OpSeconds, interval: Interval) -> OpPrice:
-        """The price of the op and of what runs beside it, which has an interval of its own."""
+    def plus(self, seconds: OpSeconds, interval: Interval) -> OpCost:
+        """The cost of the op and of what runs beside it, which has an interval of its own."""
         low, high = (seconds.scaled(end, end, end) for end in (interval.low, interval.high))
         return replace(self, seconds=self.seconds.plus(seconds), low=self.low.plus(low), high=self.high.plus(high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Cost:
     """Seconds of what is no op, an optimizer step or a copy, with the ends of their 80 % interval and their basis."""
 
     seconds: float
@@ -64,14 +64,14 @@ class Price:
         """Seconds, or an end of their interval."""
         return {None: self.seconds, "low": self.low_s, "high": self.high_s}[end]
 
-    def slowed(self, factor: float) -> Price:
-        """The price of what takes ``factor`` times as long."""
+    def slowed(self, factor: float) -> Cost:
+        """The cost of what takes ``factor`` times as long."""
         return replace(self, seconds=self.seconds * factor, low_s=self.low_s * factor, high_s=self.high_s * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalSeconds:
-    """A sum of prices with its 80 % interval."""
+    """A sum of costs with its 80 % interval."""
 
     seconds: float
     low_s: float
@@ -79,7 +79,7 @@ class TotalSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpPrices:
+class OpCosts:
     """Seconds of every op of a graph, float64 of shape (ops,), read-only, and where each came from.
 
     ``backward_s`` is that of a first microbatch; ``accumulate_s`` is what adding to gradients that are already there
@@ -109,15 +109,15 @@ class OpPrices:
         low, high = self.low_s[chosen, :2].sum(axis=1), self.high_s[chosen, :2].sum(axis=1)
         return add_intervals(seconds, low, high, self.group[chosen])
 
-    def at_end(self, end: End) -> OpPrices:
+    def at_end(self, end: End) -> OpCosts:
         """All ops times one factor, so that their sum is at one end of its interval, which is nothing else then."""
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
         columns = self._columns() * factor
         return self._with(columns, columns, columns, self.again_s * factor, self.exchanged_s * factor)
 
-    def slowed(self, factor: float) -> OpPrices:
-        """The prices on a device where everything takes ``factor`` times as long."""
+    def slowed(self, factor: float) -> OpCosts:
+        """The costs on a device where everything takes ``factor`` times as long."""
         return self._with(
             self._columns() * factor,
             self.low_s * factor,
@@ -136,7 +136,7 @@ class OpPrices:
         high_s: NDArray[np.float64],
         again_s: NDArray[np.float64],
         exchanged_s: NDArray[np.float64],
-    ) -> OpPrices:
+    ) -> OpCosts:
         for each in (columns, low_s, high_s, again_s, exchanged_s):
             each.setflags(write=False)
         return replace(
@@ -151,17 +151,17 @@ class OpPrices:
         )
 
 
-def price_around(seconds: OpSeconds, interval: Interval, basis: Basis) -> OpPrice:
-    """A price whose interval is the same factors for every pass."""
+def op_cost_around(seconds: OpSeconds, interval: Interval, basis: Basis) -> OpCost:
+    """A cost whose interval is the same factors for every pass."""
     low, high = interval.low, interval.high
-    return OpPrice(
+    return OpCost(
         seconds=seconds, low=seconds.scaled(low, low, low), high=seconds.scaled(high, high, high), basis=basis
     )
 
 
-def price_seconds(seconds: float, interval: Interval, basis: Basis) -> Price:
-    """A price with its interval."""
-    return Price(seconds=seconds, low_s=seconds * interval.low, high_s=seconds * interval.high, basis=basis)
+def cost_of_seconds(seconds: float, interval: Interval, basis: Basis) -> Cost:
+    """A cost with its interval."""
+    return Cost(seconds=seconds, low_s=seconds * interval.low, high_s=seconds * interval.high, basis=basis)
 
 
 def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray[np.int64]) -> TotalSeconds:
@@ -175,19 +175,19 @@ def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray
     return TotalSeconds(seconds=total, low_s=max(total - below, 0.0), high_s=total + above)
 
 
-def gather_prices(
-    prices: Sequence[OpPrice],
+def gather_costs(
+    costs: Sequence[OpCost],
     class_of: NDArray[np.int64],
     graph: Graph,
     exchanges: Sequence[OpExchange] = (),
     slowdown: float = 1.0,
     issued: Sequence[OpSeconds] = (),
     alike: NDArray[np.int64] | None = None,
-) -> OpPrices:
-    """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
+) -> OpCosts:
+    """One cost per class to the costs of all ops; an op of a joint graph's backward half runs once, in the backward.
 
-    ``exchanges`` of ops with other ranks are a part of their prices, of which all else takes ``slowdown`` times as long
-    as usual. ``issued`` is what the host takes for each class; of ``alike`` classes prices err together, if not all err
+    ``exchanges`` of ops with other ranks are a part of their costs, of which all else takes ``slowdown`` times as long
+    as usual. ``issued`` is what the host takes for each class; of ``alike`` classes costs err together, if not all err
     on their own. What the graph computes again runs in the backward,
     before that of the last op of its range.
     """
@@ -207,7 +207,7 @@ def gather_prices(
         table.setflags(write=False)
         return table
 
-    own = [price.seconds for price in prices]
+    own = [cost.seconds for cost in costs]
     seconds = columns(own, [item.seconds for item in exchanges])
     exchanged = (seconds - columns(own, None))[:, :2] if exchanges else np.zeros((len(seconds), 2))
     exchanged.setflags(write=False)
@@ -217,27 +217,27 @@ def gather_prices(
     again_s.setflags(write=False)
     groups = np.array(
         [
-            -1 - _SHARED.index(price.basis) if price.basis in _SHARED else i
-            for i, price in zip(range(len(prices)) if alike is None else alike, prices, strict=True)
+            -1 - _SHARED.index(cost.basis) if cost.basis in _SHARED else i
+            for i, cost in zip(range(len(costs)) if alike is None else alike, costs, strict=True)
         ],
         np.int64,
     )
-    return OpPrices(
+    return OpCosts(
         forward_s=seconds[:, 0],
         backward_s=seconds[:, 1],
         accumulate_s=seconds[:, 2],
         again_s=again_s,
-        low_s=columns([price.low for price in prices], [item.low_s for item in exchanges]),
-        high_s=columns([price.high for price in prices], [item.high_s for item in exchanges]),
+        low_s=columns([cost.low for cost in costs], [item.low_s for item in exchanges]),
+        high_s=columns([cost.high for cost in costs], [item.high_s for item in exchanges]),
         group=groups[class_of],
-        basis=tuple(prices[index].basis for index in class_of),
+        basis=tuple(costs[index].basis for index in class_of),
         exchanged_s=exchanged,
         issue_s=columns(issued, None, 1.0) if issued else None,
     )
 
 
 def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
-    """One sentence on so many op prices by basis, of some kinds of devices, and what rooflines are worth."""
+    """One sentence on so many op costs by basis, of some kinds of devices, and what rooflines are worth."""
     total, guessed = counts.total(), counts["roofline"]
     if guessed == total:
         return (
@@ -246,4 +246,4 @@ def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
         )
     words = ", ".join(f"{count} {basis}" for basis, count in sorted(counts.items()))
     warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
-    return f"Basis of {total} op prices: {words}{warning}."
+    return f"Basis of {total} op costs: {words}{warning}."

@@ -19,12 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.cost.costs import OpCost, op_cost_around
 from meshwright.cost.fusion.unit import fuse_unit
 from meshwright.cost.gpu.launches import sum_of
 from meshwright.cost.gpu.rates import Launch
 from meshwright.cost.host_issue import kernel_issue_seconds, unit_issue_seconds
 from meshwright.cost.prediction import BASES
-from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds
 from meshwright.cost.table import TRANSFERRED
 from meshwright.cost.traits import operator_name, passes_of
@@ -51,37 +51,37 @@ _ROW_SORTS = {"rms_norm": "rms_norm", "softmax": "softmax", "log_softmax": "soft
 _COLUMNS_EACH, _LEAST_SPLIT = 64, 128
 
 
-class ClassPrices(NamedTuple):
-    """Of each class of ops: its price as it runs alone, and that of what it has of kernels that are not generated.
+class ClassCosts(NamedTuple):
+    """Of each class of ops: its cost as it runs alone, and that of what it has of kernels that are not generated.
 
     ``widened``: of copying its gradients of parameters to a wider type; ``issued``: seconds of the host; ``measured``:
-    whether its price is from a measurement or a trace.
+    whether its cost is from a measurement or a trace.
     """
 
-    alone: Sequence[OpPrice]
-    dense: Sequence[OpPrice]
-    widened: Sequence[OpPrice | None]
+    alone: Sequence[OpCost]
+    dense: Sequence[OpCost]
+    widened: Sequence[OpCost | None]
     issued: Sequence[OpSeconds]
     measured: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledPrices:
-    """Prices of all ops, and what the host takes for them; empty of a device that is its own host."""
+class CompiledCosts:
+    """Costs of all ops, and what the host takes for them; empty of a device that is its own host."""
 
-    prices: list[OpPrice]
+    costs: list[OpCost]
     issued: list[OpSeconds]
 
 
-class UnitPricer:
-    """Prices all ops of a graph with compiled layers. ``types``: in which each class computes."""
+class UnitEstimator:
+    """Costs all ops of a graph with compiled layers. ``types``: in which each class computes."""
 
     def __init__(
         self,
         graph: Graph,
         batch_size: int,
         classes: OpClasses,
-        known: ClassPrices,
+        known: ClassCosts,
         types: Sequence[str],
         kind: DeviceKind,
         numbers: Numbers,
@@ -92,7 +92,7 @@ class UnitPricer:
         self.graph, self.batch_size, self.known, self.types = graph, batch_size, known, types
         self.kind, self.numbers, self.widths, self.gpu = kind, numbers, widths, gpu
         self.of = [int(index) for index in classes.class_of]
-        self.prices = [known.alone[index] for index in self.of]
+        self.costs = [known.alone[index] for index in self.of]
         self.issued = [known.issued[index] for index in self.of] if known.issued else []
         self.last_reader: dict[int, int] = {}
         for index, op in enumerate(graph.ops):
@@ -102,15 +102,15 @@ class UnitPricer:
         self.host_factor = host_factor
         self.units: dict[Hashable, Unit] = {}
 
-    def price_all(self) -> CompiledPrices:
-        """The prices of all units, and of ops that are in none."""
+    def estimate_all(self) -> CompiledCosts:
+        """The costs of all units, and of ops that are in none."""
         for start, stop in compiled_units(self.graph):
             if all(op.phase == "forward" for op in self.graph.ops[start:stop]):
-                self.price(start, stop)
-        return CompiledPrices(prices=self.prices, issued=self.issued)
+                self.estimate(start, stop)
+        return CompiledCosts(costs=self.costs, issued=self.issued)
 
-    def price(self, start: int, stop: int) -> None:
-        """Price the ops of one unit."""
+    def estimate(self, start: int, stop: int) -> None:
+        """Estimate the ops of one unit."""
         unit = self._fused(start, stop)
         dense = {
             (op, kernel.backward)
@@ -123,17 +123,17 @@ class UnitPricer:
             alone = self.known.alone[self.of[op]]
             kept = self.known.dense[self.of[op]]
             here = float((op - start, False) in dense), float((op - start, True) in dense)
-            price = replace(
+            cost = replace(
                 kept,
                 seconds=_part(kept.seconds, alone.seconds, here),
                 low=_part(kept.low, alone.low, here),
                 high=_part(kept.high, alone.high, here),
             )
             widened = self.known.widened[self.of[op]]
-            self.prices[op] = _added(price, widened) if widened is not None else price
+            self.costs[op] = _added(cost, widened) if widened is not None else cost
         for kernel in (*unit.forward, *unit.backward):
             if not kernel.extern:
-                self._add(start + _home(kernel, stop - start), shares.price(kernel))
+                self._add(start + _home(kernel, stop - start), shares.estimate(kernel))
         for op, launch in self._sums(start, stop):
             self._add(op, self._launched([launch], backward=True))
         if self.issued:
@@ -168,14 +168,14 @@ class UnitPricer:
             for i, op in again.items()
         ]
 
-    def _launched(self, launches: Sequence[Launch], *, backward: bool) -> OpPrice:
+    def _launched(self, launches: Sequence[Launch], *, backward: bool) -> OpCost:
         assert self.gpu is not None
         seconds = self.gpu.seconds(launches, self.kind)
         basis, interval = self.gpu.basis_on(self.kind)
         passes = OpSeconds(
             forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0
         )
-        return price_around(passes, interval, basis)
+        return op_cost_around(passes, interval, basis)
 
     def bytes_alone(self, index: int, *, backward: bool) -> float:
         """What an op moves in a pass where it is not compiled."""
@@ -188,8 +188,8 @@ class UnitPricer:
         own = [op for op, backward in kernel.members if backward == kernel.backward]
         return bool(own) and all(self.known.measured[self.of[start + op]] for op in own)
 
-    def launched(self, kernel: Kernel, start: int) -> OpPrice:
-        """The price of a generated kernel on a GPU."""
+    def launched(self, kernel: Kernel, start: int) -> OpCost:
+        """The cost of a generated kernel on a GPU."""
         width, hot = 2 if kernel.narrow else 4, kernel.fresh
         cold = kernel.read + kernel.written - hot
         launches = [Launch(sort="pointwise", width=width, cold=cold, hot=hot)]
@@ -210,8 +210,8 @@ class UnitPricer:
         few = kernel.columns < _COLUMNS_EACH * max(self.kind.num_multiprocessors, 1)
         return bool(kernel.columns) and few and kernel.summed >= _LEAST_SPLIT
 
-    def _add(self, op: int, price: OpPrice) -> None:
-        self.prices[op] = _added(self.prices[op], price)
+    def _add(self, op: int, cost: OpCost) -> None:
+        self.costs[op] = _added(self.costs[op], cost)
 
     def _issue(self, unit: Unit, start: int, stop: int) -> None:
         factor = self.host_factor
@@ -229,8 +229,8 @@ class UnitPricer:
 class _Shares:
     """Which part of an op's own seconds is with each kernel, where kernels have no rates of their own."""
 
-    def __init__(self, pricer: UnitPricer, unit: Unit, start: int, dense: set[tuple[int, bool]]) -> None:
-        self.pricer, self.start, self.dense = pricer, start, dense
+    def __init__(self, estimator: UnitEstimator, unit: Unit, start: int, dense: set[tuple[int, bool]]) -> None:
+        self.estimator, self.start, self.dense = estimator, start, dense
         self.total: dict[tuple[int, bool], float] = {}
         for kernel in (*unit.forward, *unit.backward):
             if not kernel.extern:
@@ -239,25 +239,25 @@ class _Shares:
                         key = (op, backward)
                         self.total[key] = self.total.get(key, 0.0) + kernel.read + kernel.written
 
-    def price(self, kernel: Kernel) -> OpPrice:
-        """The price of a generated kernel."""
-        if self.pricer.gpu is not None and not self.pricer.is_measured(kernel, self.start):
-            return self.pricer.launched(kernel, self.start)
+    def estimate(self, kernel: Kernel) -> OpCost:
+        """The cost of a generated kernel."""
+        if self.estimator.gpu is not None and not self.estimator.is_measured(kernel, self.start):
+            return self.estimator.launched(kernel, self.start)
         moved, alone, seconds = kernel.read + kernel.written, 0.0, [_NONE, _NONE, _NONE]
         bases: set[Basis] = {"transferred"}
         for op, backward in kernel.members:
             if backward != kernel.backward or (op, backward) in self.dense:
                 continue
-            price = self.pricer.known.alone[self.pricer.of[self.start + op]]
+            cost = self.estimator.known.alone[self.estimator.of[self.start + op]]
             share = moved / self.total[op, backward] if self.total[op, backward] else 1.0
-            alone += share * self.pricer.bytes_alone(self.start + op, backward=backward)
+            alone += share * self.estimator.bytes_alone(self.start + op, backward=backward)
             part = (0.0, share, 0.0) if backward else (share, 0.0, 0.0)
-            parts = (price.seconds, price.low, price.high)
+            parts = (cost.seconds, cost.low, cost.high)
             seconds = [total.plus(each.scaled(*part)) for total, each in zip(seconds, parts, strict=True)]
-            bases.add(price.basis)
+            bases.add(cost.basis)
         factor = moved / alone if alone else 1.0
         own, low, high = (each.times(factor) for each in seconds)
-        return OpPrice(
+        return OpCost(
             seconds=own,
             low=_each(min, low, own.times(TRANSFERRED.low)),
             high=_each(max, high, own.times(TRANSFERRED.high)),
@@ -277,13 +277,13 @@ def _part(dense: OpSeconds, alone: OpSeconds, here: tuple[float, float]) -> OpSe
     return replace(dense.scaled(*here, 0.0), accumulate_s=alone.accumulate_s)
 
 
-def _added(price: OpPrice, more: OpPrice) -> OpPrice:
-    """The price of both together, which rests on what is less sure of them."""
-    bases = [each.basis for each in (price, more) if each.seconds != _NONE]
-    return OpPrice(
-        seconds=price.seconds.plus(more.seconds),
-        low=price.low.plus(more.low),
-        high=price.high.plus(more.high),
+def _added(cost: OpCost, more: OpCost) -> OpCost:
+    """The cost of both together, which rests on what is less sure of them."""
+    bases = [each.basis for each in (cost, more) if each.seconds != _NONE]
+    return OpCost(
+        seconds=cost.seconds.plus(more.seconds),
+        low=cost.low.plus(more.low),
+        high=cost.high.plus(more.high),
         basis=max(bases or [more.basis], key=BASES.index),
     )
 

@@ -1,6 +1,6 @@
-"""What nodes cost: each is written as the torch call that it becomes, and the one cost model prices that call.
+"""What nodes cost: each is written as the torch call that it becomes, and the one cost model estimates that call.
 
-Calls are known by all that their price depends on (`Call`), so that equal ones of a deep model are priced once. What
+Calls are known by all that their cost depends on (`Call`), so that equal ones of a deep model are estimated once. What
 the cost model has not measured can be timed here (`measure`), all calls in one run with memory of their own, so that no
 weight is found in a cache that would not be there in the model.
 """
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All that the price of a node depends on."""
+    """All that the cost of a node depends on."""
 
     operator: str
     operands: tuple[Operand, ...]
@@ -61,7 +61,7 @@ def call_of(graph: EGraph, known: Known, cls: int, node: Node) -> Call:
     return Call(node.operator, operands, node.attributes, graph.types[cls])
 
 
-class CallPrices:
+class CallCosts:
     """Seconds by call, on one kind of device; with the backward pass in training.
 
     ``measuring``: what is chosen will be timed (`measure`), so that until then a call has the low end of its interval:
@@ -79,13 +79,13 @@ class CallPrices:
         self._slower: dict[str, float] = {}
 
     def seconds(self, call: Call) -> float:
-        """Seconds of a call that was priced; infinity if torch has no such operator."""
+        """Seconds of a call that was estimated; infinity if torch has no such operator."""
         raised = 1.0 if self._measured.get(call, True) else self._slower.get(call.operator, 1.0)
         return self._seconds[call] * raised
 
     @property
     def num_calls(self) -> int:
-        """Calls that were priced."""
+        """Calls that were estimated."""
         return len(self._seconds)
 
     @property
@@ -93,21 +93,21 @@ class CallPrices:
         """Those of them that were measured."""
         return sum(self._measured.values())
 
-    def price(self, calls: Iterable[Call]) -> None:
-        """Price calls that are new, all at once."""
+    def estimate(self, calls: Iterable[Call]) -> None:
+        """Cost calls that are new, all at once."""
         new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
         writable = [call for call in new if call.operator in EMITTERS]
         self._seconds.update((call, float("inf")) for call in new if call.operator not in EMITTERS)
         if not writable:
             return
         captured = _as_graph(writable, training=self.training)
-        prices = self.cost.price_ops(captured.graph, 1, self.device)
+        costs = self.cost.estimate_ops(captured.graph, 1, self.device)
         passes = 2 if self.training else 1
         for call, op in zip(writable, _ops_of(captured, len(writable)), strict=True):
-            measured = prices.basis[op] == "measured"
-            expected = prices.forward_s[op] + (prices.backward_s[op] if self.training else 0.0)
+            measured = costs.basis[op] == "measured"
+            expected = costs.forward_s[op] + (costs.backward_s[op] if self.training else 0.0)
             low = self.measuring and not measured
-            self._seconds[call] = float(prices.low_s[op, :passes].sum() if low else expected)
+            self._seconds[call] = float(costs.low_s[op, :passes].sum() if low else expected)
             self._measured[call] = measured
 
     def measure(
@@ -125,7 +125,7 @@ class CallPrices:
         added = replace(table, ops=run.ops, optimizers=(), transfers=())
         self.cost = replace(self.cost, measurements=merge_measurements(table, added))
         low = {call: self._seconds.pop(call) for call in missing}
-        self.price(missing)
+        self.estimate(missing)
         for call in missing:
             if self._measured[call] and low[call] > 0:
                 ratio = max(self._seconds[call] / low[call], 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.cost import CostModel
-from meshwright.cost.layers import optimizer_row, priced_rows
+from meshwright.cost.layers import cost_rows, optimizer_row
 from meshwright.spec import Optimizer, load_cluster
 from meshwright.spec.shipped import load_shipped_graph
 
@@ -23,12 +23,12 @@ def graph():
 def test_layers_add_up_to_the_model(graph, precision):
     cluster = load_cluster("2xcpu")
     cost = CostModel(cluster=cluster, precision=precision)
-    rows, total = priced_rows(cost, graph, 4, cluster.device_kinds[0])
-    prices = cost.price_ops(graph, 4, cluster.device_kinds[0])
+    rows, total = cost_rows(cost, graph, 4, cluster.device_kinds[0])
+    costs = cost.estimate_ops(graph, 4, cluster.device_kinds[0])
     assert [row["layer"] for row in rows] == [layer.name for layer in graph.layers]
     for key in ("forward_s", "backward_s", "num_parameters", "saved_bytes"):
         assert sum(row[key] for row in rows) == pytest.approx(total[key], rel=1e-12)
-    assert total["forward_s"] == pytest.approx(prices.forward_s.sum())
+    assert total["forward_s"] == pytest.approx(costs.forward_s.sum())
     for row in (*rows, total):
         assert row["low_s"] <= row["forward_s"] + row["backward_s"] <= row["high_s"]
     # The interval of a sum is never wider than the sum of the intervals.
@@ -39,7 +39,7 @@ def test_layers_add_up_to_the_model(graph, precision):
 def test_half_precision_halves_what_is_saved(graph):
     cluster = load_cluster("2xcpu")
     saved = {
-        precision: priced_rows(CostModel(cluster=cluster, precision=precision), graph, 4, cluster.device_kinds[0])[1][
+        precision: cost_rows(CostModel(cluster=cluster, precision=precision), graph, 4, cluster.device_kinds[0])[1][
             "saved_bytes"
         ]
         for precision in ("float32", "bfloat16")
@@ -47,7 +47,7 @@ def test_half_precision_halves_what_is_saved(graph):
     assert 0.5 * saved["float32"] <= saved["bfloat16"] < 0.55 * saved["float32"]  # token numbers keep their width
 
 
-def test_the_optimizer_step_has_a_price_where_there_is_one(graph):
+def test_the_optimizer_step_has_a_cost_where_there_is_one(graph):
     cluster = load_cluster("8xA100")
     cost, kind = CostModel(cluster=cluster, precision="bfloat16"), cluster.device_kinds[0]
     row = optimizer_row(cost, graph, kind)
@@ -76,7 +76,7 @@ def test_table_and_json_say_the_same(capsys, graph):
         assert word in out
 
 
-def test_gpus_are_priced_in_half_precision(capsys):
+def test_gpus_are_estimated_in_half_precision(capsys):
     code, out, _ = run(capsys, "gpt2-small", "--cluster", "A100", "--json")
     assert code == 0
     assert json.loads(out)["precision"] == "mixed"

@@ -1,4 +1,4 @@
-"""Prices of the products of a graph on a GPU, by the predictor of kernels.
+"""Costs of the products of a graph on a GPU, by the predictor of kernels.
 
     forward   one product (m, k) by (k, n)
     backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n)
@@ -6,11 +6,11 @@
 Recurrent layers multiply the inputs of all time steps at once and the states step by step; back, gradients of weights
 come from all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs, 2016).
 
-What was measured are products of activations and weights, one at a time. A price is `regressed` if it rests on nothing
+What was measured are products of activations and weights, one at a time. A cost is `regressed` if it rests on nothing
 else. The same library at work on other layouts or on many products at once is as unsure as the same code on another
-device; convolutions, priced as the products that they are as implicit GEMMs, as other code there
+device; convolutions, estimated as the products that they are as implicit GEMMs, as other code there
 (`OpModel.transfers`). What the predictor does not know of products corrects `cost.gpu.products`. All else keeps the
-price that it has: also what no device can hold, and all in a dtype of which the datasheet states no rate (`checks`).
+cost that it has: also what no device can hold, and all in a dtype of which the datasheet states no rate (`checks`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from meshwright.spec.units import ARITHMETIC_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from meshwright.cost.costs import OpCost
     from meshwright.cost.gpu.products import ProductRates
     from meshwright.cost.kernels.model import KernelModel
     from meshwright.cost.prediction import Basis, Floats, Predictions
-    from meshwright.cost.prices import OpPrice
     from meshwright.cost.work.calls import Call
     from meshwright.spec import DeviceKind, Graph, Op
 
@@ -64,12 +64,12 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Ops of a graph at a batch size with their prices so far.
+    """Ops of a graph at a batch size with their costs so far.
 
     ``keys`` are those in the measurement table, ``types`` those that products are computed in.
     """
 
-    prices: Sequence[OpPrice]
+    costs: Sequence[OpCost]
     graph: Graph
     ops: Sequence[Op]
     keys: Sequence[str]
@@ -77,19 +77,19 @@ class Asked:
     batch_size: int
 
 
-def price_kernels(
+def estimate_kernels(
     model: KernelModel, rates: ProductRates, asked: Sequence[Asked], kind: DeviceKind
-) -> list[list[OpPrice]]:
-    """The prices of some ops, those of products that rest on a roofline replaced where the predictor knows the kernel.
+) -> list[list[OpCost]]:
+    """The costs of some ops, those of products that rest on a roofline replaced where the predictor knows the kernel.
 
     One list for each of ``asked``, whose kernels are predicted together. ``rates`` correct what it says.
     """
-    found = [list(some.prices) for some in asked]
+    found = [list(some.costs) for some in asked]
     by_dtype: dict[str, list[_Call]] = defaultdict(list)
     for group, some in enumerate(asked):
-        for place, (price, op, key, dtype) in enumerate(zip(some.prices, some.ops, some.keys, some.types, strict=True)):
-            if price.basis == "roofline" and has_rate(kind, dtype):
-                by_dtype[dtype] += _calls((group, place), price, some.graph, op, key, dtype)
+        for place, (cost, op, key, dtype) in enumerate(zip(some.costs, some.ops, some.keys, some.types, strict=True)):
+            if cost.basis == "roofline" and has_rate(kind, dtype):
+                by_dtype[dtype] += _calls((group, place), cost, some.graph, op, key, dtype)
     parts: dict[tuple[int, int], list[tuple[_Call, Predictions, int]]] = defaultdict(list)
     for dtype, calls in by_dtype.items():
         # An op of which one kernel cannot be is left alone.
@@ -101,7 +101,7 @@ def price_kernels(
         for row, call in enumerate(known):
             parts[call.place].append((call, predicted, row))
     for (group, place), rows in parts.items():
-        found[group][place] = _gather(asked[group].prices[place], rows, model, rates, kind)
+        found[group][place] = _gather(asked[group].costs[place], rows, model, rates, kind)
     return found
 
 
@@ -114,11 +114,11 @@ def _columns(asked: Sequence[_Call]) -> dict[str, Floats]:
     return {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
 
 
-def _calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, key: str, dtype: str) -> list[_Call]:
+def _calls(place: tuple[int, int], cost: OpCost, graph: Graph, op: Op, key: str, dtype: str) -> list[_Call]:
     work, call = read_work(key), read_call(key)
     if work is None or call is None or work.family not in ("product", "convolution", "recurrent"):
         return []
-    trained = price.seconds.backward_s > 0
+    trained = cost.seconds.backward_s > 0
     if work.family == "recurrent":
         return _recurrent_calls(place, call, dtype, trained=trained)
     m, n, k, count = (float(round(2.0**size)) for size in work.sizes)
@@ -182,13 +182,13 @@ def _wanted(graph: Graph, op: Op) -> tuple[bool, bool]:
 
 
 def _gather(
-    price: OpPrice,
+    cost: OpCost,
     rows: list[tuple[_Call, Predictions, int]],
     model: KernelModel,
     rates: ProductRates,
     kind: DeviceKind,
-) -> OpPrice:
-    """One price from the kernels of its passes; what adds gradients is none of them."""
+) -> OpCost:
+    """One cost from the kernels of its passes; what adds gradients is none of them."""
     basis: Basis = "regressed"
     sums = np.zeros((3, 2))
     for call, predicted, row in rows:
@@ -203,7 +203,7 @@ def _gather(
     found, lowest, highest = (
         OpSeconds(forward_s=float(forward), backward_s=float(backward), accumulate_s=0.0) for forward, backward in sums
     )
-    return replace(price, seconds=found, low=lowest, high=highest, basis=basis)
+    return replace(cost, seconds=found, low=lowest, high=highest, basis=basis)
 
 
 def _factor(call: _Call, seconds: float, basis: Basis, rates: ProductRates, kind: DeviceKind) -> float:

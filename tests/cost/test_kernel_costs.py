@@ -1,4 +1,4 @@
-"""Graphs on GPUs: which ops the predictor of kernels prices, as which products, and what it leaves alone."""
+"""Graphs on GPUs: which ops the predictor of kernels estimates, as which products, and what it leaves alone."""
 
 from dataclasses import replace
 
@@ -41,26 +41,26 @@ def wide_graph(grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_linear_op_is_one_product_forward_and_one_for_each_gradient(grad):
-    prices = model().price_ops(wide_graph(grad), 3, KIND)
+    costs = model().estimate_ops(wide_graph(grad), 3, KIND)
     m = 3 * 512
     forward, to_input, to_weight = product(m, 4096, 1024), product(m, 1024, 4096), product(1024, 4096, m)
-    assert prices.forward_s[-1] == pytest.approx(forward.seconds[0])
+    assert costs.forward_s[-1] == pytest.approx(forward.seconds[0])
     backward = to_weight.seconds[0] + (to_input.seconds[0] if grad else 0)
-    assert prices.backward_s[-1] == pytest.approx(backward)
-    assert prices.low_s[-1, 0] == pytest.approx(forward.low_s[0])
-    assert prices.high_s[-1, 0] == pytest.approx(forward.high_s[0])
+    assert costs.backward_s[-1] == pytest.approx(backward)
+    assert costs.low_s[-1, 0] == pytest.approx(forward.low_s[0])
+    assert costs.high_s[-1, 0] == pytest.approx(forward.high_s[0])
     # The products of gradients have other layouts than the measured ones.
-    assert prices.basis[-1] == "transferred"
+    assert costs.basis[-1] == "transferred"
     near = shipped_model().ops["matmul"].transfers["near"]
-    assert prices.low_s[-1, 1] == pytest.approx(near.low * backward)
-    assert prices.high_s[-1, 1] == pytest.approx(near.high * backward)
+    assert costs.low_s[-1, 1] == pytest.approx(near.low * backward)
+    assert costs.high_s[-1, 1] == pytest.approx(near.high * backward)
 
 
 def test_in_inference_nothing_runs_backward():
-    prices = model().price_ops(linear_graph("inference"), 2, KIND)
-    assert prices.forward_s[0] > 0
-    assert prices.backward_s[0] == 0.0
-    assert prices.basis[0] == "regressed"
+    costs = model().estimate_ops(linear_graph("inference"), 2, KIND)
+    assert costs.forward_s[0] > 0
+    assert costs.backward_s[0] == 0.0
+    assert costs.basis[0] == "regressed"
 
 
 def test_a_batched_product_counts_its_products():
@@ -68,11 +68,11 @@ def test_a_batched_product_counts_its_products():
     left = make.tensor("left", (B, 16, 256, 64), role="input", grad=False)
     right = make.tensor("right", (B, 16, 64, 128), role="input", grad=False)
     make.op("aten.matmul.default", (left, right), (make.tensor("y", (B, 16, 256, 128), grad=False),))
-    prices = model().price_ops(make.graph(), 2, KIND)
-    assert prices.forward_s[0] == pytest.approx(product(256, 128, 64, count=32).seconds[0])
+    costs = model().estimate_ops(make.graph(), 2, KIND)
+    assert costs.forward_s[0] == pytest.approx(product(256, 128, 64, count=32).seconds[0])
     near = shipped_model().ops["matmul"].transfers["near"]
-    assert prices.basis == ("transferred",)
-    assert prices.high_s[0, 0] == pytest.approx(near.high * prices.forward_s[0])
+    assert costs.basis == ("transferred",)
+    assert costs.high_s[0, 0] == pytest.approx(near.high * costs.forward_s[0])
 
 
 def test_a_row_that_is_not_aligned_takes_an_older_kernel():
@@ -84,8 +84,8 @@ def test_a_row_that_is_not_aligned_takes_an_older_kernel():
         y = make.tensor("y", (B, 1024, vocabulary))
         make.op("aten.randn.default", (), (x,))
         make.op("aten.linear.default", (x, weight), (y,), saved=(x,), flops=Extent(0, 2 * 1024 * 768 * vocabulary))
-        prices = model(precision).price_ops(make.graph(), 8, KIND)
-        return prices.forward_s[-1], prices.backward_s[-1]
+        costs = model(precision).estimate_ops(make.graph(), 8, KIND)
+        return costs.forward_s[-1], costs.backward_s[-1]
 
     (odd, back), (even, even_back) = seconds(50_257), seconds(50_304)
     # Measured on an H100 (validation/data/h100_ops.parquet): 6.59 ms, and 4.45 and 4.23 ms.
@@ -106,7 +106,7 @@ def test_channels_are_filled_up_to_what_tensor_cores_load():
         y = make.tensor("y", (B, 64, 112, 112))
         attributes = (("stride", "[2, 2]"), ("padding", "[3, 3]"))
         make.op("aten.conv2d.default", (x, weight), (y,), attributes=attributes)
-        return model().price_ops(make.graph(), 8, KIND).forward_s[0]
+        return model().estimate_ops(make.graph(), 8, KIND).forward_s[0]
 
     assert seconds(3) == pytest.approx(seconds(8))
     assert seconds(16) > seconds(8)
@@ -121,7 +121,7 @@ def test_a_recurrent_layer_multiplies_its_states_step_by_step():
         y = make.tensor("y", (B, steps, 1024))
         attributes = (("batch_first", "True"),)
         make.op("aten.lstm.input", (x, *states, *weights), (y,), attributes=attributes)
-        return model().price_ops(make.graph(), 64, KIND).forward_s[0]
+        return model().estimate_ops(make.graph(), 64, KIND).forward_s[0]
 
     cell = shipped_gpu().seconds([Launch(sort="pointwise", width=2, hot=2.0 * 64 * 4096 * 2)], KIND)
     step = product(64, 4096, 1024).seconds[0] + cell
@@ -135,42 +135,42 @@ def test_a_convolution_is_its_implicit_product():
     attributes = (("stride", "[2, 2]"), ("padding", "[1, 1]"))
     y = make.tensor("y", (B, 128, 28, 28))
     make.op("aten.conv2d.default", (x, weight), (y,), attributes=attributes)
-    prices = model().price_ops(make.graph(), 4, KIND)
+    costs = model().estimate_ops(make.graph(), 4, KIND)
     # Channels are turned last and back, which takes a third more on images of 28 x 28 places.
     factor = shipped_gpu().products.convolution_factor(28 * 28, "bfloat16", is_point=False)
     assert 1.2 < factor < 1.4
-    assert prices.forward_s[0] == pytest.approx(factor * product(4 * 28 * 28, 128, 64 * 9).seconds[0])
+    assert costs.forward_s[0] == pytest.approx(factor * product(4 * 28 * 28, 128, 64 * 9).seconds[0])
     far = shipped_model().ops["matmul"].transfers["far"]
-    assert prices.basis == ("transferred",)
-    assert prices.low_s[0, 0] == pytest.approx(far.low * prices.forward_s[0])
-    assert prices.high_s[0, 0] == pytest.approx(far.high * prices.forward_s[0])
+    assert costs.basis == ("transferred",)
+    assert costs.low_s[0, 0] == pytest.approx(far.low * costs.forward_s[0])
+    assert costs.high_s[0, 0] == pytest.approx(far.high * costs.forward_s[0])
 
 
-def test_other_ops_are_priced_by_the_kernels_that_torch_launches():
-    prices = model().price_ops(linear_graph(), 2, KIND)
-    assert prices.basis == ("transferred", "regressed", "regressed")
+def test_other_ops_are_estimated_by_the_kernels_that_torch_launches():
+    costs = model().estimate_ops(linear_graph(), 2, KIND)
+    assert costs.basis == ("transferred", "regressed", "regressed")
     shipped = shipped_gpu().regressed
-    assert prices.high_s[1, 0] == pytest.approx(shipped.high * prices.forward_s[1])
-    assert prices.low_s[1, 0] == pytest.approx(shipped.low * prices.forward_s[1])
+    assert costs.high_s[1, 0] == pytest.approx(shipped.high * costs.forward_s[1])
+    assert costs.low_s[1, 0] == pytest.approx(shipped.low * costs.forward_s[1])
 
 
 def test_a_measured_op_wins():
     graph = linear_graph()
     table = make_table([op_row(graph, 0, 2, 7.0, 8.0, 9.0, dtype="bfloat16")], device="H100")
-    prices = model(measurements=table).price_ops(graph, 2, KIND)
-    assert prices.forward_s[0] == 7.0
-    assert prices.basis[0] == "measured"
+    costs = model(measurements=table).estimate_ops(graph, 2, KIND)
+    assert costs.forward_s[0] == 7.0
+    assert costs.basis[0] == "measured"
 
 
 @pytest.mark.parametrize(("device", "precision"), [("V100", "float32"), ("B200", "bfloat16"), ("H100", "float32")])
 def test_what_was_never_measured_is_transferred(device, precision):
     cluster = load_cluster(device)
     kind = cluster.device_kinds[0]
-    prices = CostModel(cluster=cluster, precision=precision).price_ops(wide_graph(grad=True), 8, kind)
-    assert prices.basis[-1] == "transferred"
-    share = 2 * 8 * 512 * 1024 * 4096 / kind.peak_flops_per_s[precision] / prices.forward_s[-1]
+    costs = CostModel(cluster=cluster, precision=precision).estimate_ops(wide_graph(grad=True), 8, kind)
+    assert costs.basis[-1] == "transferred"
+    share = 2 * 8 * 512 * 1024 * 4096 / kind.peak_flops_per_s[precision] / costs.forward_s[-1]
     assert 0.3 < share < 1.0
-    assert prices.low_s[-1, 0] < prices.forward_s[-1] < prices.high_s[-1, 0]
+    assert costs.low_s[-1, 0] < costs.forward_s[-1] < costs.high_s[-1, 0]
 
 
 def own_rows(factor, count, kernel=""):
@@ -187,10 +187,10 @@ def own_rows(factor, count, kernel=""):
     ("count", "kernel", "error"), [(30, "", 0.2), (400, "", 0.1), (400, "a kernel of my own", 0.2)]
 )
 @pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_own_rows_of_products_move_the_prices_of_a_graph(tmp_path, factor, count, kernel, error):
+def test_own_rows_of_products_move_the_costs_of_a_graph(tmp_path, factor, count, kernel, error):
     path = write_records(own_rows(factor, count, kernel), tmp_path / "own.parquet")
     graph = wide_graph(grad=True)
-    shipped, adapted = (load_cost_model(H100, at, "bfloat16").price_ops(graph, 3, KIND) for at in (None, path))
+    shipped, adapted = (load_cost_model(H100, at, "bfloat16").estimate_ops(graph, 3, KIND) for at in (None, path))
     assert adapted.forward_s[-1] / shipped.forward_s[-1] == pytest.approx(factor, rel=error)
     assert adapted.backward_s[-1] / shipped.backward_s[-1] == pytest.approx(factor, rel=error)
     assert adapted.basis[-1] == shipped.basis[-1]
@@ -206,5 +206,7 @@ def test_own_rows_make_a_dtype_that_was_never_measured_regressed(tmp_path):
     rows = own_rows(3.0, 30)
     path = write_records(replace(rows, dtype=np.full(len(rows), "float32", object)), tmp_path / "own.parquet")
     graph = linear_graph("inference")
-    shipped, adapted = (load_cost_model(H100, at, "float32").price_ops(graph, 3, KIND).basis[0] for at in (None, path))
+    shipped, adapted = (
+        load_cost_model(H100, at, "float32").estimate_ops(graph, 3, KIND).basis[0] for at in (None, path)
+    )
     assert (shipped, adapted) == ("transferred", "regressed")

@@ -25,8 +25,8 @@ AMPERE = load_cluster("A100").device_kinds[0]
 ROWS = [row for row in load_ops() if kernels_of(row, KIND.num_multiprocessors)]
 
 
-def prices(graph, batch_size, precision="float32", cluster=H100):
-    return CostModel(cluster=cluster, precision=precision).price_ops(graph, batch_size, cluster.device_kinds[0])
+def costs(graph, batch_size, precision="float32", cluster=H100):
+    return CostModel(cluster=cluster, precision=precision).estimate_ops(graph, batch_size, cluster.device_kinds[0])
 
 
 def one_op(kind, shapes, output, *, parameters=1, attributes=(), integers=(), frozen=(), saved=True):
@@ -101,19 +101,19 @@ def test_norms_and_activations_take_what_was_measured_for_their_kernels(dtype):
         parameters=2,
         attributes=(("normalized_shape", "[4096]"),),
     )
-    found = prices(norm, 8192, dtype)
+    found = costs(norm, 8192, dtype)
     assert found.forward_s[-1] == pytest.approx(measured("aten.native_layer_norm", dtype, shape), rel=0.1)
     backward = measured("aten.native_layer_norm_backward", dtype, shape, shape)
     assert found.backward_s[-1] == pytest.approx(backward, rel=0.1)
     assert found.basis[-1] == "regressed"
-    gelu = prices(one_op("aten.gelu.default", ((B, 4096),), (B, 4096)), 8192, dtype)
+    gelu = costs(one_op("aten.gelu.default", ((B, 4096),), (B, 4096)), 8192, dtype)
     assert gelu.forward_s[-1] == pytest.approx(measured("aten.gelu", dtype, shape), rel=0.1)
     assert gelu.backward_s[-1] == pytest.approx(measured("aten.gelu_backward", dtype, shape, shape), rel=0.1)
 
 
 def test_a_loss_is_log_softmax_and_the_pick_of_a_value():
     loss = one_op("aten.cross_entropy_loss.default", ((B, 50257), (B,)), (), parameters=0, integers=(1,), saved=False)
-    found = prices(loss, 8192)
+    found = costs(loss, 8192)
     shape = (8192, 50257)
     forward = measured("aten._log_softmax", "float32", shape) + measured("aten.nll_loss_forward", "float32", shape)
     backward = measured("aten._log_softmax_backward_data", "float32", shape, shape)
@@ -128,7 +128,7 @@ def test_the_gradient_of_an_embedding_fills_the_table_and_adds_rows(tokens, widt
         "aten.embedding.default", ((30522, width), (B,)), (B, width), parameters=0, integers=(1,), saved=False
     )
     expected = measured("aten.embedding_dense_backward", "float32", (tokens, width), (tokens,), (30522, width))
-    assert prices(graph, tokens).backward_s[-1] == pytest.approx(expected, rel=0.1)
+    assert costs(graph, tokens).backward_s[-1] == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(("shape", "rel"), [((64, 56, 56), 0.15), ((512, 28, 28), 0.15), ((2048, 7, 7), 0.15)])
@@ -142,7 +142,7 @@ def test_batch_norm_is_held_up_by_its_blocks_a_channel_each(shape, rel):
         frozen=(3, 4),
         attributes=(("training", "True"),),
     )
-    found, whole = prices(graph, 64), (64, *shape)
+    found, whole = costs(graph, 64), (64, *shape)
     assert found.forward_s[-1] == pytest.approx(measured("aten.native_batch_norm", "float32", whole), rel=rel)
     backward = measured("aten.native_batch_norm_backward", "float32", whole, whole)
     assert found.backward_s[-1] == pytest.approx(backward, rel=rel)
@@ -150,7 +150,7 @@ def test_batch_norm_is_held_up_by_its_blocks_a_channel_each(shape, rel):
 
 def test_dropout_writes_a_mask_and_reads_it_back():
     graph = one_op("aten.dropout.default", ((B, 4096),), (B, 4096), attributes=(("p", "0.1"), ("train", "True")))
-    found = prices(graph, 32768)
+    found = costs(graph, 32768)
     assert found.forward_s[-1] == pytest.approx(measured("aten.native_dropout", "float32", (32768, 4096)), rel=0.05)
     moved = 32768 * 4096 * (4 + 1 + 4) / KIND.memory_bandwidth_bytes_per_s
     assert found.backward_s[-1] == pytest.approx(moved / shipped_gpu().rate("pointwise", 4).share(1), rel=0.02)
@@ -159,7 +159,7 @@ def test_dropout_writes_a_mask_and_reads_it_back():
 def test_windows_of_a_pooling_are_looked_through_both_ways():
     attributes = (("kernel_size", "[3, 3]"), ("stride", "[2, 2]"), ("padding", "[1, 1]"))
     graph = one_op("aten.max_pool2d.default", ((B, 64, 112, 112),), (B, 64, 56, 56), attributes=attributes)
-    found = prices(graph, 128)
+    found = costs(graph, 128)
     forward = measured("aten.max_pool2d", "float32", (128, 64, 112, 112))
     assert found.forward_s[-1] == pytest.approx(forward, rel=0.1)
     # Each input is in up to four windows, a quarter as many outputs look at nine inputs each.
@@ -170,7 +170,7 @@ def test_the_bias_of_a_linear_layer_gets_the_sum_of_the_rows():
     def backward(biased):
         shapes = ((B, 1024), (4096, 1024), *([(4096,)] * biased))
         graph = one_op("aten.linear.default", shapes, (B, 4096), parameters=2)
-        return prices(graph, 8192, "bfloat16").backward_s[-1]
+        return costs(graph, 8192, "bfloat16").backward_s[-1]
 
     assert backward(1) - backward(0) == pytest.approx(measured("aten.sum.dim0", "bfloat16", (8192, 4096)), rel=0.2)
 
@@ -186,7 +186,7 @@ def test_the_gradients_of_what_two_ops_read_are_added_on_gpus(cluster):
         return make.graph()
 
     found = load_cluster(cluster)
-    once, twice = (prices(graph(reads), 32768, cluster=found).backward_s for reads in (1, 2))
+    once, twice = (costs(graph(reads), 32768, cluster=found).backward_s for reads in (1, 2))
     added = twice[-1] - once[-1]
     if cluster == "cpu":
         assert added == 0.0
@@ -198,7 +198,7 @@ def test_the_gradients_of_what_two_ops_read_are_added_on_gpus(cluster):
 
 def test_autocast_reads_and_writes_what_products_take_in():
     graph = one_op("aten.linear.default", ((B, 4096), (4096, 4096)), (B, 4096))
-    plain, cast = (prices(graph, 8192, precision) for precision in ("bfloat16", "amp"))
+    plain, cast = (costs(graph, 8192, precision) for precision in ("bfloat16", "amp"))
     input_s, weight_s = (measured("aten._to_copy", "float32", (rows, 4096)) for rows in (8192, 2048))
     assert cast.forward_s[-1] - plain.forward_s[-1] == pytest.approx(input_s + 2 * weight_s, rel=0.1)
     # Back, gradients are widened.
@@ -211,7 +211,7 @@ def test_the_part_of_a_split_tensor_hands_its_gradient_back_as_a_copy():
     make.op("aten.randn.default", (), (x,))
     parts = tuple(make.tensor(f"p{number}", (B, 2048), storage=x) for number in range(2))
     make.op("aten.chunk.default", (x,), parts, attributes=(("chunks", "2"), ("dim", "-1")))
-    found = prices(make.graph(), 32768)
+    found = costs(make.graph(), 32768)
     assert found.forward_s[-1] == 0.0
     assert found.backward_s[-1] == pytest.approx(
         measured("aten.cat.dim1", "float32", (32768, 2048), (32768, 2048)), rel=0.5
@@ -242,7 +242,7 @@ def test_what_is_made_of_numbers_stays_float32_until_it_is_cast_back():
     graph = rotated()
     names = {graph.tensors[i].name for i in stays_single(graph)}
     assert names == {"positions", "frequencies", "angles", "cosine", "turned"}
-    narrow, wide = (prices(graph, 1024, precision) for precision in ("bfloat16", "float32"))
+    narrow, wide = (costs(graph, 1024, precision) for precision in ("bfloat16", "float32"))
     # The cast is a kernel in bfloat16 alone; the product writes as many bytes in both.
     assert narrow.forward_s[-1] > wide.forward_s[-1] == 0.0
     assert narrow.forward_s[-2] == pytest.approx(wide.forward_s[-2], rel=0.4)
@@ -342,7 +342,7 @@ def test_shares_of_the_datasheet_carry_over_to_other_devices(name):
     kind = cluster.device_kinds[0]
     assert is_modelled(kind)
     graph = one_op("aten.gelu.default", ((B, 4096),), (B, 4096))
-    here, there = prices(graph, 32768), prices(graph, 32768, cluster=cluster)
+    here, there = costs(graph, 32768), costs(graph, 32768, cluster=cluster)
     faster = kind.memory_bandwidth_bytes_per_s / KIND.memory_bandwidth_bytes_per_s
     assert here.forward_s[-1] / there.forward_s[-1] == pytest.approx(faster, rel=0.05)
     assert there.basis[-1] == "transferred"
@@ -352,10 +352,10 @@ def test_shares_of_the_datasheet_carry_over_to_other_devices(name):
 def test_processors_keep_their_rooflines():
     assert not is_modelled(PROCESSOR)
     graph = one_op("aten.gelu.default", ((B, 4096),), (B, 4096))
-    assert set(prices(graph, 8, cluster=load_cluster("cpu")).basis) == {"roofline"}
+    assert set(costs(graph, 8, cluster=load_cluster("cpu")).basis) == {"roofline"}
 
 
 def test_gradients_that_are_added_up_move_three_times_their_bytes():
     graph = one_op("aten.linear.default", ((B, 4096), (4096, 4096)), (B, 4096))
     expected = measured("aten.add", "float32", (8192, 2048), (8192, 2048))
-    assert prices(graph, 8).accumulate_s[-1] == pytest.approx(expected, rel=0.05)
+    assert costs(graph, 8).accumulate_s[-1] == pytest.approx(expected, rel=0.05)

@@ -1,4 +1,4 @@
-"""What ``meshwright show`` prices: the layers of a model on a cluster's devices, or the collectives of a cluster.
+"""What ``meshwright show`` costs: the layers of a model on a cluster's devices, or the collectives of a cluster.
 
 With ``--memory``: what ways to keep a model on a device would need.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.output import print_tables
-from meshwright.cli.planning import choose_precision, priced_by
+from meshwright.cli.planning import choose_precision, make_cost_model
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.graph import Graph
@@ -21,8 +21,8 @@ from meshwright.spec.workload import Optimizer, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pricing:
-    """What the options say of prices; nothing if none was given."""
+class CostRequest:
+    """What the options say of costs; nothing if none was given."""
 
     cluster: str | None = None
     collectives: bool = False
@@ -33,48 +33,48 @@ class Pricing:
 
     @property
     def is_asked(self) -> bool:
-        """Whether prices are to be shown."""
+        """Whether costs are to be shown."""
         return self.collectives or self.cluster is not None
 
 
-def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as_json: bool) -> None:
+def show_costs(value: Any, document: str, estimating: CostRequest, batch_size: int, as_json: bool) -> None:
     """Print one table per kind of device, or those of collectives.
 
     Raises DocumentError if the document is not a graph, or no cluster.
     """
-    if pricing.collectives:
-        _show_collectives(value, document, pricing, as_json)
+    if estimating.collectives:
+        _show_collectives(value, document, estimating, as_json)
         return
-    from meshwright.cost.layers import explain_optimizer, optimizer_row, priced_rows, priced_table
+    from meshwright.cost.layers import cost_rows, cost_table, explain_optimizer, optimizer_row
 
     if not isinstance(value, Graph):
         raise DocumentError(
-            f"{document}: --cluster prices the layers of a model, found a {type(value).__name__.lower()}. Give a zoo "
-            "name or a captured graph; `meshwright simulate` prices a plan."
+            f"{document}: --cluster estimates the layers of a model, found a {type(value).__name__.lower()}. Give a "
+            "zoo name or a captured graph; `meshwright simulate` estimates a plan."
         )
-    machine = load_cluster(pricing.cluster or "")
-    precision = choose_precision(pricing.precision, machine, value.mode)
-    if pricing.memory:
+    machine = load_cluster(estimating.cluster or "")
+    precision = choose_precision(estimating.precision, machine, value.mode)
+    if estimating.memory:
         show_memory(value, machine, precision, batch_size, as_json)
         return
-    cost = priced_by(machine, pricing.measurements, precision)
+    cost = make_cost_model(machine, estimating.measurements, precision)
     if as_json:
         devices = []
         for kind in machine.device_kinds:
-            layers, total = priced_rows(cost, value, batch_size, kind)
+            layers, total = cost_rows(cost, value, batch_size, kind)
             step = optimizer_row(cost, value, kind)
             devices.append({"kind": kind.name, "layers": layers, "total": total, "optimizer": step})
         print_json(
-            "layer-prices", {"model": value.name, "batch_size": batch_size, "precision": precision, "devices": devices}
+            "layer-costs", {"model": value.name, "batch_size": batch_size, "precision": precision, "devices": devices}
         )
         return
-    tables = [priced_table(cost, value, batch_size, kind) for kind in machine.device_kinds]
+    tables = [cost_table(cost, value, batch_size, kind) for kind in machine.device_kinds]
     steps = [(kind, optimizer_row(cost, value, kind)) for kind in machine.device_kinds]
     lines = [explain_optimizer(row, kind) for kind, row in steps if row is not None]
     print_tables(*tables, *lines, cost.explain_basis(value, batch_size))
 
 
-def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool) -> None:
+def _show_collectives(value: Any, document: str, estimating: CostRequest, as_json: bool) -> None:
     """What every collective takes among ranks of a cluster, and the orders of ring and tree."""
     from meshwright.cost.collectives.listing import list_collectives, tables_of_listing
 
@@ -83,9 +83,9 @@ def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool
             f"{document}: --collectives needs a cluster, found a {type(value).__name__.lower()}. Give a file or "
             "a short form, 2x8xH100."
         )
-    precision = choose_precision(pricing.precision, value)
-    cost = priced_by(value, pricing.measurements, precision)
-    listing = list_collectives(cost, _read_ranks(pricing.ranks, value))
+    precision = choose_precision(estimating.precision, value)
+    cost = make_cost_model(value, estimating.measurements, precision)
+    listing = list_collectives(cost, _read_ranks(estimating.ranks, value))
     if as_json:
         print_json("collectives", {"cluster": value.name, "precision": precision, **listing})
         return

@@ -2,7 +2,7 @@
 
     own         the user's rows (`fit_collectives`), where all ranks are of the measured kind of device
     shipped     public measurements of nodes with the same kind of device and link (`shipped`), inside a node
-    datasheet   `quote_collective`, with the interval that such prices had on public clusters (`errors`)
+    datasheet   `quote_collective`, with the interval that such costs had on public clusters (`errors`)
 
 The first that has something comparable answers. The datasheet is mostly too fast. So what it says of a link that is
 slower than a measured one is no less than what was measured there; and across nodes an op of `_GROWING` takes no less
@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, check_messages
 from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.errors import bound_price, datasheet_scale
+from meshwright.cost.collectives.errors import bound_cost, datasheet_scale
 from meshwright.cost.collectives.groups import place_group
 from meshwright.cost.collectives.shipped import load_shipped
 from meshwright.cost.prediction import Predictions
@@ -41,7 +41,7 @@ _GROWING: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CollectivePrices:
+class CollectiveCosts:
     """Answers for one cluster. ``dtype``: what is sent; it matters where more than one was measured.
 
     ``own``: seconds measured by the user, ``host``: those of a rank's processor; None where there are none.
@@ -121,8 +121,8 @@ class CollectivePrices:
     ) -> Predictions:
         group, tariff = self._quote(self.cluster, op, ranks, concurrent, algorithm)
         scale = datasheet_scale(op, by_nccl=tariff.by_nccl, across=group.num_nodes > 1)
-        latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
-        low_s, high_s = bound_price(seconds, latency_s, scale)
+        latency_s, seconds = float(tariff.latency_s.min()), tariff.estimate(num_bytes)
+        low_s, high_s = bound_cost(seconds, latency_s, scale)
         found = Predictions(seconds=seconds, low_s=low_s, high_s=high_s, basis=_ROOFLINE * len(num_bytes))
         if algorithm is not None:
             return found
@@ -140,8 +140,8 @@ class CollectivePrices:
         """What is said of the usual links, on the changed ones."""
         assert self.changed is not None
         group, tariff = self._quote(self.cluster, op, ranks, concurrent)
-        usual_s = tariff.price(num_bytes)
-        changed_s = self._quote(self.changed, op, ranks, concurrent)[1].price(num_bytes)
+        usual_s = tariff.estimate(num_bytes)
+        changed_s = self._quote(self.changed, op, ranks, concurrent)[1].estimate(num_bytes)
         factor = np.divide(changed_s, usual_s, out=np.ones_like(usual_s), where=usual_s > 0)
         scaled = replace(
             found, seconds=found.seconds * factor, low_s=found.low_s * factor, high_s=found.high_s * factor
