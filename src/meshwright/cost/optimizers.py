@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.costs import Cost
     from meshwright.cost.prediction import Basis
-    from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer
+    from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer, Tensor, Workload
 
 # How torch goes over the parameters in an optimizer's step.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
@@ -64,6 +64,12 @@ def state_bytes(optimizer: Optimizer, precision: str) -> int:
     """Bytes of optimizer states and master weight per parameter element."""
     numbers = numbers_of(precision)
     return numbers.master_bytes + numbers.state_bytes * optimizer.num_states
+
+
+def optimizer_bytes(parameter: Tensor, workload: Workload) -> int:
+    """Bytes of a trained parameter's optimizer states and master weight, with AdamW's counter of steps."""
+    counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
+    return parameter.num_elements(0) * state_bytes(workload.optimizer, workload.precision) + counter
 
 
 def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:

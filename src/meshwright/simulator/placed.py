@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from meshwright.cost import CostModel
-from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
+from meshwright.cost.optimizers import optimizer_bytes
 from meshwright.program import trained_stages
 from meshwright.simulator.stage_bytes import Bytes, by_part
 from meshwright.simulator.stage_costs import step_issue
@@ -81,5 +81,4 @@ class PlacedRanks:
         workload, tensor = self._placement.workload, self._graph.tensors[parameter]
         if workload.kind != "training" or not tensor.requires_grad:
             return 0
-        counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
-        return tensor.num_elements(0) * state_bytes(workload.optimizer, workload.precision) + counter
+        return optimizer_bytes(tensor, workload)

@@ -10,6 +10,7 @@ from meshwright.cost.memory.lifetimes import kept_results
 from meshwright.cost.memory.options import LAYERS_AT_HAND, MemoryOptions, RankMemory, weigh_rank
 from meshwright.cost.memory.phases import Phase, StagePhases, count_phases
 from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits
+from meshwright.cost.memory.sizes import weigh_tensors
 from meshwright.cost.memory.stage import StageMemory, backend_of, weigh_stage
 from meshwright.cost.memory.step import trace_stage, trace_step
 from meshwright.cost.memory.usable import MEMORY_MARGIN, MemoryLimit
@@ -44,4 +45,5 @@ __all__ = [
     "trace_step",
     "weigh_rank",
     "weigh_stage",
+    "weigh_tensors",
 ]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from meshwright.cost.memory.backward import unrecorded_bytes
+from meshwright.cost.optimizers import optimizer_bytes
 from meshwright.spec import GraphError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from meshwright.cost.memory.backward import Backend
-    from meshwright.spec import Graph
+    from meshwright.spec import Graph, Workload
 
 
 class OtherSizes:
@@ -41,6 +46,25 @@ def measure_tensors(
         for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
             sizes[i] = num_bytes
     return tuple(sizes), tuple(tensor.num_elements(batch_size) for tensor in graph.tensors)
+
+
+class TensorBytes(NamedTuple):
+    """Bytes by tensor, shape (tensors,) each; gradients and optimizer states are those of trained parameters."""
+
+    values: NDArray[np.int64]
+    gradients: NDArray[np.int64]
+    states: NDArray[np.int64]
+
+
+def weigh_tensors(graph: Graph, batch_size: int, workload: Workload) -> TensorBytes:
+    """Bytes of a graph's tensors at a batch size, of which the bytes of stages and layers are sums."""
+    values = [tensor.num_bytes(batch_size, workload.float_bytes) for tensor in graph.tensors]
+    gradients, states = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
+    for i in graph.parameters if workload.kind == "training" else ():
+        if graph.tensors[i].requires_grad:
+            gradients[i] = workload.gradient_bytes(graph.tensors[i])
+            states[i] = optimizer_bytes(graph.tensors[i], workload)
+    return TensorBytes(np.array(values, np.int64), gradients, states)
 
 
 @lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ from meshwright.cost.memory.kept import as_kept
 from meshwright.cost.memory.phases import Phase, StagePhases, count_phases, trace_phases
 from meshwright.cost.memory.sizes import has_own_backward
 from meshwright.cost.memory.walk import default_loop
-from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
+from meshwright.cost.optimizers import optimizer_bytes
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 
 if TYPE_CHECKING:
@@ -131,7 +131,6 @@ def weigh_stage(
     ops = [graph.ops[i] for i in stage_slice.ops]
     received = {i for channel in stage_slice.incoming for i in channel.tensors}
     trainable = [i for i in stage_slice.parameters if graph.tensors[i].requires_grad] if training else []
-    elements = sum(graph.tensors[i].num_elements(0) for i in trainable)
     elsewhere = storages(received) | storages(stage_slice.inputs)
     state_roles = ("parameter", "buffer", "constant")
     saved = storages(i for op in ops for i in op.saved) if training else set()
@@ -140,7 +139,6 @@ def weigh_stage(
     sent = storages([*outgoing, *stage_slice.outputs]) - saved - elsewhere
     saved_bytes, gradient_bytes = size(saved), sum(workload.gradient_bytes(graph.tensors[i]) for i in trainable)
     sent_bytes = size(i for i in sent if graph.tensors[i].role not in state_roles)
-    counters = STEP_COUNTER_BYTES * len(trainable) if workload.optimizer.kind == "adamw" else 0
     if has_own_backward(graph):
         largest = max((size(i for i in op.outputs if graph.tensors[i].storage == i) for op in ops), default=0)
         returned = sum(channel.backward_bytes(graph, batch_size, width) for channel in stage_slice.incoming)
@@ -164,7 +162,7 @@ def weigh_stage(
         parameter_bytes=size(stage_slice.parameters),
         buffer_bytes=size(stage_slice.buffers),
         gradient_bytes=gradient_bytes,
-        optimizer_bytes=elements * state_bytes(workload.optimizer, workload.precision) + counters,
+        optimizer_bytes=sum(optimizer_bytes(graph.tensors[i], workload) for i in trainable),
         saved_bytes=saved_bytes,
         received_bytes=size(received),
         input_bytes=size(stage_slice.inputs),

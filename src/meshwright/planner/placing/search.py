@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.cost import CostModel
-from meshwright.cost.optimizers import state_bytes
+from meshwright.cost.optimizers import optimizer_bytes
 from meshwright.planner.placing.constraints import Constraints, find_choices
 from meshwright.planner.placing.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
 from meshwright.planner.placing.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
@@ -261,8 +261,7 @@ def _held_bytes(problem: PlaceProblem, ops: Sequence[int]) -> int:
         if facts.role in ("parameter", "buffer"):
             total += facts.num_bytes(0, workload.float_bytes)
             if training and facts.role == "parameter" and facts.requires_grad:
-                states = facts.num_elements(0) * state_bytes(workload.optimizer, workload.precision)
-                total += workload.gradient_bytes(facts) + states
+                total += workload.gradient_bytes(facts) + optimizer_bytes(facts, workload)
     for tensor in (i for op in ops for i in graph.ops[op].outputs if training):
         if graph.tensors[tensor].storage == tensor:
             kept = graph.tensors[tensor].num_bytes(problem.microbatch_size, workload.float_bytes)

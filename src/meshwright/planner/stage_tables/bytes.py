@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel, StageMemory
-from meshwright.cost.memory import Backend, as_kept, backend_of
+from meshwright.cost.memory import Backend, as_kept, backend_of, weigh_tensors
 from meshwright.cost.memory.fullest import (
     BACKWARD_FIRST,
     BACKWARD_LATER,
@@ -32,7 +32,6 @@ from meshwright.cost.memory.fullest import (
     NUM_MOMENTS,
     STEP,
 )
-from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.planner.stage_tables.rectangles import Integers
 from meshwright.planner.stage_tables.structure import Structure
 from meshwright.spec import RNG_STATE_BYTES, Cluster, Graph, StageSlice, Workload, slice_graph
@@ -83,15 +82,7 @@ def stage_bytes(
     graph.check_batch_size(batch_size)
     graph = as_kept_least(graph, workload, cost.cluster)
     training = workload.kind == "training"
-    width = workload.float_bytes
-    sizes = _column(len(graph.tensors), {i: t.num_bytes(batch_size, width) for i, t in enumerate(graph.tensors)})
-    trainable = [i for i in graph.parameters if graph.tensors[i].requires_grad] if training else []
-    gradients = _column(len(graph.tensors), {i: workload.gradient_bytes(graph.tensors[i]) for i in trainable})
-    each_state = state_bytes(workload.optimizer, workload.precision)
-    counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
-    states = _column(
-        len(graph.tensors), {i: graph.tensors[i].num_elements(0) * each_state + counter for i in trainable}
-    )
+    sizes, gradients, states = weigh_tensors(graph, batch_size, workload)
     layers = slice_graph(graph, [(layer, layer + 1) for layer in range(structure.num_layers)])
     # Where nothing requires a gradient, a microbatch is held only while it is computed.
     starts = np.cumsum([0, *(layer.has_backward for layer in layers)])
@@ -213,12 +204,6 @@ def _running_most(values: Floats) -> Floats:
     reached = np.where(np.tri(count, k=-1, dtype=bool), -np.inf, values)
     most: Floats = np.maximum.accumulate(reached, axis=1)
     return np.where(np.isfinite(most), most, 0.0)
-
-
-def _column(length: int, values: dict[int, int]) -> Integers:
-    column = np.zeros(length, np.int64)
-    column[list(values)] = list(values.values())
-    return column
 
 
 def _sum(sizes: Integers, tensors: Sequence[int]) -> int:

@@ -50,17 +50,16 @@ def stage_seconds(
 ) -> StageSeconds:
     """Seconds of all stages on one kind of device; an optimizer elsewhere takes what all devices stepping allow."""
     costs = cost.estimate_ops(graph, batch_size, kind)
-    backward = structure.ops.table(_picoseconds(costs.backward_s + costs.accumulate_s))
-    accumulate = structure.ops.table(_picoseconds(costs.accumulate_s))
+    forward, accumulate = structure.op_picoseconds(costs.forward_s), structure.op_picoseconds(costs.accumulate_s)
+    backward = structure.op_picoseconds(costs.backward_s + costs.accumulate_s)
     num_instructions = np.full((structure.num_layers, 1), 2)
     num_instructions[1:] += 2
     if workload.kind == "inference":
         backward, accumulate = np.zeros_like(backward), np.zeros_like(accumulate)
         num_instructions //= 2
-    forward = structure.ops.table(_picoseconds(costs.forward_s))
-    total = forward + backward + _picoseconds(num_instructions * cost.serial_overhead_s(kind))
     return StageSeconds(
-        total=total / PICOSECONDS_PER_SECOND,
+        total=(forward + backward + _picoseconds(num_instructions * cost.serial_overhead_s(kind)))
+        / PICOSECONDS_PER_SECOND,
         backward=backward / PICOSECONDS_PER_SECOND,
         accumulate=accumulate / PICOSECONDS_PER_SECOND,
         optimizer=structure.parameters.table(_optimizer_picoseconds(graph, workload, cost, kind, offload))

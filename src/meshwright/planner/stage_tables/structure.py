@@ -18,11 +18,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost.memory import kept_results
 from meshwright.planner.stage_tables.rectangles import Integers, Rectangles, rectangles, users
 from meshwright.spec import Graph, read_from_outside, slice_graph
 from meshwright.spec.recompute import kept_within
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 _STATE_ROLES = ("parameter", "buffer", "constant")
 
@@ -45,6 +47,13 @@ class Structure:
     sent: Rectangles
     crossing: tuple[tuple[int, ...], ...]
     random: tuple[int, ...]
+
+    def op_picoseconds(self, seconds: NDArray[np.float64]) -> Integers:
+        """Picoseconds of the ops of stages i:j, shape (L, L + 1), from the seconds of each op, shape (ops,).
+
+        They are whole, so that stages of equal layers are exactly equal.
+        """
+        return self.ops.table(np.rint(seconds * PICOSECONDS_PER_SECOND).astype(np.int64))
 
 
 def find_structure(graph: Graph) -> Structure:

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.autocast import as_computed
-from meshwright.cost.memory import backend_of, library_workspaces
+from meshwright.cost.memory import backend_of, library_workspaces, weigh_tensors
 from meshwright.cost.offload import HostCosts
-from meshwright.cost.optimizers import state_bytes
 from meshwright.cost.without import without_devices
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.methods.grid.moments import Moments
@@ -166,8 +165,8 @@ class Figures:
             backward = (costs.backward_s + again) * training + added
             for column, values in zip(columns, (costs.forward_s, backward, added), strict=False):
                 # Ops that no stage needs are not in the structure.
-                picoseconds = np.rint(values * PICOSECONDS_PER_SECOND).astype(np.int64)
-                column.append(_added(self._structure, self._structure.ops.table(picoseconds)) / PICOSECONDS_PER_SECOND)
+                picoseconds = _added(self._structure, self._structure.op_picoseconds(values))
+                column.append(picoseconds / PICOSECONDS_PER_SECOND)
             if kind.name not in self._optimizer:
                 self._optimizer[kind.name] = self._step_seconds(kind)
             columns[3].append(self._optimizer[kind.name] * training)
@@ -307,19 +306,15 @@ class Figures:
             return LayerBytes(**{name: np.minimum.reduce([getattr(item, name) for item in found]) for name in names})
         graph = as_kept_least(self._with(recompute), self.workload, self.cluster)
         structure = self._structure if graph is self._local else find_structure(graph)
-        width, training = self.workload.float_bytes, self.workload.kind == "training"
-        known = graph.batch_size
-        sizes = [np.array([tensor.num_bytes(known or b, width) for tensor in graph.tensors], np.int64) for b in (1, 2)]
-        elements = self._trained_elements()
-        each = state_bytes(self.workload.optimizer, self.workload.precision)
-        gradient = self.workload.numbers.gradient_bytes
-        is_kept = training and self.keeps_on_device
-        kept = [_added(structure, structure.saved.table(size)) * is_kept for size in sizes]
-        spread, parameters = self._short.spread, _added(structure, structure.parameters.table(sizes[0]))
+        weighed = [weigh_tensors(graph, graph.batch_size or size, self.workload) for size in (1, 2)]
+        is_kept = self.workload.kind == "training" and self.keeps_on_device
+        kept = [_added(structure, structure.saved.table(each.values)) * is_kept for each in weighed]
+        spread = self._short.spread
+        parameters, gradients, states = (_added(structure, structure.parameters.table(each)) for each in weighed[0])
         return LayerBytes(
             parameters=spread(parameters) * self._on_device,
-            states=spread(_added(structure, structure.parameters.table(elements * each))) * self._steps_on_device,
-            gradients=spread(_added(structure, structure.parameters.table(elements * gradient))) * self._on_device,
+            states=spread(states) * self._steps_on_device,
+            gradients=spread(gradients) * self._on_device,
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
         )
