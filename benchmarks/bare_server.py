@@ -19,10 +19,10 @@ import numpy as np
 import orjson
 import uvloop
 
-from meshwright.serving.server.tensors import Request
+from meshwright.serving.server.tensors import WireRequest
 
 _OUTPUT = np.linspace(0.01, 0.19, 10, dtype=np.float32)
-_REQUESTS, _NUMBERS = msgspec.json.Decoder(Request), msgspec.json.Decoder(list[float])
+_REQUESTS, _NUMBERS = msgspec.json.Decoder(WireRequest), msgspec.json.Decoder(list[float])
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
 _BEGIN = b'{"model_name":"tiny","model_version":"1","outputs":[{"name":"y","datatype":"FP32","shape":[1,10],"data":'
 

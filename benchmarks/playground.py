@@ -21,11 +21,11 @@ from harness import make_row, parse_options, publish
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from meshwright.cli.models import graphs_of
-from meshwright.playground import Model, PlaygroundServer, Service, State, Workbench, to_query
+from meshwright.playground import Controls, OfferedModel, PlaygroundServer, Service, Workbench, to_query
 from tests.browser.chromium import start_chromium
 
 TARGET_MS = 200.0
-START = State(
+START = Controls(
     model="llama3-8b", num_nodes=8, num_stages=8, global_batch=512, microbatch_size=4, replicas=(), slow_rank=9
 )
 # Numbers of stages that are chosen one after the other; the fewest have the cuts that can always be moved.
@@ -65,7 +65,7 @@ def changes(rounds: int):
 
 def main() -> int:
     options = parse_options(__doc__)
-    bench = Workbench({START.model: Model(open=partial(graphs_of, START.model, ()))})
+    bench = Workbench({START.model: OfferedModel(open=partial(graphs_of, START.model, ()))})
     server = PlaygroundServer(Service(bench, START))
     server.warm_up()
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -25,11 +25,11 @@ from rewrite_models import BLOCKS, MODELS, SOURCES, WASTE, whole
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
-from meshwright.rewrite.fx.read import Source
+from meshwright.rewrite.fx.read import ReadGraph
 from meshwright.rewrite.optimize import LIMITS, rewrite_model
 from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
-from meshwright.rewrite.search.search import Found, Grown, Space
+from meshwright.rewrite.search.search import FoundGraph, GraphSpace, Grown
 from meshwright.rewrite.search.timing import alternate
 from meshwright.spec import load_cluster
 from meshwright.zoo import load_model
@@ -56,8 +56,8 @@ def peak_bytes(run: Run) -> int:
     return peak
 
 
-def searched(source: Source, rules: Guided) -> tuple[Grown, Found]:
-    space = Space(source.terms, source.effects, frozen=True)
+def searched(source: ReadGraph, rules: Guided) -> tuple[Grown, FoundGraph]:
+    space = GraphSpace(source.terms, source.effects, frozen=True)
     grown = space.grow(rules, LIMITS)
     costs = costs_on("2xcpu")
     costs.estimate(space.calls())
@@ -104,7 +104,7 @@ def search(quick: bool) -> list[Row]:
         source = read(model, batch)
         chosen = {}
         for cluster in ("2xcpu", "8xH100"):
-            space = Space(source.terms, source.effects, frozen=True)
+            space = GraphSpace(source.terms, source.effects, frozen=True)
             grown = space.grow(rules, LIMITS)
             costs = costs_on(cluster)
             costs.estimate(space.calls())

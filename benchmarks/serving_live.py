@@ -41,7 +41,7 @@ from sharded_decisions import sharded
 
 from meshwright.serving import bound_scale, find_goodput, load_policy, simulate_deployment
 from meshwright.serving.load import LoadResult, run_load
-from meshwright.serving.load.streams import Stream
+from meshwright.serving.load.streams import RequestStream
 from meshwright.serving.policies.pool import RUN
 from meshwright.serving.server.live import ARRIVE, EVENT_WIDTH, FREE, UP, Live
 from meshwright.spec import Deployment, Latency, Poisson, ServedModel, TensorSpec
@@ -300,7 +300,7 @@ class Tried:
 
 def ask(server: Process, rate: float, seconds: float, seed: int, slo: float = float(STRONG.models[0].slo)) -> Tried:
     """Poisson requests for the emulated model, whose deadline is its SLO."""
-    stream = Stream(model="m", arrivals=Poisson(rate=rate), deadline_s=slo)
+    stream = RequestStream(model="m", arrivals=Poisson(rate=rate), deadline_s=slo)
     before = server.cpu_s()
     loaded = run_load(server.url, [stream], seconds, seed=seed, ramp_s=1.0)
     tried = Tried(rate, loaded, (server.cpu_s() - before) / max(loaded.total.num_requests, 1))

@@ -44,10 +44,10 @@ from torch import nn
 
 from meshwright.serving import find_goodput, load_policy, simulate_deployment
 from meshwright.serving.datatypes import NUMPY_TYPES
-from meshwright.serving.load import LoadResult, ModelFacts, Stream, decode_outputs, draw_inputs, read_target
-from meshwright.serving.load.answers import Tensor, read_answer
+from meshwright.serving.load import LoadResult, ModelSignature, RequestStream, decode_outputs, draw_inputs, read_target
+from meshwright.serving.load.answers import TensorMetadata, read_answer
 from meshwright.serving.load.bodies import RequestBytes, build_requests
-from meshwright.serving.load.job import Job
+from meshwright.serving.load.job import LoadJob
 from meshwright.serving.load.processes import run_here
 from meshwright.serving.load.result import sum_up
 from meshwright.serving.load.streams import draw_moments
@@ -134,7 +134,7 @@ class Case:
     path: Path
     spec: TensorSpec
     core: int
-    facts: ModelFacts
+    facts: ModelSignature
     expected: list[np.ndarray]
     alone_s: float
     most_per_s: float
@@ -155,8 +155,8 @@ def make_case(name: str, folder: Path, core: int) -> Case:
     """Export the model, and time it where servers will run it."""
     with seeded(0):
         module, spec = MODELS[name]()
-    tensor = Tensor(name="x", datatype=spec.datatype, shape=(-1, *spec.shape))
-    facts = ModelFacts(name="m", inputs=(tensor,), outputs=())
+    tensor = TensorMetadata(name="x", datatype=spec.datatype, shape=(-1, *spec.shape))
+    facts = ModelSignature(name="m", inputs=(tensor,), outputs=())
     bodies = [draw_inputs(facts, 1, number=number)["x"] for number in range(8)]
     module.eval()
     with torch.inference_mode():
@@ -318,10 +318,10 @@ def find_best(setting: Setting, case: Case, seconds: float, halvings: int, seed:
 
 def ask(server: Process, setting: Setting, case: Case, rate: float, seconds: float, seed: int) -> LoadResult:
     """Poisson requests, in the form that the server takes, at the moments of the simulator's."""
-    streams = [Stream(model="m", arrivals=Poisson(rate=rate), deadline_s=case.slo_s)]
+    streams = [RequestStream(model="m", arrivals=Poisson(rate=rate), deadline_s=case.slo_s)]
     family, address = find_address(read_target(server.url))
     moments, whose = draw_moments(streams, seconds, seed=seed, scale=1.0, ramp_s=RAMP_S)
-    job = Job(
+    job = LoadJob(
         family=family,
         address=address,
         moments=moments,

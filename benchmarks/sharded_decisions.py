@@ -17,7 +17,7 @@ from harness import Row, make_row
 from meshwright.serving.policies.pool import RUN
 from meshwright.serving.policies.sharding import ARRIVE
 from meshwright.serving.policies.sharding.mailboxes import WIDTH
-from meshwright.serving.policies.sharding.parts import Rank, Shard, allocate_mailboxes
+from meshwright.serving.policies.sharding.parts import PolicyShard, Rank, allocate_mailboxes
 
 MS = 1_000_000
 MODELS, DEVICES, TURN = 16, 256, 256
@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 def run_shard(memory: str, number: int, shards: int, seconds: float, start: Any, results: Any) -> None:
     """Decide for so long; tells of decisions, those that were to run, wall and CPU seconds."""
     shared = SharedMemory(memory)
-    shard = Shard(FACTS, number, _mailboxes(shared, shards))
+    shard = PolicyShard(FACTS, number, _mailboxes(shared, shards))
     models = len(range(number, MODELS, shards))
     arrivals = np.zeros((TURN, WIDTH), np.int64)
     arrivals[:, 0], arrivals[:, 2] = ARRIVE, np.arange(TURN) % models

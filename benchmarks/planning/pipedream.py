@@ -24,7 +24,7 @@ from harness import Row, make_row
 from meshwright.planner import Choices, Problem, search_plans
 from meshwright.planner.methods.pipedream import (
     Level,
-    Options,
+    PipeDreamOptions,
     PipedreamPlan,
     count_states,
     load_profile,
@@ -50,7 +50,7 @@ def rows(quick: bool) -> list[Row]:
 
 def _plan(instance: dict, ratio: float | None = 1.0) -> PipedreamPlan:
     levels = [Level(num_machines=machines, bandwidth_bytes_per_s=rate) for machines, rate in instance["levels"]]
-    return plan_profile(_load(instance), levels, Options(compression_ratio=ratio))
+    return plan_profile(_load(instance), levels, PipeDreamOptions(compression_ratio=ratio))
 
 
 def _load(instance: dict):

@@ -11,7 +11,7 @@ from meshwright.cost.software import read_software
 from meshwright.planner import Choices, Limits, Plans, Problem, list_shardings, search_plans
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from meshwright.templates import decoder_graph
-from meshwright.templates.shapes import Experts, TransformerShape
+from meshwright.templates.shapes import ExpertLayers, TransformerShape
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
@@ -72,7 +72,7 @@ def graph_of(spec: dict, *, fused_attention: bool = True):
         return _shipped(spec["model"])
     sizes = dict(spec["shape"])
     experts = sizes.pop("experts", None)
-    shape = TransformerShape(**sizes, experts=Experts(**experts) if experts else None)
+    shape = TransformerShape(**sizes, experts=ExpertLayers(**experts) if experts else None)
     return decoder_graph(shape, spec["sequence_length"], fused_attention=fused_attention)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from drawing import WIDTH, picture
 
-from meshwright.cost.collectives import CollectiveModel, CollectiveOp, Group, fit_collectives
+from meshwright.cost.collectives import CollectiveGroup, CollectiveModel, CollectiveOp, fit_collectives
 from meshwright.cost.collectives.fitting import groups_of
 from meshwright.records import Records
 from meshwright.spec import write_text
@@ -61,7 +61,7 @@ def _panel(op: CollectiveOp, words: str, left: float, model: CollectiveModel, ro
         body.append(f'<text x="{left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     groups = groups_of(rows)
     for sharing, _, colour in PLACES:
-        group = Group(num_ranks=32 // sharing, num_nodes=4, num_sharing=sharing)
+        group = CollectiveGroup(num_ranks=32 // sharing, num_nodes=4, num_sharing=sharing)
         found = model.predict(op, group, SIZES)
         if found is None:
             continue

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.capture import capture_model
-from meshwright.capture.layers import Line, divide
+from meshwright.capture.layers import OpLine, divide
 from meshwright.capture.units import find_units, unit_of
 
 from .models import Block, DoubleConv, build, mean_square, numbers
 
 
 def line(module, *, parameters=False, replicable=False, kind="op", work=1):
-    return Line(module=module, kind=kind, has_parameters=parameters, replicable=replicable, work=work)
+    return OpLine(module=module, kind=kind, has_parameters=parameters, replicable=replicable, work=work)
 
 
 def names(ranges):

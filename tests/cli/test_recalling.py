@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import invoke
-from meshwright.playground import State, Table, Workbench
+from meshwright.playground import Controls, MeasuredTable, Workbench
 from meshwright.records import save_measurements
 from meshwright.spec import Plan, load_cluster, read_document, write_document
 from meshwright.spec.made_with import MadeWith, note_making, own_software, recall
@@ -103,8 +103,8 @@ def test_a_run_is_judged_by_it(run, planned, warm_ranks):
 
 
 def test_the_playground_goes_by_it(run, planned):
-    made = {kind: Workbench({}, {}, Table(kind, Path("table.json"))) for kind in ("cpu", "A100")}
-    state = State(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=2, precision="float32")
+    made = {kind: Workbench({}, {}, MeasuredTable(kind, Path("table.json"))) for kind in ("cpu", "A100")}
+    state = Controls(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=2, precision="float32")
     estimated = {kind: bench._usual(state, load_cluster("2xcpu")).overhead_s for kind, bench in made.items()}
     assert estimated == {"cpu": 0.5, "A100": 0.0}
 

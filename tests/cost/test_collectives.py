@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel, load_cost_model
 from meshwright.cost.collectives import (
     COLLECTIVE_OPS,
+    CollectiveGroup,
     CollectiveModel,
-    Group,
-    Topology,
+    LinkCounts,
     fit_collectives,
     group_in_mesh,
     load_topology,
@@ -91,18 +91,18 @@ def count_bytes_through_nics(op, nodes, per_node, size):
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 8), (3, 2), (4, 4)])
 def test_bytes_through_a_nic_are_those_of_the_messages(op, nodes, per_node):
-    group = Group(num_ranks=nodes * per_node, num_nodes=nodes)
+    group = CollectiveGroup(num_ranks=nodes * per_node, num_nodes=nodes)
     assert port_share(op, group) * 1000 == pytest.approx(count_bytes_through_nics(op, nodes, per_node, 1000))
-    crowded = Group(num_ranks=nodes * per_node, num_nodes=nodes, num_sharing=3)
+    crowded = CollectiveGroup(num_ranks=nodes * per_node, num_nodes=nodes, num_sharing=3)
     assert port_share(op, crowded) == pytest.approx(3 * port_share(op, group))
 
 
 def test_groups_of_a_mesh_share_what_lies_between_them():
-    assert group_in_mesh(16, 1, 8, 1, 2) == Group(num_ranks=16, num_nodes=2)
-    assert group_in_mesh(4, 8, 8, 8, 4) == Group(num_ranks=4, num_nodes=4, num_sharing=8)
-    assert group_in_mesh(2, 16, 8, 16, 4) == Group(num_ranks=2, num_nodes=2, num_sharing=8)
-    assert group_in_mesh(16, 1, 8, 2, 4) == Group(num_ranks=16, num_nodes=2)
-    assert group_in_mesh(4, 2, 8, 4, 2) == Group(num_ranks=4, num_sharing=2, stride=2)
+    assert group_in_mesh(16, 1, 8, 1, 2) == CollectiveGroup(num_ranks=16, num_nodes=2)
+    assert group_in_mesh(4, 8, 8, 8, 4) == CollectiveGroup(num_ranks=4, num_nodes=4, num_sharing=8)
+    assert group_in_mesh(2, 16, 8, 16, 4) == CollectiveGroup(num_ranks=2, num_nodes=2, num_sharing=8)
+    assert group_in_mesh(16, 1, 8, 2, 4) == CollectiveGroup(num_ranks=16, num_nodes=2)
+    assert group_in_mesh(4, 2, 8, 4, 2) == CollectiveGroup(num_ranks=4, num_sharing=2, stride=2)
 
 
 def test_a_mesh_by_ranks_is_the_mesh_by_numbers():
@@ -118,7 +118,7 @@ def test_a_mesh_by_ranks_is_the_mesh_by_numbers():
 @pytest.mark.parametrize("wrong", [{"num_ranks": 0}, {"num_ranks": 2, "num_nodes": 3}, {"num_ranks": 2, "stride": 0}])
 def test_places_that_cannot_be_are_refused(wrong):
     with pytest.raises(ClusterError):
-        Group(**wrong)
+        CollectiveGroup(**wrong)
 
 
 # --- rings and trees on links ---
@@ -219,7 +219,7 @@ def test_links_that_are_no_graph_are_refused(links):
 
 def test_a_topology_that_is_not_symmetric_is_refused():
     with pytest.raises(ClusterError, match="symmetric"):
-        Topology(name="odd", source="", links=((0, 1), (2, 0)), host_share=0.5)
+        LinkCounts(name="odd", source="", links=((0, 1), (2, 0)), host_share=0.5)
     with pytest.raises(ClusterError, match="did you mean"):
         load_topology("dgx1-v10")
 
@@ -297,9 +297,9 @@ def test_no_algorithm_is_faster_than_its_links(op, num_nics, device_bandwidth):
 @pytest.mark.parametrize("seed", range(12))
 def test_no_lanes_carry_a_sum_faster_than_all_links_together(seed):
     links = draw_links(3 + seed % 4, seed)
-    topology = Topology(name="drawn", source="", links=tuple(map(tuple, links.tolist())), host_share=1e-9)
+    topology = LinkCounts(name="drawn", source="", links=tuple(map(tuple, links.tolist())), host_share=1e-9)
     algorithm, lanes = topology.lanes_among(tuple(range(len(links))))
-    share = port_share("all_reduce", Group(num_ranks=len(links)), num_lanes=lanes, algorithm=algorithm)
+    share = port_share("all_reduce", CollectiveGroup(num_ranks=len(links)), num_lanes=lanes, algorithm=algorithm)
     # 2(n-1) tensors, over every link both ways
     assert share >= 2 * (len(links) - 1) / links.sum()
 
@@ -371,7 +371,7 @@ def ring_rows(places, alpha=5e-6, bandwidth=2e11, ops=("all_reduce", "all_gather
 
 def test_what_was_measured_is_said_again_and_sizes_between_lie_between():
     model = fit_collectives(ring_rows([(8, 1, 1, 1, 8)]))
-    found = model.predict("all_gather", Group(num_ranks=8), np.array([SIZES[5], 1.5 * SIZES[5]], float))
+    found = model.predict("all_gather", CollectiveGroup(num_ranks=8), np.array([SIZES[5], 1.5 * SIZES[5]], float))
     exact = 7 * (5e-6 + np.array([SIZES[5], 1.5 * SIZES[5]]) / 8 / 2e11)
     assert found.basis == ("measured", "interpolated")
     assert found.seconds == pytest.approx(exact, rel=1e-9)
@@ -383,21 +383,21 @@ def test_what_was_measured_is_said_again_and_sizes_between_lie_between():
 def test_a_ring_on_two_group_sizes_gives_large_messages_of_the_ring_between(asked):
     model = fit_collectives(ring_rows([(2, 1, 1, 1, 2), (8, 1, 1, 1, 8)]))
     for op, times in (("all_reduce", 2), ("all_gather", 1)):
-        found = model.predict(op, Group(num_ranks=asked), np.array([2.0**28]))
+        found = model.predict(op, CollectiveGroup(num_ranks=asked), np.array([2.0**28]))
         assert found.basis == ("transferred",)
         assert found.seconds[0] == pytest.approx(times * (asked - 1) * (5e-6 + 2**28 / asked / 2e11), rel=0.03)
 
 
 def test_twice_the_nodes_of_a_ring_take_what_the_nic_takes():
     model = fit_collectives(ring_rows([(16, 1, 1, 2, 8), (8, 2, 2, 2, 8), (4, 4, 4, 2, 8)], bandwidth=3e9))
-    found = model.predict("all_gather", Group(num_ranks=16, num_nodes=4, num_sharing=2), np.array([2.0**28]))
+    found = model.predict("all_gather", CollectiveGroup(num_ranks=16, num_nodes=4, num_sharing=2), np.array([2.0**28]))
     assert found.seconds[0] == pytest.approx(2 * 15 / 16 * 2**28 / 3e9, rel=0.02)
 
 
 def test_groups_inside_a_node_say_nothing_of_groups_across():
     model = fit_collectives(ring_rows([(8, 1, 1, 1, 8)]))
-    assert model.predict("all_gather", Group(num_ranks=16, num_nodes=2), np.array([1e6])) is None
-    assert model.predict("broadcast", Group(num_ranks=8), np.array([1e6])) is None
+    assert model.predict("all_gather", CollectiveGroup(num_ranks=16, num_nodes=2), np.array([1e6])) is None
+    assert model.predict("broadcast", CollectiveGroup(num_ranks=8), np.array([1e6])) is None
 
 
 @given(st.integers(2, 40), st.integers(0, 2**34), st.integers(0, 2**34))
@@ -406,7 +406,7 @@ def test_groups_inside_a_node_say_nothing_of_groups_across():
 def test_transfer_is_monotone_in_bytes(ranks, first, second):
     model = fit_collectives(ring_rows([(2, 1, 1, 1, 2), (4, 1, 1, 1, 4), (8, 1, 1, 1, 8)]))
     few, many = sorted((first, second))
-    found = model.predict("all_reduce", Group(num_ranks=ranks), np.array([few, many], float))
+    found = model.predict("all_reduce", CollectiveGroup(num_ranks=ranks), np.array([few, many], float))
     assert found.seconds[0] <= found.seconds[1] * (1 + 1e-12)
 
 
@@ -482,7 +482,7 @@ def test_rows_of_two_devices_or_none_are_refused():
 def test_sizes_that_are_none_are_refused(size):
     model = fit_collectives(ring_rows([(8, 1, 1, 1, 8)]))
     with pytest.raises(MeasurementError, match="zero or more"):
-        model.predict("all_gather", Group(num_ranks=8), np.array([size]))
+        model.predict("all_gather", CollectiveGroup(num_ranks=8), np.array([size]))
 
 
 # --- from a file ---
@@ -516,7 +516,7 @@ def test_a_table_of_one_device_gives_what_it_has_and_none_gives_the_datasheet(tm
 def test_dtypes_of_a_place_are_kept_apart_and_their_mean_is_what_nobody_asks_for():
     slow = ring_rows([(8, 1, 1, 1, 8)], alpha=8e-6, dtype="float32")
     fast = ring_rows([(8, 1, 1, 1, 8)], alpha=4e-6, dtype="float16")
-    model, group, size = fit_collectives(concat_records([slow, fast])), Group(num_ranks=8), SIZES[5]
+    model, group, size = fit_collectives(concat_records([slow, fast])), CollectiveGroup(num_ranks=8), SIZES[5]
     wire = 7 * size / 8 / 2e11
     for dtype, latency_s in (("float32", 8e-6), ("bfloat16", 4e-6), ("float16", 4e-6), ("", 6e-6), ("int8", 6e-6)):
         found = model.predict("all_gather", group, np.array([size], float), dtype=dtype)
@@ -528,7 +528,8 @@ def test_groups_at_once_on_other_nodes_are_told_apart_where_both_were_measured()
     beside = ring_rows([(4, 2, 1, 2, 4)], alpha=8e-6)
     model, size = fit_collectives(concat_records([alone, beside])), np.array([float(SIZES[0])])
     times = [
-        model.predict("all_gather", Group(num_ranks=4), size, num_groups=count).seconds[0] - 3 * size[0] / 4 / 2e11
+        model.predict("all_gather", CollectiveGroup(num_ranks=4), size, num_groups=count).seconds[0]
+        - 3 * size[0] / 4 / 2e11
         for count in (1, 2, 0)
     ]
     assert times == pytest.approx([3 * 4e-6, 3 * 8e-6, 3 * 6e-6])
@@ -540,7 +541,7 @@ def test_seconds_may_fall_between_sizes_but_not_beyond_them():
     seconds = np.array([10, 10, 10, 14, 12, 13, 16, 15, 14]) * 1e-6
     shapes = [named_shapes(bytes=int(s), ranks=2, groups=1, stride=1, nodes=1, devices_per_node=2) for s in sizes]
     model = fit_collectives(make_records(op="all_gather", shapes=shapes, device="box", seconds=seconds))
-    group = Group(num_ranks=2)
+    group = CollectiveGroup(num_ranks=2)
     assert model.predict("all_gather", group, sizes).seconds == pytest.approx(seconds)
     beyond = model.predict("all_gather", group, sizes[-1] * 2.0 ** np.arange(12)).seconds
     assert (np.diff(beyond) >= 0).all()

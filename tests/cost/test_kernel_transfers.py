@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.kernels import Kernel, fit_kernels, shipped_model
-from meshwright.cost.kernels.boosting import Settings
+from meshwright.cost.kernels.boosting import BoostingSettings
 from meshwright.cost.kernels.model import prior_of
 from meshwright.cost.kernels.transfers import STEPS, UNKNOWN, fit_transfers, left_out_sets
 from meshwright.records import concat_records
 from meshwright.spec import load_cluster
 from tests.cost.kernels import LIBRARY, make_gpu, make_rows
 
-FEW_TREES = Settings(num_trees=20, depth=3)
+FEW_TREES = BoostingSettings(num_trees=20, depth=3)
 
 
 def test_devices_are_left_out_alone_and_with_those_like_them():

@@ -20,7 +20,7 @@ from meshwright.cost.kernels import (
     shipped_model,
     write_model,
 )
-from meshwright.cost.kernels.boosting import Settings, fit_trees
+from meshwright.cost.kernels.boosting import BoostingSettings, fit_trees
 from meshwright.cost.kernels.correction import Scale, fit_correction
 from meshwright.cost.kernels.demand import demand_of, mean_keys
 from meshwright.cost.kernels.law import first_prior, fit_law, law_seconds
@@ -29,7 +29,7 @@ from meshwright.records import concat_records, make_records
 from meshwright.spec import DocumentError, MeasurementError, load_cluster
 from tests.cost.kernels import LIBRARY, make_gpu, make_rows, rule_seconds
 
-FEW_TREES = Settings(num_trees=40, depth=4)
+FEW_TREES = BoostingSettings(num_trees=40, depth=4)
 GPUS = {gpu.name: gpu for gpu in (make_gpu(), make_gpu("g2", speed=2.0), make_gpu("g3", speed=1.3, units=140))}
 KNOWN = {name: GPUS[name] for name in ("g1", "g2")}
 
@@ -123,7 +123,7 @@ def test_trees_learn_a_step_and_nothing_from_noise_alone():
     rng = np.random.default_rng(0)
     columns = rng.standard_normal((3, 2000)).astype(np.float32)
     target = np.where(columns[1] > 0.3, 1.0, -1.0)
-    trees = fit_trees(columns, target, Settings(num_trees=100))
+    trees = fit_trees(columns, target, BoostingSettings(num_trees=100))
     fresh = rng.standard_normal((3, 500)).astype(np.float32)
     said = trees.evaluate(fresh)
     clear = np.abs(fresh[1] - 0.3) > 0.1

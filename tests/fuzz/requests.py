@@ -9,11 +9,11 @@ from urllib.parse import parse_qsl, urlencode
 
 from hypothesis import strategies as st
 
-from meshwright.playground import Model, PlaygroundServer, Service, State, Workbench, to_query
+from meshwright.playground import Controls, OfferedModel, PlaygroundServer, Service, Workbench, to_query
 from meshwright.spec.shipped import load_shipped_graph
 from tests.fuzz.mutations import HOSTILE_NUMBERS, HOSTILE_WORDS, any_of, spoil_bytes
 
-_START = State(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=4, num_stages=2, global_batch=16)
+_START = Controls(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=4, num_stages=2, global_batch=16)
 _FINE = ("0", "1", "2", "3", "4", "8", "1,1", "2,1", "1f1b", "gpipe", "float32", "H100", "cpu", "0.5", "sgd", "adamw")
 _PATHS = ("/", "/options", "/plan.json", "/trace.json", "/report.html", "/playground.js", "/../state.py", "/%2e%2e/x")
 _POSTS = ("/answer", "/answer", "/answer", "/answer", "/progress", "/stop", "/nothing")
@@ -23,7 +23,7 @@ _POSTS = ("/answer", "/answer", "/answer", "/answer", "/progress", "/stop", "/no
 def shared_server() -> PlaygroundServer:
     """A server with the smallest model; its connections are handed to it one by one, nobody listens."""
     graph = load_shipped_graph("gpt-tiny")
-    models = {"gpt-tiny": Model(open=partial(lambda value: lambda _: value, graph))}
+    models = {"gpt-tiny": OfferedModel(open=partial(lambda value: lambda _: value, graph))}
     return PlaygroundServer(Service(Workbench(models), _START))
 
 

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from meshwright.measurement import (
     DeviceOp,
-    Feed,
+    InputSpec,
     TableSizes,
     make_move,
     measure_device_ops,
@@ -52,7 +52,7 @@ def run(*ops, clock=None, **options):
 
 
 def noise(*shape, **facts):
-    return Feed(**{"shape": shape, "strides": None, "dtype": "float32", "requires_grad": True, **facts})
+    return InputSpec(**{"shape": shape, "strides": None, "dtype": "float32", "requires_grad": True, **facts})
 
 
 def test_every_pass_is_timed_and_the_hosts_seconds_stay_apart():
@@ -91,7 +91,7 @@ def test_inputs_have_the_layout_and_range_that_the_model_gives_them():
         seen.append((places.max().item(), grown.stride()))
         return nn.functional.embedding(places, table)
 
-    table, places = noise(5, 4), Feed(shape=(64,), strides=None, dtype="int64", bound=5)
+    table, places = noise(5, 4), InputSpec(shape=(64,), strides=None, dtype="int64", bound=5)
     _, _, left_out = run(op_of(look, table, places, noise(3, 4, strides=(0, 1))))
     assert left_out == {}
     assert all(most < 5 for most, _ in seen)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import Setting, evaluate_plan
-from meshwright.planner.methods.slicing.candidates import Candidate
+from meshwright.planner.methods.slicing.candidates import PlanCandidate
 from meshwright.planner.methods.slicing.method import choose
 from meshwright.planner.ranking import MOST_DIFFERENCE, is_as_fast
 from meshwright.simulator import simulate_plan
@@ -316,7 +316,7 @@ def test_places_go_to_the_cheapest_and_then_to_new_shapes():
             stages=stages,
             num_microbatches=9,
         )
-        return Candidate(plan=plan, estimate_s=estimate, found_in=None, search=search)
+        return PlanCandidate(plan=plan, estimate_s=estimate, found_in=None, search=search)
 
     candidates = [candidate(1, 2), candidate(2, 2), candidate(3, 2), candidate(4, 1, 1), candidate(5, 2)]
     assert [item.estimate_s for item in choose(candidates, 4)] == [1, 2, 4, 3, 5]

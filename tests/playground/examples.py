@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.playground import Model, State, Workbench
+from meshwright.playground import Controls, OfferedModel, Workbench
 from meshwright.spec import Cluster
 from tests.graphs import chain_graph
 from tests.simulator.plans import fast_cluster
@@ -14,7 +14,8 @@ def make_bench(clusters: dict[str, Cluster] | None = None) -> Workbench:
     graph = chain_graph(NUM_LAYERS, width=64)
     uneven = chain_graph(7, width=16, tied=True)
     return Workbench(
-        {"chain": Model(open=lambda: lambda _: graph), "tied": Model(open=lambda: lambda _: uneven)}, clusters
+        {"chain": OfferedModel(open=lambda: lambda _: graph), "tied": OfferedModel(open=lambda: lambda _: uneven)},
+        clusters,
     )
 
 
@@ -23,5 +24,5 @@ def let_hosts_issue_at_once(monkeypatch) -> None:
     monkeypatch.setattr("meshwright.playground.scenario.load_cluster", fast_cluster)
 
 
-def make_state(**values) -> State:
-    return State(**{"model": "chain", "precision": "float32", "global_batch": 64, "microbatch_size": 2, **values})
+def make_state(**values) -> Controls:
+    return Controls(**{"model": "chain", "precision": "float32", "global_batch": 64, "microbatch_size": 2, **values})

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan, list_shardings
-from meshwright.playground import Model, State, Workbench, from_query, to_query
+from meshwright.playground import Controls, OfferedModel, Workbench, from_query, to_query
 from meshwright.playground.documents import answer_data
 from meshwright.playground.layout import make_plan as plan_of_state
 from meshwright.playground.opening import state_of_plan
@@ -47,8 +47,8 @@ def opened(plan, graph, cluster=CLUSTER):
     """The page's answer to a plan, found equal to what the planner says of it."""
     plan = replace(plan, cluster=cluster)
     machine = load_cluster(cluster)
-    bench = Workbench({plan.model: Model(open=lambda: lambda _: graph, sizes=plan.model_sizes)})
-    on = State(num_nodes=len(machine.nodes), devices_per_node=machine.nodes[0].num_devices, kind="A100")
+    bench = Workbench({plan.model: OfferedModel(open=lambda: lambda _: graph, sizes=plan.model_sizes)})
+    on = Controls(num_nodes=len(machine.nodes), devices_per_node=machine.nodes[0].num_devices, kind="A100")
     state = bench.open_plan(plan, on, graph)
     # A link to it says the same.
     assert from_query(to_query(state)) == state
@@ -160,8 +160,8 @@ def test_plans_that_keep_states_away_open(words, tmp_path):
     machine = replace(load_cluster(file), name=file)
     zero = 3 if offload.parameters == "host" else 0
     plan = replace(OWN, cluster=file, offload=offload, exchange=GradientExchange(zero=zero))
-    bench = Workbench({"gpt-tiny": Model(open=lambda: lambda _: GPT)}, {file: machine})
-    answer = bench.answer(bench.open_plan(plan, State(kind=file, num_nodes=2, devices_per_node=4)))
+    bench = Workbench({"gpt-tiny": OfferedModel(open=lambda: lambda _: GPT)}, {file: machine})
+    answer = bench.answer(bench.open_plan(plan, Controls(kind=file, num_nodes=2, devices_per_node=4)))
     assert answer.plan == plan
     fresh = evaluate_plan(plan, GPT, machine, CostModel(cluster=machine, precision=plan.workload.precision))
     assert answer.ranked == fresh
@@ -226,8 +226,8 @@ def test_what_is_as_planned_can_be_changed_and_stays_otherwise():
         stages=(replace(OWN.stages[0], ranks=(0, 3)), replace(OWN.stages[1], ranks=(2, 1))),
         exchange=GradientExchange(clip_norm=True),
     )
-    bench = Workbench({"gpt-tiny": Model(open=lambda: lambda _: GPT)})
-    state = bench.open_plan(plan, State(num_nodes=2, devices_per_node=4))
+    bench = Workbench({"gpt-tiny": OfferedModel(open=lambda: lambda _: GPT)})
+    state = bench.open_plan(plan, Controls(num_nodes=2, devices_per_node=4))
     cut = state.cuts[0] - 1
     moved = bench.answer(replace(state, cuts=(cut,))).plan
     assert [stage.ranks for stage in moved.stages] == [(0, 3), (2, 1)]
@@ -248,8 +248,8 @@ def test_what_is_as_planned_can_be_changed_and_stays_otherwise():
 
 
 def test_controls_deal_stages_out_as_the_schedule_asks():
-    bench = Workbench({"chain": Model(open=lambda: lambda _: chain_graph(12, width=64))})
-    state = State(model="chain", num_nodes=1, devices_per_node=4, num_stages=4, global_batch=32, precision="float32")
+    bench = Workbench({"chain": OfferedModel(open=lambda: lambda _: chain_graph(12, width=64))})
+    state = Controls(model="chain", num_nodes=1, devices_per_node=4, num_stages=4, global_batch=32, precision="float32")
     ranks = {
         name: [stage.ranks for stage in bench.answer(replace(state, schedule=name)).plan.stages]
         for name in ("interleaved", "zb-v", "dualpipe")
@@ -283,9 +283,9 @@ def test_offload_words_say_every_offload():
                 continue
             offload = Offload(optimizer=optimizer, parameters=parameters)
             zero = GradientExchange(zero=3)
-            assert state_of_plan(replace(OWN, offload=offload, exchange=zero), State()).offload is not None
+            assert state_of_plan(replace(OWN, offload=offload, exchange=zero), Controls()).offload is not None
 
 
 def test_a_stage_on_ranks_of_no_layout_is_as_planned():
     plan = replace(OWN, stages=(StagePlan(start=0, stop=len(GPT.layers), ranks=(1, 0)),), num_microbatches=16)
-    assert state_of_plan(plan, State()).layout in ("reversed", AS_PLANNED)
+    assert state_of_plan(plan, Controls()).layout in ("reversed", AS_PLANNED)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.playground import State, from_query, to_query
+from meshwright.playground import Controls, from_query, to_query
 from meshwright.playground.state import LIMITS, MAX_QUERY_LENGTH, OFFLOAD_NAMES
 from meshwright.spec import PlaygroundError
 from meshwright.spec.plan import SCHEDULE_NAMES
@@ -28,7 +28,7 @@ def numbers(name):
 
 
 STATES = st.builds(
-    State,
+    Controls,
     model=NAMES,
     kind=NAMES,
     num_nodes=wholes("nodes"),
@@ -69,13 +69,13 @@ def test_a_link_gives_the_state_again(state):
 
 
 def test_every_field_of_a_state_stands_in_its_link():
-    written = dict(parse_qsl(to_query(State())))
-    assert len(written) == len(fields(State))
+    written = dict(parse_qsl(to_query(Controls())))
+    assert len(written) == len(fields(Controls))
 
 
 def test_what_a_link_leaves_out_is_as_by_default():
-    assert from_query("") == State()
-    assert from_query("stages=3") == replace(State(), num_stages=3)
+    assert from_query("") == Controls()
+    assert from_query("stages=3") == replace(Controls(), num_stages=3)
 
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))

@@ -23,7 +23,7 @@ from meshwright.program import (
     write_orders,
 )
 from meshwright.program.found import make_problem
-from meshwright.program.list_scheduler import Rule, write_greedily
+from meshwright.program.list_scheduler import GreedyRule, write_greedily
 from meshwright.program.order_loops import Columns, play
 from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
@@ -127,7 +127,8 @@ def test_nothing_named_that_fits_is_shorter(problem, whole):
 @given(
     problem=problems(),
     rule=st.builds(
-        Rule, *map(st.sampled_from, ((True, False), (True, False), (0.0, 0.5), (0.0, 1.0), (-1, 0), (True, False)))
+        GreedyRule,
+        *map(st.sampled_from, ((True, False), (True, False), (0.0, 0.5), (0.0, 1.0), (-1, 0), (True, False))),
     ),
 )
 def test_the_clock_of_the_list_scheduler_is_never_ahead(problem, rule):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.records.importing import pickled
-from meshwright.records.importing.pickled import Instance, Pairs, load_pickle
+from meshwright.records.importing.pickled import Pairs, PickledObject, load_pickle
 from meshwright.spec import DocumentError
 
 CLASS = "some.tool.Result"
@@ -73,7 +73,7 @@ def test_the_named_class_its_attributes_and_numpy_numbers(tool, protocol):
     content = pickle.dumps({"mesh": result}, protocol)
     ((key, found),) = load_pickle(content, {CLASS}).items
     assert key == "mesh"
-    assert isinstance(found, Instance)
+    assert isinstance(found, PickledObject)
     assert found.name == CLASS
     assert plain(found.state) == {"costs": {("f32", 4): [(1, 2.5), (2, -7)]}}
     with pytest.raises(DocumentError, match=r"asks for 'some\.tool\.Result', which is not plain data"):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.report.byte_rows import Choice, Number, render_lines
+from meshwright.report.byte_rows import Number, TextChoice, render_lines
 
 numbers = st.one_of(st.integers(-(2**62), 2**62), st.sampled_from([0, 9999, 10_000, 100_000_000, 10**6, 10**6 - 1]))
 TEXTS = ("", "a", "eight by", "→ and more than eight bytes")
@@ -25,10 +25,10 @@ def test_lines_are_those_of_python(rows):
             "<",
             Number(values=whole),
             "|",
-            Choice(texts=TEXTS, which=which),
+            TextChoice(texts=TEXTS, which=which),
             Number(values=parts, millionths=True),
             Number(values=whole, millionths=True, shown=shown),
-            Choice(texts=("", ""), which=which % 2),
+            TextChoice(texts=("", ""), which=which % 2),
             ">\n",
         ],
         len(rows),

@@ -15,12 +15,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.rewrite.calculus import Arrays, Doubles, Indexed
-from meshwright.rewrite.calculus.facts import Facts
+from meshwright.rewrite.calculus.facts import LetterBounds
 from meshwright.rewrite.calculus.functions import FUNCTIONS
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import Applied, Largest, Read, Sized, TooLargeError, Total
 from meshwright.rewrite.calculus.symbols import Symbols
-from meshwright.rewrite.calculus.whole import Whole, data_value
+from meshwright.rewrite.calculus.whole import Polynomial, data_value
 from meshwright.rewrite.fuzz import compute, try_rule
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rules import rule_of
@@ -36,7 +36,7 @@ LETTERS = ("a", "b", "c")
 @st.composite
 def polynomials(draw, letters=LETTERS, most_degree=3):
     monomials = st.lists(st.sampled_from(letters), max_size=most_degree).map(lambda each: tuple(sorted(each)))
-    return Whole(draw(st.dictionaries(monomials, st.integers(-4, 4), max_size=4)))
+    return Polynomial(draw(st.dictionaries(monomials, st.integers(-4, 4), max_size=4)))
 
 
 def places(letters=LETTERS, low=-5):
@@ -78,12 +78,12 @@ def test_letters_are_exchanged_all_at_once(p, q, r, place):
 
 @given(polynomials(), st.integers(1, 4), st.lists(st.sampled_from(LETTERS), max_size=2), places(low=1))
 def test_a_split_is_a_quotient_and_a_rest(p, scale, letters, place):
-    divisor = Whole({tuple(sorted(letters)): scale})
+    divisor = Polynomial({tuple(sorted(letters)): scale})
     quotient, rest = p.split_by(divisor)
     assert quotient * divisor + rest == p
     assert at(p, place) == at(quotient, place) * at(divisor, place) + at(rest, place)
-    assert (p * divisor).split_by(divisor) == (p, Whole({}))
-    assert p.split_by(Whole.letter("a") + 1) is None
+    assert (p * divisor).split_by(divisor) == (p, Polynomial({}))
+    assert p.split_by(Polynomial.letter("a") + 1) is None
 
 
 @given(polynomials(), polynomials(), places(low=1))
@@ -98,7 +98,7 @@ def test_a_primitive_polynomial_is_0_where_the_polynomial_is(p, q, place):
 def test_the_factor_of_a_letter_in_the_first_power(p, letter, place):
     factor = p.factor_of(letter)
     assume(letter not in factor.letters())
-    rest = p.substitute({letter: Whole.of(0)})
+    rest = p.substitute({letter: Polynomial.of(0)})
     assert at(p, place) == at(factor, place) * place[letter] + at(rest, place)
 
 
@@ -110,7 +110,7 @@ MOST_SIZE = 4
 @st.composite
 def bounded(draw):
     """Facts of two sizes, indices below them and a quotient; all points within the bounds, as columns."""
-    facts = Facts()
+    facts = LetterBounds()
     a = facts.declare("a", draw(st.integers(0, 2)))
     b = facts.declare("b", draw(st.integers(0, 1)))
     extents = {"i": a, "j": draw(st.sampled_from([b, a + b, a * b, a - b + 1])), "k": draw(st.sampled_from([a, b + 2]))}
@@ -123,8 +123,10 @@ def bounded(draw):
         facts.declare(letter, 0, extent)
         points = [{**point, letter: place} for point in points for place in range(at(extent, point))]
     if draw(st.booleans()):
-        number = draw(st.sampled_from([a + Whole.letter("i"), Whole.letter("i") + Whole.letter("j"), a * b]))
-        by = draw(st.sampled_from([Whole.of(2), Whole.of(3)]))
+        number = draw(
+            st.sampled_from([a + Polynomial.letter("i"), Polynomial.letter("i") + Polynomial.letter("j"), a * b])
+        )
+        by = draw(st.sampled_from([Polynomial.of(2), Polynomial.of(3)]))
         letter = facts.floored(number, by).single
         points = [{**point, letter: at(number, point) // at(by, point)} for point in points]
     letters = tuple(points[0]) if points else ("a", "b")
@@ -142,7 +144,7 @@ def bounded(draw):
 def guards(draw, letters):
     linear = [(), *((letter,) for letter in letters)]
     monomials = linear * 2 + [tuple(sorted(pair)) for pair in product(letters, letters)]
-    return Whole(draw(st.dictionaries(st.sampled_from(monomials), st.integers(-3, 3), min_size=1, max_size=4)))
+    return Polynomial(draw(st.dictionaries(st.sampled_from(monomials), st.integers(-3, 3), min_size=1, max_size=4)))
 
 
 def holds(guard, points):
@@ -158,7 +160,7 @@ def test_what_is_implied_holds_at_all_points(data):
     for _ in range(3):
         known = frozenset(data.draw(st.lists(guards(letters), max_size=2)))
         guard = data.draw(guards(letters))
-        given_here = reduce(np.logical_and, (holds(each, points) for each in known), holds(Whole.of(0), points))
+        given_here = reduce(np.logical_and, (holds(each, points) for each in known), holds(Polynomial.of(0), points))
         if facts.implies(known, guard):
             assert holds(guard, points)[given_here].all()
         if not facts.possible(known | {guard}):
@@ -175,7 +177,7 @@ def test_equal_numbers_are_equal_at_all_points(data):
 
 
 def test_questions_about_bounds_are_answered():
-    facts = Facts()
+    facts = LetterBounds()
     n, m = facts.declare("n", 1), facts.declare("m", 1)
     i, j = facts.declare("i", 0, n), facts.declare("j", 0, m)
     nothing = frozenset()

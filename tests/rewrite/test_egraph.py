@@ -9,11 +9,11 @@ from meshwright.rewrite.expressions import Name, value_of
 from meshwright.rewrite.fuzz import compute
 from meshwright.rewrite.matching import apply, directions, matches
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.saturate import Limits, saturate
-from meshwright.rewrite.terms import INPUT, Node, TensorType
+from meshwright.rewrite.saturate import SaturationLimits, saturate
+from meshwright.rewrite.terms import INPUT, TensorType, TermNode
 
 SHAPES = {"x": (2, 3), "y": (2, 3), "z": (2, 3), "v": (3, 4), "w": (3, 4)}
-LIMITS = Limits(rounds=5, nodes=5_000, seconds=60.0)
+LIMITS = SaturationLimits(rounds=5, nodes=5_000, seconds=60.0)
 
 
 def insert(graph, text):
@@ -22,10 +22,10 @@ def insert(graph, text):
     def build(side):
         if isinstance(side, Name):
             type_ = TensorType(SHAPES[side.name], "float32")
-            return graph.add(Node(INPUT, (), (("name", side.name), ("kind", "batch"))), type_)
+            return graph.add(TermNode(INPUT, (), (("name", side.name), ("kind", "batch"))), type_)
         operands = tuple(map(build, side.operands))
         attributes = tuple((name, value_of(value, {}, {})) for name, value in side.attributes)
-        return graph.add(Node(side.operator, operands, attributes))
+        return graph.add(TermNode(side.operator, operands, attributes))
 
     return build(rule_of("text", text, text).left[0])
 
@@ -88,7 +88,7 @@ def test_all_outputs_of_a_rule_are_replaced_together():
             "slice(matmul(x, concat(v, w, axis=1)), axis=1, start=size(v, 1), stop=size(v, 1) + size(w, 1))",
         ],
     )
-    saturate(graph, directions(merged), Limits(rounds=1))
+    saturate(graph, directions(merged), SaturationLimits(rounds=1))
     assert len(graph.nodes_of(graph.find(one), "slice")) == 2
     assert len(graph.nodes_of(graph.find(two), "slice")) == 2
 
@@ -117,11 +117,11 @@ def test_limits_end_a_saturation_that_would_not_end():
     graph = EGraph()
     start = insert(graph, "add(x, add(y, z))")
     growing = rules(("add(x, y)", "neg(sub(neg(x), y))"), ("add(x, y)", "add(add(x, sub(y, y)), y)"), COMMUTATIVE)
-    found = saturate(graph, growing, Limits(rounds=50, nodes=300, seconds=60.0))
+    found = saturate(graph, growing, SaturationLimits(rounds=50, nodes=300, seconds=60.0))
     assert found.ended == "nodes"
     assert len(graph) < 400
     assert graph.find(start) == graph.find(insert(graph, "add(x, add(y, z))"))
-    assert saturate(EGraph(), growing, Limits()).ended == "saturated"
+    assert saturate(EGraph(), growing, SaturationLimits()).ended == "saturated"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -148,7 +148,7 @@ def test_all_graphs_of_a_class_compute_the_same(seed):
         return f"{('neg', 'relu', 'neg')[kind - 2]}({text(depth - 1)})"
 
     root = insert(graph, f"matmul(concat({text(2)}, {text(2)}, axis=0), add(v, neg(w)))")
-    saturate(graph, rules(*laws), Limits(rounds=3, nodes=2_000, seconds=60.0))
+    saturate(graph, rules(*laws), SaturationLimits(rounds=3, nodes=2_000, seconds=60.0))
     arrays = {name: rng.standard_normal((1, *shape)) for name, shape in SHAPES.items()}
     values = _values(graph, arrays)
     for cls in graph.classes():

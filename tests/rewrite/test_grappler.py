@@ -17,10 +17,10 @@ from meshwright.cost import CostModel
 from meshwright.rewrite.fx import read_captured, write_graph
 from meshwright.rewrite.optimize import finite_names
 from meshwright.rewrite.rulebook import shipped_rule_book
-from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.saturate import SaturationLimits
 from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import shipped_rules
-from meshwright.rewrite.search.search import Space
+from meshwright.rewrite.search.search import GraphSpace
 from meshwright.rewrite.terms import INPUT, OPAQUE
 from meshwright.spec import load_cluster
 
@@ -48,8 +48,8 @@ def left(function, inputs, special="kept", *, whole=False, **weights):
     """
     model = Of(function, **weights).eval()
     source = read_captured(capture_model(model, inputs, mode="inference", verify=False), inputs)
-    space = Space(source.terms, source.effects, frozen=True, finite=finite_names(source, frozen=True))
-    grown = space.grow(shipped_rules(special), Limits(rounds=4, nodes=10_000, seconds=100.0))
+    space = GraphSpace(source.terms, source.effects, frozen=True, finite=finite_names(source, frozen=True))
+    grown = space.grow(shipped_rules(special), SaturationLimits(rounds=4, nodes=10_000, seconds=100.0))
     assert grown.ended in ({"saturated"} if whole else {"saturated", "rounds", "nodes"})
     cluster = load_cluster("2xcpu")
     costs = CallCosts(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)

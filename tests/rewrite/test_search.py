@@ -17,32 +17,32 @@ from meshwright.rewrite.fx import read_captured
 from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.saturate import Limits, saturate
+from meshwright.rewrite.saturate import SaturationLimits, saturate
 from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.extraction import extract, smallest
 from meshwright.rewrite.search.merging import Merging
-from meshwright.rewrite.search.options import Options
+from meshwright.rewrite.search.options import ClassOptions
 from meshwright.rewrite.search.ruleset import Guided, guide
-from meshwright.rewrite.search.search import Space, grow
-from meshwright.rewrite.terms import INPUT, Node, TensorType, Terms
+from meshwright.rewrite.search.search import GraphSpace, grow
+from meshwright.rewrite.terms import INPUT, TensorType, TermNode, Terms
 from meshwright.spec import load_cluster
 
 FLOAT = TensorType((4, 4), "float32")
-LIMITS = Limits(rounds=4, nodes=20_000, seconds=30.0)
+LIMITS = SaturationLimits(rounds=4, nodes=20_000, seconds=30.0)
 
 
 def leaf(graph, name):
-    return graph.add(Node(INPUT, (), (("name", name), ("kind", "batch"))), FLOAT)
+    return graph.add(TermNode(INPUT, (), (("name", name), ("kind", "batch"))), FLOAT)
 
 
 def test_a_shared_term_is_paid_for_once():
     # Two results, each by an operator of its own (3) or from one that both share (4).
     graph = EGraph()
     x = leaf(graph, "x")
-    own = [graph.add(Node(name, (x,))) for name in ("exp", "sin")]
-    shared = graph.add(Node("tanh", (x,)))
+    own = [graph.add(TermNode(name, (x,))) for name in ("exp", "sin")]
+    shared = graph.add(TermNode("tanh", (x,)))
     for cls, name in zip(own, ("neg", "abs"), strict=True):
-        graph.merge(cls, graph.add(Node(name, (shared,))))
+        graph.merge(cls, graph.add(TermNode(name, (shared,))))
     graph.rebuild()
     seconds = {"exp": 3.0, "sin": 3.0, "tanh": 4.0, "neg": 0.5, "abs": 0.5, INPUT: 0.0}
     first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
@@ -57,11 +57,11 @@ def test_nothing_is_computed_from_itself():
     # Two classes that are each other's negation for nothing, and dear otherwise.
     graph = EGraph()
     x = leaf(graph, "x")
-    one, two = graph.add(Node("exp", (x,))), graph.add(Node("sin", (x,)))
-    graph.merge(one, graph.add(Node("neg", (two,))))
-    graph.merge(two, graph.add(Node("neg", (one,))))
-    three = graph.add(Node("cos", (x,)))
-    graph.merge(three, graph.add(Node("abs", (graph.add(Node("ceil", (three,))),))))
+    one, two = graph.add(TermNode("exp", (x,))), graph.add(TermNode("sin", (x,)))
+    graph.merge(one, graph.add(TermNode("neg", (two,))))
+    graph.merge(two, graph.add(TermNode("neg", (one,))))
+    three = graph.add(TermNode("cos", (x,)))
+    graph.merge(three, graph.add(TermNode("abs", (graph.add(TermNode("ceil", (three,))),))))
     graph.rebuild()
     first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
     seconds = {"exp": 5.0, "sin": 6.0, "cos": 7.0}
@@ -73,10 +73,10 @@ def test_nothing_is_computed_from_itself():
 def test_what_is_computed_once_costs_nothing_and_is_made_in_the_fewest_steps():
     graph = EGraph()
     x, w = leaf(graph, "x"), leaf(graph, "w")
-    folded = graph.add(Node("exp", (graph.add(Node("sin", (w,))),)))
-    graph.merge(folded, graph.add(Node("tanh", (w,))))
+    folded = graph.add(TermNode("exp", (graph.add(TermNode("sin", (w,))),)))
+    graph.merge(folded, graph.add(TermNode("tanh", (w,))))
     graph.rebuild()
-    product = graph.add(Node("matmul", (x, graph.find(folded))))
+    product = graph.add(TermNode("matmul", (x, graph.find(folded))))
     first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
     leaves = frozenset({graph.find(folded)})
     choice = extract(graph, [product], lambda _, __: 1.0, start=first, leaves=leaves)
@@ -87,8 +87,8 @@ def test_what_is_computed_once_costs_nothing_and_is_made_in_the_fewest_steps():
 def test_nothing_dearer_than_what_is_known_is_chosen():
     graph = EGraph()
     x = leaf(graph, "x")
-    cls = graph.add(Node("exp", (x,)))
-    graph.merge(cls, graph.add(Node("sin", (x,))))
+    cls = graph.add(TermNode("exp", (x,)))
+    graph.merge(cls, graph.add(TermNode("sin", (x,))))
     graph.rebuild()
     first = {graph.find(each): graph.earliest(each) for each in graph.classes()}
     choice = extract(
@@ -139,7 +139,7 @@ def test_the_choice_is_the_cheapest_of_all(seed):
     for _ in range(14):
         name = rng.choice(["exp", "sin", "neg", "tanh", "add", "mul", "sub"])
         count = 2 if name in ("add", "mul", "sub") else 1
-        classes.append(graph.add(Node(name, tuple(rng.choice(classes) for _ in range(count)))))
+        classes.append(graph.add(TermNode(name, tuple(rng.choice(classes) for _ in range(count)))))
     for _ in range(6):
         # Leaves stay themselves: what is given needs nothing.
         one, other = rng.sample(classes[2:], 2)
@@ -163,16 +163,16 @@ def test_a_detour_is_left_out():
     # A slice of a slice beside the slice itself: it would only make the program's bound worse.
     graph = EGraph()
     x = leaf(graph, "x")
-    half = graph.add(Node("slice", (graph.add(Node("exp", (x,))),), (("axis", 0), ("start", 0), ("stop", 2))))
-    quarter = graph.add(Node("slice", (half,), (("axis", 0), ("start", 0), ("stop", 1))))
+    half = graph.add(TermNode("slice", (graph.add(TermNode("exp", (x,))),), (("axis", 0), ("start", 0), ("stop", 2))))
+    quarter = graph.add(TermNode("slice", (half,), (("axis", 0), ("start", 0), ("stop", 1))))
     whole = graph.earliest(half).operands[0]
-    graph.merge(quarter, graph.add(Node("slice", (whole,), (("axis", 0), ("start", 0), ("stop", 1)))))
+    graph.merge(quarter, graph.add(TermNode("slice", (whole,), (("axis", 0), ("start", 0), ("stop", 1)))))
     graph.rebuild()
-    options = Options(graph, [graph.find(quarter)], lambda *_: 1.0, frozenset())
+    options = ClassOptions(graph, [graph.find(quarter)], lambda *_: 1.0, frozenset())
     assert half not in options.of
     assert len(options.of[graph.find(quarter)]) == 1
     # Where it is needed itself, the way through it is as good.
-    both = Options(graph, [graph.find(quarter), half], lambda *_: 1.0, frozenset())
+    both = ClassOptions(graph, [graph.find(quarter), half], lambda *_: 1.0, frozenset())
     assert graph.find(half) in both.of
 
 
@@ -182,10 +182,10 @@ def test_what_was_looked_at_is_not_looked_at_again():
     def grown(in_one):
         graph = EGraph()
         x, y, z = (leaf(graph, name) for name in "xyz")
-        graph.add(Node("exp", (graph.add(Node("add", (x, y))),)))
-        first = saturate(graph, rule, Limits())
-        graph.add(Node("mul", (graph.add(Node("add", (y, z))), x)))
-        return graph, saturate(graph, rule, Limits(), 0 if in_one else first.until)
+        graph.add(TermNode("exp", (graph.add(TermNode("add", (x, y))),)))
+        first = saturate(graph, rule, SaturationLimits())
+        graph.add(TermNode("mul", (graph.add(TermNode("add", (y, z))), x)))
+        return graph, saturate(graph, rule, SaturationLimits(), 0 if in_one else first.until)
 
     whole, every = grown(True)
     later, new = grown(False)
@@ -219,7 +219,7 @@ def test_operators_on_one_operand_are_merged_along_a_chain():
     graph = EGraph()
     x = leaf(graph, "x")
     for i in range(5):
-        graph.add(Node("matmul", (x, leaf(graph, f"w{i}"))))
+        graph.add(TermNode("matmul", (x, leaf(graph, f"w{i}"))))
     # 4 and 4, then 8 and 4, and so on: not all 31 subsets.
     assert merged(graph) == (4, 0, [4, 4, 4, 4, 4, 8, 12, 16, 20])
 
@@ -227,8 +227,8 @@ def test_operators_on_one_operand_are_merged_along_a_chain():
 def test_what_needs_a_result_is_not_merged_with_what_makes_it():
     graph = EGraph()
     x = leaf(graph, "x")
-    first = graph.add(Node("matmul", (x, leaf(graph, "w"))))
-    graph.add(Node("matmul", (x, graph.add(Node("exp", (first,))))))
+    first = graph.add(TermNode("matmul", (x, leaf(graph, "w"))))
+    graph.add(TermNode("matmul", (x, graph.add(TermNode("exp", (first,))))))
     assert merged(graph) == (0, 0, [4, 4])
 
 
@@ -264,7 +264,7 @@ class Folded(nn.Module):
 def space_of(model, x):
     captured = capture_model(model.eval(), x, mode="inference", verify=False)
     source = read_captured(captured, x)
-    return source, Space(source.terms, source.effects, frozen=True)
+    return source, GraphSpace(source.terms, source.effects, frozen=True)
 
 
 def costs_on(name):
@@ -322,8 +322,8 @@ def test_an_e_graph_that_explodes_is_cut_and_the_best_so_far_returned():
     # Every order of a sum, and not only those that make something constant.
     orders = tuple(replace(way, folds=False) for way in laws.fold)
     rules = Guided(simplify=laws.simplify, explore=(*laws.explore, *orders), merge=())
-    space = Space(terms, None, frozen=True)
-    grown = space.grow(rules, Limits(rounds=50, nodes=2_000, seconds=20.0))
+    space = GraphSpace(terms, None, frozen=True)
+    grown = space.grow(rules, SaturationLimits(rounds=50, nodes=2_000, seconds=20.0))
     assert grown.ended == "nodes"
     assert 1_500 < grown.num_nodes < 2_600
     costs = costs_on("2xcpu")

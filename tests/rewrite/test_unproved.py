@@ -5,7 +5,7 @@ import pytest
 from meshwright.rewrite.egraph import EGraph
 from meshwright.rewrite.matching import apply, directions, matches
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.terms import Node, TensorType
+from meshwright.rewrite.terms import TensorType, TermNode
 from meshwright.rewrite.verify import verify
 from meshwright.spec import RewriteError
 
@@ -45,8 +45,8 @@ def test_conditions_on_tuples_are_about_all_their_numbers():
 def fits(rule, shape, attributes):
     way = directions(rule, frozenset({(("x", len(shape)),)}))[0]
     graph = EGraph()
-    x = graph.add(Node("input", (), (("name", "x"),)), TensorType(shape, "float32"))
-    graph.add(Node(rule.left[0].operator, (x,), attributes))
+    x = graph.add(TermNode("input", (), (("name", "x"),)), TensorType(shape, "float32"))
+    graph.add(TermNode(rule.left[0].operator, (x,), attributes))
     return any(apply(graph, way, match) for match in matches(graph, way))
 
 

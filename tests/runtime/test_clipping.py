@@ -9,7 +9,7 @@ import torch
 
 from meshwright.runtime import with_clipping
 from meshwright.runtime.clipping import NormClip
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.spec import GradientExchange, PlanError
 from tests.graphs import chain_graph, even_bounds, make_plan
 
@@ -55,7 +55,7 @@ def test_the_coefficient_is_that_of_torch(max_norm):
         held,
         dict.fromkeys(held, 1),
         lambda: None,
-        Grid(process=0, width=1),
+        TeamPosition(process=0, width=1),
         SimpleNamespace(sum_over=lambda tensor, ranks: []),
         torch.device("cpu"),
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.capture import capture_model
 from meshwright.runtime.stage_steps import own_optimizer
-from meshwright.runtime.teams import Grid, local_model
+from meshwright.runtime.teams import TeamPosition, local_model
 from meshwright.runtime.teams.grid import AxisGroup
 from meshwright.runtime.teams.operators import Attend
 from meshwright.runtime.teams.shares import Cut
@@ -184,7 +184,7 @@ def open_local(model, loss=nn.functional.mse_loss, batch=None, **sharding):
         sharding=Sharding(**(sharding or {"tensor": 2})),
     )
     axes = {axis: AxisGroup(group=None, ranks=(0, 1), index=0) for axis in ("tensor", "context") if axis in sharding}
-    local = local_model(captured, plan, Grid(process=0, width=2, axes=axes), torch.device("cpu"))
+    local = local_model(captured, plan, TeamPosition(process=0, width=2, axes=axes), torch.device("cpu"))
     (stage,) = slice_graph(local.graph, plan.bounds)
     return local.module(stage.inputs, stage.outputs, stage.ops)
 

@@ -21,13 +21,13 @@ from meshwright.serving import (
     throughput,
 )
 from meshwright.serving.query_trees import call_rates
-from meshwright.spec import Call, Deployment, Latency, Poisson, Query, ServingError
+from meshwright.spec import Deployment, Latency, ModelCall, Poisson, Query, ServingError
 from tests.marks import examples
 from tests.serving.deployments import model
 
 
 def call(name, after=None, *, alpha=0.001, beta=0.005, largest=64, fan_out=1.0):
-    return Call(name=name, after=after, fan_out=fan_out, latency=Latency(alpha=alpha, beta=beta, largest=largest))
+    return ModelCall(name=name, after=after, fan_out=fan_out, latency=Latency(alpha=alpha, beta=beta, largest=largest))
 
 
 @st.composite

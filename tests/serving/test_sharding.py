@@ -17,7 +17,7 @@ from meshwright.serving import load_policy, simulate_deployment
 from meshwright.serving.policies.pool import DROP, NUM_IDLE, RUN
 from meshwright.serving.policies.sharding import ARRIVE, CANDIDATE, GRANT, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import WIDTH, cells_of_mailbox, receive, receive_rows, room_in, send
-from meshwright.serving.policies.sharding.parts import Rank, Shard, allocate_mailboxes
+from meshwright.serving.policies.sharding.parts import PolicyShard, Rank, allocate_mailboxes
 from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
 from tests.marks import examples
@@ -133,7 +133,7 @@ def received(box):
 
 def test_a_shard_tells_its_newest_candidate_and_runs_what_it_is_granted():
     boxes = allocate_mailboxes(1, 2)
-    shard = Shard(facts(), 0, boxes)
+    shard = PolicyShard(facts(), 0, boxes)
     assert shard.turn(0, rows((ARRIVE, 0, 1, 7, 20 * MS), (ARRIVE, 0, 1, 8, 20 * MS))) == []
     # d - l(3), d - l(2), two requests, d
     assert received(boxes[0, 0]) == [[CANDIDATE, 0, 1, 20 * MS - TABLE[3], 20 * MS - TABLE[2], 2, 20 * MS, 0]]
@@ -150,7 +150,7 @@ def test_a_shard_tells_its_newest_candidate_and_runs_what_it_is_granted():
 def test_a_shard_gives_back_what_is_useless():
     """Nothing waits, or what waits would be late on a device that is this slow."""
     boxes = allocate_mailboxes(1, 2)
-    shard = Shard(facts(), 0, boxes)
+    shard = PolicyShard(facts(), 0, boxes)
     send(boxes[1, 0], GRANT, 0, 0, 1, 1000, 1000, 2, 1000)
     assert shard.turn(MS, rows()) == []
     assert received(boxes[0, 0])[0][:4] == [UNUSED, 0, 0, 1]
@@ -166,7 +166,7 @@ def test_a_shard_gives_back_what_is_useless():
 
 def test_a_shard_drops_what_waits_for_no_faster_device():
     boxes = allocate_mailboxes(1, 2)
-    shard = Shard(facts(), 0, boxes)
+    shard = PolicyShard(facts(), 0, boxes)
     shard.turn(MS, rows((ARRIVE, MS, 2, 5, 21 * MS)))
     received(boxes[0, 0])
     send(boxes[1, 0], GRANT, 0, 2, 0, 20_000, 20_000, 2, 20_000)
@@ -177,7 +177,7 @@ def test_a_shard_drops_what_waits_for_no_faster_device():
 
 def test_a_shard_drops_what_can_only_be_late_and_says_so():
     boxes = allocate_mailboxes(1, 2)
-    shard = Shard(facts(), 0, boxes)
+    shard = PolicyShard(facts(), 0, boxes)
     shard.turn(0, rows((ARRIVE, 0, 0, 3, 20 * MS)))
     received(boxes[0, 0])
     ((decisions, chosen),) = shard.turn(19 * MS, rows())
@@ -187,7 +187,7 @@ def test_a_shard_drops_what_can_only_be_late_and_says_so():
 
 def test_a_full_mailbox_keeps_room_for_answers_and_forgets_no_candidate():
     boxes = allocate_mailboxes(1, 2, num_candidates=3)
-    shard = Shard(facts(models=9), 0, boxes)
+    shard = PolicyShard(facts(models=9), 0, boxes)
     shard.turn(0, rows(*((ARRIVE, 0, queue, queue, 20 * MS + queue) for queue in range(9))))
     assert room_in(boxes[0, 0]) == 2
     found = []
@@ -250,7 +250,7 @@ class Parts:
         self.boxes = new_boxes()
         self.logs = [[] for _ in range(SHARDS)]
         self.rank_log, self.decided, self.failed = [], [[] for _ in range(SHARDS)], []
-        self.shards = [Shard(APART, number, self.boxes, log=self.logs[number]) for number in range(SHARDS)]
+        self.shards = [PolicyShard(APART, number, self.boxes, log=self.logs[number]) for number in range(SHARDS)]
         self.rank, self.done = Rank(APART, self.boxes, log=self.rank_log), threading.Event()
         threads = [threading.Thread(target=self.guard, args=(self.run_shard, number)) for number in range(SHARDS)]
         last = threading.Thread(target=self.guard, args=(self.run_rank,))
@@ -324,7 +324,7 @@ def test_parts_decide_the_same_by_the_rows_that_they_took(apart):
             granted[number] += received(boxes[1, number])
     assert np.array_equal(rank.pool, apart.rank.pool)
     for number in range(SHARDS):
-        shard, decided = Shard(APART, number, boxes), []
+        shard, decided = PolicyShard(APART, number, boxes), []
         for part in apart.logs[number]:
             for row in part:
                 decided += shard.take(row[None])

@@ -20,7 +20,7 @@ from meshwright.simulator.scenarios.forecast import (
     saved_bytes,
     young_interval,
 )
-from meshwright.simulator.scenarios.run import Saving, Stretch, follow_run
+from meshwright.simulator.scenarios.run import Saving, StepStretch, follow_run
 from meshwright.spec import ScenarioError, load_shipped_graph
 from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Price, Scenario, SlowDevice
@@ -38,15 +38,15 @@ STEP_S = simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
 @st.composite
 def some_stretches(draw):
     """Times in which steps take one or two seconds or the run stands still, but at last it does not."""
-    stretches, begin = [Stretch(begin_s=0.0, step_s=draw(st.sampled_from([1.0, 2.0, math.inf])))], 0
+    stretches, begin = [StepStretch(begin_s=0.0, step_s=draw(st.sampled_from([1.0, 2.0, math.inf])))], 0
     for length in draw(st.lists(st.integers(1, 30), max_size=5)):
         begin += length
         step, change = draw(st.sampled_from([1.0, 2.0, math.inf])), draw(st.sampled_from(["", "lost", "back"]))
         if math.isinf(step) != math.isinf(stretches[-1].step_s):
             change = "lost" if math.isinf(step) else draw(st.sampled_from(["back", "lost"]))
-        stretches.append(Stretch(begin_s=begin, step_s=step, change=change))
+        stretches.append(StepStretch(begin_s=begin, step_s=step, change=change))
     if math.isinf(stretches[-1].step_s):
-        stretches.append(Stretch(begin_s=begin + 7, step_s=1.0, change="back"))
+        stretches.append(StepStretch(begin_s=begin + 7, step_s=1.0, change="back"))
     return stretches
 
 
@@ -75,7 +75,7 @@ def test_a_run_is_that_of_an_oracle_second_by_second(num_steps, stretches, failu
 
 def test_a_billion_intervals_without_failures_go_by_at_once():
     saving = Saving(interval_s=1e-3, save_s=1e-4)
-    times = follow_run(1e6, [Stretch(begin_s=0.0, step_s=1.0)], iter(()), saving)
+    times = follow_run(1e6, [StepStretch(begin_s=0.0, step_s=1.0)], iter(()), saving)
     assert times.num_saves == 999_999_999
     assert times.wall_s == pytest.approx(1e6 + 999_999_999 * 1e-4)
 
@@ -87,7 +87,7 @@ def test_runs_take_the_expected_time(save, restart, mttf):
     saving = Saving(interval_s=interval, save_s=save, restart_s=restart)
     work = 400 * mttf
     walls = [
-        follow_run(work, [Stretch(begin_s=0.0, step_s=1.0)], failures_of(scenario, 8, 1, seed), saving).wall_s
+        follow_run(work, [StepStretch(begin_s=0.0, step_s=1.0)], failures_of(scenario, 8, 1, seed), saving).wall_s
         for seed in range(60)
     ]
     assert np.mean(walls) == pytest.approx(expected_seconds(work, interval, save, restart, mttf), rel=0.01)
@@ -159,7 +159,7 @@ def test_simulated_runs_are_shortest_within_5_percent_of_these_intervals(save, m
     def wall(interval):
         saving = Saving(interval_s=interval, save_s=save, restart_s=120)
         runs = (
-            follow_run(1500 * mttf, [Stretch(begin_s=0.0, step_s=1.0)], failures_of(scenario, 1, 1, seed), saving)
+            follow_run(1500 * mttf, [StepStretch(begin_s=0.0, step_s=1.0)], failures_of(scenario, 1, 1, seed), saving)
             for seed in range(4)
         )
         return sum(run.wall_s for run in runs)

@@ -4,7 +4,6 @@ import numpy as np
 
 from meshwright.spec import (
     BatchMeasurement,
-    Call,
     Cluster,
     Deployment,
     DeviceGroup,
@@ -21,6 +20,7 @@ from meshwright.spec import (
     Link,
     Loader,
     Measurements,
+    ModelCall,
     Node,
     Nvme,
     Op,
@@ -352,8 +352,8 @@ DEPLOYMENT = Deployment(
             slo=Seconds(0.1),
             rate=10.0,
             calls=(
-                Call(name="find", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005))),
-                Call(
+                ModelCall(name="find", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005))),
+                ModelCall(
                     name="tell",
                     latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005)),
                     after="find",

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from meshwright.spec import (
-    Call,
     Deployment,
     Diurnal,
     DocumentError,
@@ -16,6 +15,7 @@ from meshwright.spec import (
     Head,
     Latency,
     MeshwrightError,
+    ModelCall,
     Outage,
     Poisson,
     Query,
@@ -279,7 +279,7 @@ def asking(*calls, rate=10.0):
 
 
 def call(name, after=None, **facts):
-    return Call(name=name, after=after, latency=MODEL.latency, **facts)
+    return ModelCall(name=name, after=after, latency=MODEL.latency, **facts)
 
 
 def test_a_deployment_may_have_queries_alone(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.templates import decoder_graph
 from meshwright.templates.shapes import (
-    Experts,
+    ExpertLayers,
     LatentAttention,
     TrainingSetup,
     TransformerError,
@@ -29,7 +29,7 @@ DEEPSEEK_V3 = replace(
     head_dim=56,
     ffn=18432,
     vocab=129280,
-    experts=Experts(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=3),
+    experts=ExpertLayers(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=3),
     latent=LatentAttention(query_rank=1536, kv_rank=512, content_dim=128, rotary_dim=64, value_dim=128),
 )
 

@@ -14,7 +14,7 @@ from meshwright.spec import Workload, load_shipped_graph, slice_graph, with_reco
 from meshwright.spec.memory import SENT
 from meshwright.spec.sharding import Sharding
 from meshwright.templates import decoder_graph, residual_graph
-from meshwright.templates.shapes import Experts, LatentAttention, ResidualShape
+from meshwright.templates.shapes import ExpertLayers, LatentAttention, ResidualShape
 from meshwright.validation.step_plans import recompute_attention
 from meshwright.zoo.gpt import GPTShape
 from meshwright.zoo.mixtral import MixtralShape
@@ -22,7 +22,7 @@ from meshwright.zoo.resnet import ResNetShape
 from tests.templates.deepseek import DeepSeek
 from tests.templates.sizes import LLAMA, gpt
 
-MIXTRAL = replace(LLAMA, hidden=64, head_dim=16, ffn=96, experts=Experts(num_experts=4, top_k=2, ffn=96))
+MIXTRAL = replace(LLAMA, hidden=64, head_dim=16, ffn=96, experts=ExpertLayers(num_experts=4, top_k=2, ffn=96))
 
 
 # tests/zoo/test_graphs.py compares the shipped graphs with those that capture makes now.
@@ -116,7 +116,7 @@ def test_a_wide_residual_network_is_what_capture_makes():
 
 def test_a_deepseek_is_what_capture_makes():
     latent = LatentAttention(query_rank=16, kv_rank=12, content_dim=8, rotary_dim=4, value_dim=6)
-    experts = Experts(num_experts=4, top_k=2, ffn=24, num_shared=2, num_dense_layers=1)
+    experts = ExpertLayers(num_experts=4, top_k=2, ffn=24, num_shared=2, num_dense_layers=1)
     shape = replace(MIXTRAL, layers=3, hidden=32, head_dim=8, kv_heads=4, ffn=80, experts=experts, latent=latent)
     own = MixtralShape(
         source="",

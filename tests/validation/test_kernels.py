@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from meshwright.cost.kernels.boosting import Settings
+from meshwright.cost.kernels.boosting import BoostingSettings
 from meshwright.cost.kernels.demand import demand_of
 from meshwright.cost.kernels.fit import fit_kernels, split_parts
 from meshwright.cost.kernels.model import MIN_ROWS
@@ -51,7 +51,9 @@ def test_draws_give_as_many_keys_as_they_say_and_grow():
 def test_rows_that_were_fitted_on_are_not_scored(monkeypatch):
     rows = make_rows(make_gpu("A100"), count=400)
     monkeypatch.setattr(kernels, "folds_of", lambda rows, op: np.arange(len(rows)) % 5)
-    monkeypatch.setattr(kernels, "fit_kernels", lambda train, kinds: fit_kernels(rows, kinds, Settings(num_trees=5)))
+    monkeypatch.setattr(
+        kernels, "fit_kernels", lambda train, kinds: fit_kernels(rows, kinds, BoostingSettings(num_trees=5))
+    )
     with pytest.raises(MeasurementError, match="fitted on"):
         list(score_folds(rows, "matmul", folds=(0,), slow_arms=False))
 

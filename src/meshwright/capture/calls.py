@@ -12,8 +12,8 @@ from meshwright.capture.captured import Captured
 from meshwright.capture.describe import describe_trace
 from meshwright.capture.inputs import BatchLayout
 from meshwright.capture.layers import Range
-from meshwright.capture.trace import Trace
-from meshwright.capture.values import Value
+from meshwright.capture.trace import FlatTrace
+from meshwright.capture.values import ValueLooks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def capture_calls(
     for node in graph.nodes:
         node.meta = {"module": "", "where": ""}
     names = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    trace = Trace(
+    trace = FlatTrace(
         graph=graph,
         layout=BatchLayout(
             spec=pytree.tree_structure(((tuple(inputs),), {}, ())),
@@ -45,7 +45,7 @@ def capture_calls(
         persistent=frozenset(parameters),
         constants={},
         branches={},
-        values=tuple(Value.of(tensor) for tensor in inputs),
+        values=tuple(ValueLooks.of(tensor) for tensor in inputs),
         batched=(False,) * len(inputs),
         batch_size=1,
         training=training,

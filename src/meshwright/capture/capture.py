@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from meshwright.capture.captured import Captured
-from meshwright.capture.describe import Described, NotAffineError, describe_trace
+from meshwright.capture.describe import GraphWithTable, NotAffineError, describe_trace
 from meshwright.capture.export import trace_model
 from meshwright.capture.refusals import explain_checkpoint, refuse_frozen
 from meshwright.capture.surroundings import quiet_torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from meshwright.capture.trace import Trace
+    from meshwright.capture.trace import FlatTrace
 
 
 def capture_model(
@@ -135,11 +135,11 @@ def _autocasting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContext
 
 def _capture(
     model: nn.Module,
-    trace_once: Callable[..., Trace],
+    trace_once: Callable[..., FlatTrace],
     under: Callable[[], AbstractContextManager[Any]],
     title: str,
     events: EventSink,
-) -> tuple[Trace, Described]:
+) -> tuple[FlatTrace, GraphWithTable]:
     units = find_units(model)
     # A module that says so takes batches of one size only, and refuses another.
     for symbolic in (False,) if getattr(model, "takes_one_size", False) else (True, False):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.capture.legality import Legality
-from meshwright.capture.table import Table
-from meshwright.capture.trace import Trace
+from meshwright.capture.table import CaptureTable
+from meshwright.capture.trace import FlatTrace
 from meshwright.spec import Graph
 
 
@@ -20,7 +20,7 @@ class Captured:
     """
 
     graph: Graph
-    trace: Trace
-    table: Table
+    trace: FlatTrace
+    table: CaptureTable
     legality: Legality
     remark: str = ""

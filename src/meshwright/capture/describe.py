@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from meshwright.capture.layers import Line, Range, divide
+from meshwright.capture.layers import OpLine, Range, divide
 from meshwright.capture.legality import Legality, judge_cuts
-from meshwright.capture.table import OpRow, Table, build_table
+from meshwright.capture.table import CaptureTable, OpRow, build_table
 from meshwright.capture.trace import target_of
 from meshwright.capture.values import Slot
 from meshwright.capture.walk import Walk, walk_trace
@@ -30,7 +30,7 @@ from meshwright.spec.blocks import block_signature
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.capture.trace import Trace
+    from meshwright.capture.trace import FlatTrace
     from meshwright.spec import Op, Tensor
 
 # Arguments that say where a result lives, not what is computed.
@@ -42,11 +42,11 @@ class NotAffineError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class GraphWithTable:
     """A graph with the table that its ids come from."""
 
     graph: Graph
-    table: Table
+    table: CaptureTable
     legality: Legality
 
 
@@ -54,7 +54,7 @@ class Described:
 Division = Callable[[Sequence[Op], Sequence[Tensor], Sequence[fx.Node]], tuple[Range, ...]]
 
 
-def describe_trace(trace: Trace, name: str, division: Division | dict[str, bool]) -> Described:
+def describe_trace(trace: FlatTrace, name: str, division: Division | dict[str, bool]) -> GraphWithTable:
     """Describe the trace, with layers by the model's units or by an own division.
 
     Raises NotAffineError if the sizes do not follow the batch size affinely.
@@ -67,7 +67,7 @@ def describe_trace(trace: Trace, name: str, division: Division | dict[str, bool]
     return _Describer(trace, sizes, walks, tables, name, division).describe()
 
 
-def _walk(trace: Trace, size: int) -> Walk:
+def _walk(trace: FlatTrace, size: int) -> Walk:
     if size == trace.batch_size:
         return walk_trace(trace, size)
     try:
@@ -76,7 +76,7 @@ def _walk(trace: Trace, size: int) -> Walk:
         raise NotAffineError(str(error)) from error
 
 
-def _check_alike(tables: list[Table]) -> None:
+def _check_alike(tables: list[CaptureTable]) -> None:
     """Numbers and wiring must not depend on the batch size."""
     first = tables[0]
     for other in tables[1:]:
@@ -91,10 +91,10 @@ def _check_alike(tables: list[Table]) -> None:
 class _Describer:
     def __init__(
         self,
-        trace: Trace,
+        trace: FlatTrace,
         sizes: tuple[int, ...],
         walks: list[Walk],
-        tables: list[Table],
+        tables: list[CaptureTable],
         name: str,
         division: Division | dict[str, bool],
     ) -> None:
@@ -103,7 +103,7 @@ class _Describer:
         self._table = tables[0]
         self._legality = judge_cuts(self._table)
 
-    def describe(self) -> Described:
+    def describe(self) -> GraphWithTable:
         table = self._table
         names = _op_names(table.ops)
         tensors = self._tensors(names)
@@ -128,7 +128,7 @@ class _Describer:
             has_loss=self._trace.has_loss,
             batch_size=self._trace.batch_size if self._trace.fixed else None,
         )
-        return Described(graph=graph, table=table, legality=self._legality)
+        return GraphWithTable(graph=graph, table=table, legality=self._legality)
 
     def _extent(self, numbers: Sequence[int]) -> Extent:
         return fit_extent(self._sizes, numbers)
@@ -216,7 +216,7 @@ class _Describer:
             return self._division(ops, tensors, [row.node for row in self._table.ops])
         size = self._trace.batch_size
         lines = [
-            Line(
+            OpLine(
                 module=op.module,
                 kind=op.kind,
                 has_parameters=any(tensors[i].role == "parameter" for i in op.inputs),

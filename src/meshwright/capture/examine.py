@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.flops import FlopCounter
-from meshwright.capture.values import Slot, Value
+from meshwright.capture.values import Slot, ValueLooks
 from meshwright.capture.writes import written_and_aliased
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ Source = tuple[Literal["argument", "result", "internal"], int]
 class Result:
     """A leaf of what the operator returns: a tensor (``value``, in the memory of ``shares``) or a ``constant``."""
 
-    value: Value | None = None
+    value: ValueLooks | None = None
     shares: Source | None = None
     constant: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class CallFacts:
     """What one call does.
 
     ``saved`` names what autograd keeps, ``internals`` the looks of what only its backward sees. ``followed``: arguments
@@ -48,7 +48,7 @@ class Facts:
     results: tuple[Result, ...]
     structure: pytree.TreeSpec
     saved: tuple[Source, ...]
-    internals: tuple[Value, ...]
+    internals: tuple[ValueLooks, ...]
     followed: tuple[int, ...]
     flops: int
     backward_flops: int
@@ -63,9 +63,9 @@ class Examiner:
         self._training = training
         self._estimate_branch = estimate_branch
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._facts: dict[Any, Facts] = {}
+        self._facts: dict[Any, CallFacts] = {}
 
-    def facts(self, target: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Facts, list[Slot]]:
+    def facts(self, target: Any, args: Any, kwargs: dict[str, Any]) -> tuple[CallFacts, list[Slot]]:
         """Facts of the call and its distinct tensor arguments in order of first occurrence."""
         slots: list[Slot] = []
         key = (target, _key(args, slots), _key(kwargs, slots))
@@ -73,7 +73,7 @@ class Examiner:
             self._facts[key] = self._examine(target, args, kwargs, slots)
         return self._facts[key], slots
 
-    def _examine(self, target: Any, args: Any, kwargs: dict[str, Any], slots: list[Slot]) -> Facts:
+    def _examine(self, target: Any, args: Any, kwargs: dict[str, Any], slots: list[Slot]) -> CallFacts:
         branches = [leaf for leaf in args if isinstance(leaf, fx.GraphModule)]
         # Operators with subgraphs accept no counter; their subgraphs are estimated one by one.
         counter = nullcontext() if branches else FlopCounter()
@@ -137,21 +137,21 @@ def _backward_flops(leaves: list[torch.Tensor], out: Any) -> int:
 
 def _collect(
     fakes: list[torch.Tensor], slots: list[Slot], out: Any, kept: list[torch.Tensor], flops: tuple[int, int]
-) -> Facts:
+) -> CallFacts:
     owners: dict[int, Source] = {}
     for i, fake in enumerate(fakes):
         owners.setdefault(_storage(fake), ("argument", i))
     leaves, structure = pytree.tree_flatten(out)
     results = tuple(_result(i, leaf, fakes, slots, owners) for i, leaf in enumerate(leaves))
     saved: dict[Source, None] = {}
-    internals: list[Value] = []
+    internals: list[ValueLooks] = []
     for tensor in kept:
         key = _storage(tensor)
         if key not in owners:
             owners[key] = ("internal", len(internals))
             internals.append(_whole(tensor))
         saved[owners[key]] = None
-    return Facts(
+    return CallFacts(
         results=results,
         structure=structure,
         saved=tuple(saved),
@@ -172,19 +172,19 @@ def _result(
     if not isinstance(leaf, torch.Tensor):
         return Result(constant=leaf)
     shares = owners.setdefault(_storage(leaf), ("result", position))
-    value = Value.of(leaf)
+    value = ValueLooks.of(leaf)
     if any(leaf is fake for fake in fakes):
         # An in-place operator returns its argument: keep the argument's own strides, which a clone may have lost.
         argument = slots[shares[1]].value
-        value = Value(argument.shape, argument.stride, value.dtype, value.requires_grad)
+        value = ValueLooks(argument.shape, argument.stride, value.dtype, value.requires_grad)
     return Result(value=value, shares=None if shares == ("result", position) else shares)
 
 
-def _whole(tensor: torch.Tensor) -> Value:
+def _whole(tensor: torch.Tensor) -> ValueLooks:
     """The looks of an internal; a view is kept together with all of its memory."""
-    looks = Value.of(tensor.detach())
+    looks = ValueLooks.of(tensor.detach())
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return looks if size == tensor.numel() else Value((size,), (1,), looks.dtype, False)
+    return looks if size == tensor.numel() else ValueLooks((size,), (1,), looks.dtype, False)
 
 
 def _storage(tensor: torch.Tensor) -> int:

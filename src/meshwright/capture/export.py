@@ -1,4 +1,4 @@
-"""nn.Module + example batch → `Trace`: torch.export's training form, flattened over the user's own names.
+"""nn.Module + example batch → `FlatTrace`: torch.export's training form, flattened over the user's own names.
 
 Steps: wrap model and loss in one module of flat tensors; swap weights that were never allocated (meta or fake) for fake
 CPU tensors, because losses on device "meta" lose their backward pass; export with dim 0 of the batch symbolic, repeated
@@ -31,8 +31,8 @@ from meshwright.capture.refusals import (
 )
 from meshwright.capture.repeats import NotRepeatableError, Repeats, check_repeats, find_repeats, watch_numbers
 from meshwright.capture.surroundings import allocated, as_untraced, kept_buffers, training_flags
-from meshwright.capture.trace import Trace
-from meshwright.capture.values import Value
+from meshwright.capture.trace import FlatTrace
+from meshwright.capture.values import ValueLooks
 from meshwright.spec import CaptureError
 from meshwright.spec.own_code import own_loss
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Whole(nn.Module):
+class ModelWithLoss(nn.Module):
     """Model and loss as one module over the batch's flat tensors; notes what forward changes in Python."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Whole(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _WholePlan:
-    """What `Whole` needs beside its submodule (kept apart, so that the loss is no submodule)."""
+    """What `ModelWithLoss` needs beside its submodule (kept apart, so that the loss is no submodule)."""
 
     model: nn.Module
     loss: Callable[..., Any] | None
@@ -104,7 +104,7 @@ def trace_model(
     takes_own_loss: bool = False,
     symbolic: bool = True,
     shorten: bool = True,
-) -> Trace:
+) -> FlatTrace:
     """Trace the model; ``symbolic`` leaves the batch open, ``shorten`` traces each distinct block once.
 
     ``takes_own_loss``: without a loss, of outputs with a loss the model gives that alone (`own_loss`).
@@ -125,7 +125,7 @@ def trace_model(
             found = _export(model, loss, layout, tensors, batched, takes_own_loss=takes_own_loss, shorten=False)
             flat = flatten_export(found.module, first_name, found.pairs)
     state = dict(model.named_parameters()) | dict(model.named_buffers())
-    return Trace(
+    return FlatTrace(
         graph=flat.graph,
         layout=layout,
         state=state,
@@ -133,7 +133,7 @@ def trace_model(
         persistent=frozenset(model.state_dict(keep_vars=True)),
         constants=flat.constants,
         branches=flat.branches,
-        values=tuple(Value.of(tensor.detach()) for tensor in tensors),
+        values=tuple(ValueLooks.of(tensor.detach()) for tensor in tensors),
         batched=_open_dimensions(found.module),
         batch_size=_batch_size(tensors),
         training=training,
@@ -169,7 +169,7 @@ def _export(
     watch = StateWatch(model)
 
     def attempt() -> _Exported:
-        whole = Whole(model, loss, layout, takes_own_loss=takes_own_loss)
+        whole = ModelWithLoss(model, loss, layout, takes_own_loss=takes_own_loss)
         return _attempt(whole, tensors, batched, find_repeats(model) if shorten else [])
 
     try:
@@ -185,7 +185,7 @@ def _export(
 
 
 def _attempt(
-    whole: Whole, tensors: tuple[torch.Tensor, ...], batched: tuple[bool, ...], repeats: list[Repeats]
+    whole: ModelWithLoss, tensors: tuple[torch.Tensor, ...], batched: tuple[bool, ...], repeats: list[Repeats]
 ) -> _Exported:
     dynamic = tuple({0: torch.export.Dim.AUTO} if grows else None for grows in batched)
     model = whole.model

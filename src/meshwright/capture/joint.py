@@ -19,11 +19,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from meshwright.capture.describe import Described, NotAffineError, describe_trace
+from meshwright.capture.describe import GraphWithTable, NotAffineError, describe_trace
 from meshwright.capture.layers import Range, number_names
 from meshwright.capture.surroundings import quiet_torch
-from meshwright.capture.trace import Trace, target_of
-from meshwright.capture.values import Value
+from meshwright.capture.trace import FlatTrace, target_of
+from meshwright.capture.values import ValueLooks
 from meshwright.spec import CaptureError, Graph
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def differentiate(captured: Captured) -> Graph:
     return replace(described.graph, tensors=tensors, mode="training", has_loss=True)
 
 
-def _describe(captured: Captured, wanted: tuple[str, ...], *, symbolic: bool) -> Described:
+def _describe(captured: Captured, wanted: tuple[str, ...], *, symbolic: bool) -> GraphWithTable:
     trace, labels = _trace_joint(captured, wanted, symbolic)
 
     def divide(_ops: Sequence[Op], _tensors: Any, nodes: Sequence[fx.Node]) -> tuple[Range, ...]:
@@ -103,7 +103,9 @@ def _expected_gradients(graph: Graph) -> tuple[str, ...]:
     return tuple(graph.tensors[i].name for i in graph.parameters if i in seen)
 
 
-def _trace_joint(captured: Captured, wanted: tuple[str, ...], symbolic: bool) -> tuple[Trace, dict[fx.Node, _Label]]:
+def _trace_joint(
+    captured: Captured, wanted: tuple[str, ...], symbolic: bool
+) -> tuple[FlatTrace, dict[fx.Node, _Label]]:
     trace = captured.trace
     recorder = _Recorder(captured, wanted)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -111,7 +113,7 @@ def _trace_joint(captured: Captured, wanted: tuple[str, ...], symbolic: bool) ->
         _fake_input(mode, value, grows and symbolic) for value, grows in zip(trace.values, trace.batched, strict=True)
     ]
     with mode:
-        state = [Value.of(tensor).empty() for tensor in trace.state.values()]
+        state = [ValueLooks.of(tensor).empty() for tensor in trace.state.values()]
         joint = make_fx(recorder.run)(*state, *batch)
     missing = [name for name, present in zip(wanted, recorder.present, strict=True) if not present]
     if missing:
@@ -122,7 +124,7 @@ def _trace_joint(captured: Captured, wanted: tuple[str, ...], symbolic: bool) ->
     return _as_trace(trace, joint, recorder, symbolic)
 
 
-def _fake_input(mode: FakeTensorMode, value: Value, open_batch: bool) -> torch.Tensor:
+def _fake_input(mode: FakeTensorMode, value: ValueLooks, open_batch: bool) -> torch.Tensor:
     looks = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     sizes = [DimDynamic.DYNAMIC if open_batch and i == 0 else DimDynamic.STATIC for i in range(looks.ndim)]
     fake = mode.from_tensor(looks, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
@@ -220,8 +222,8 @@ class _Recorder:
 
 
 def _as_trace(
-    trace: Trace, joint: fx.GraphModule, recorder: _Recorder, symbolic: bool
-) -> tuple[Trace, dict[fx.Node, _Label]]:
+    trace: FlatTrace, joint: fx.GraphModule, recorder: _Recorder, symbolic: bool
+) -> tuple[FlatTrace, dict[fx.Node, _Label]]:
     """The recorded graph as a trace over the same state and inputs, without autograd."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

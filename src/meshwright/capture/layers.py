@@ -20,7 +20,7 @@ MAX_PIECES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class OpLine:
     """What the division needs to know of an op."""
 
     module: str
@@ -41,7 +41,7 @@ class Range:
 
 
 def divide(
-    lines: Sequence[Line], cuts: frozenset[int], crossing: Sequence[int], units: dict[str, bool]
+    lines: Sequence[OpLine], cuts: frozenset[int], crossing: Sequence[int], units: dict[str, bool]
 ) -> tuple[Range, ...]:
     """Divide the ops into named ranges. ``crossing[c]`` are the bytes that would cross a cut at c."""
     if not lines:
@@ -56,7 +56,7 @@ def divide(
     return tuple(number_names(ranges))
 
 
-def _runs(lines: Sequence[Line], units: dict[str, bool]) -> list[Range]:
+def _runs(lines: Sequence[OpLine], units: dict[str, bool]) -> list[Range]:
     runs: list[Range] = []
     for position, line in enumerate(lines):
         unit = unit_of(line.module, units)
@@ -69,7 +69,7 @@ def _runs(lines: Sequence[Line], units: dict[str, bool]) -> list[Range]:
     return runs
 
 
-def _gather_surroundings(ranges: list[Range], lines: Sequence[Line], units: dict[str, bool]) -> list[Range]:
+def _gather_surroundings(ranges: list[Range], lines: Sequence[OpLine], units: dict[str, bool]) -> list[Range]:
     """Join what stands between two elements into one range, a layer of its own if it has parameters."""
     joined: list[Range] = []
     for item in ranges:
@@ -86,7 +86,9 @@ def _gather_surroundings(ranges: list[Range], lines: Sequence[Line], units: dict
     return named
 
 
-def _surrounding(item: Range, lines: Sequence[Line], units: dict[str, bool], *, first: bool, last: bool) -> list[Range]:
+def _surrounding(
+    item: Range, lines: Sequence[OpLine], units: dict[str, bool], *, first: bool, last: bool
+) -> list[Range]:
     """What stands around blocks: glue, a layer from the first to the last op with parameters, glue."""
     holders = [i for i in range(item.start, item.stop) if lines[i].has_parameters]
     if not holders:
@@ -121,7 +123,7 @@ def _share_glue(ranges: list[Range], cuts: frozenset[int], crossing: Sequence[in
     return shared
 
 
-def _merge(ranges: list[Range], lines: Sequence[Line], cuts: frozenset[int]) -> list[Range]:
+def _merge(ranges: list[Range], lines: Sequence[OpLine], cuts: frozenset[int]) -> list[Range]:
     """Merge layers whose boundary is no legal cut, and layers that a stage could not consist of."""
     merged: list[Range] = []
     for item in ranges:
@@ -141,7 +143,7 @@ def _joint_name(first: str, second: str) -> str:
     return head if not second or second == head else f"{head}..{second.split('..')[-1]}"
 
 
-def _pieces(ranges: list[Range], lines: Sequence[Line], cuts: frozenset[int]) -> list[Range]:
+def _pieces(ranges: list[Range], lines: Sequence[OpLine], cuts: frozenset[int]) -> list[Range]:
     """Divide at legal cuts into pieces of about equal work."""
     total = sum(line.work for line in lines)
     pieces: list[Range] = []

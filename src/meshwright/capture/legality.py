@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:
-    from meshwright.capture.table import Table
+    from meshwright.capture.table import CaptureTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Legality:
     groups: tuple[int, ...]
 
 
-def judge_cuts(table: Table) -> Legality:
+def judge_cuts(table: CaptureTable) -> Legality:
     """Work out the legal cuts of a table; raises CaptureError if forward writes to a parameter or a constant."""
     groups = _memory_groups(table)
     mutated = {groups[i] for op in table.ops for i in op.written}
@@ -47,7 +47,7 @@ def judge_cuts(table: Table) -> Legality:
     return Legality(cuts=frozenset(cuts), replicable=_replicable(table, groups, mutated), groups=tuple(groups))
 
 
-def _memory_groups(table: Table) -> list[int]:
+def _memory_groups(table: CaptureTable) -> list[int]:
     """Union-find over tensors that share memory or may do so."""
     parent = list(range(len(table.tensors)))
 
@@ -68,7 +68,7 @@ def _memory_groups(table: Table) -> list[int]:
     return [find(i) for i in range(len(parent))]
 
 
-def _spans(table: Table, groups: list[int], mutated: set[int]) -> list[tuple[int, int]]:
+def _spans(table: CaptureTable, groups: list[int], mutated: set[int]) -> list[tuple[int, int]]:
     held = {
         groups[i] for i, row in enumerate(table.tensors) if row.role in ("input", "parameter", "buffer", "constant")
     }
@@ -84,7 +84,7 @@ def _spans(table: Table, groups: list[int], mutated: set[int]) -> list[tuple[int
     ]
 
 
-def _replicable(table: Table, groups: list[int], mutated: set[int]) -> tuple[bool, ...]:
+def _replicable(table: CaptureTable, groups: list[int], mutated: set[int]) -> tuple[bool, ...]:
     free = {i for i, row in enumerate(table.tensors) if row.role in ("buffer", "constant") and groups[i] not in mutated}
     verdicts = []
     for op in table.ops:
@@ -100,7 +100,7 @@ def _replicable(table: Table, groups: list[int], mutated: set[int]) -> tuple[boo
     return tuple(verdicts)
 
 
-def _refuse_lost_writes(table: Table, groups: list[int]) -> None:
+def _refuse_lost_writes(table: CaptureTable, groups: list[int]) -> None:
     lasting = {groups[i]: row for i, row in enumerate(table.tensors) if row.role in ("parameter", "constant")}
     for op in table.ops:
         for i in op.written:

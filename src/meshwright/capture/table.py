@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from meshwright.capture.values import Slot, Value
+from meshwright.capture.values import Slot, ValueLooks
 from meshwright.capture.walk import Walk
 from meshwright.capture.writes import draws_random, written_and_aliased
 
 if TYPE_CHECKING:
-    from meshwright.capture.trace import Trace
+    from meshwright.capture.trace import FlatTrace
     from meshwright.spec.graph import Role
 
 
@@ -51,7 +51,7 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class CaptureTable:
     """All tensors and ops of a walk. ``of_node`` maps the nodes that stand for one tensor to its id."""
 
     tensors: tuple[TensorRow, ...]
@@ -61,7 +61,7 @@ class Table:
     outputs: tuple[int, ...]
 
 
-def build_table(trace: Trace, walk: Walk) -> Table:
+def build_table(trace: FlatTrace, walk: Walk) -> CaptureTable:
     """Number the tensors and ops of ``walk``."""
     builder = _Builder(trace, walk)
     builder.add_sources()
@@ -69,7 +69,7 @@ def build_table(trace: Trace, walk: Walk) -> Table:
         if node in walk.steps:
             builder.add_op(node)
     output = next(node for node in trace.graph.nodes if node.op == "output")
-    return Table(
+    return CaptureTable(
         tensors=tuple(builder.tensors),
         ops=tuple(builder.ops),
         of_node={
@@ -87,7 +87,7 @@ def build_table(trace: Trace, walk: Walk) -> Table:
 
 
 class _Builder:
-    def __init__(self, trace: Trace, walk: Walk) -> None:
+    def __init__(self, trace: FlatTrace, walk: Walk) -> None:
         self._trace = trace
         self._walk = walk
         self.tensors: list[TensorRow] = []
@@ -104,7 +104,7 @@ class _Builder:
         for role in ("parameter", "buffer"):
             for name, tensor in state:
                 if isinstance(tensor, torch.nn.Parameter) == (role == "parameter"):
-                    self._add(used[name] if name in used else Slot(Value.of(tensor), -1), role, name)
+                    self._add(used[name] if name in used else Slot(ValueLooks.of(tensor), -1), role, name)
         for name, slot in used.items():
             if name in self._trace.constants:
                 self._add(slot, "constant", name)

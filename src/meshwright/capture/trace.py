@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.capture.inputs import BatchLayout
-    from meshwright.capture.values import Value
+    from meshwright.capture.values import ValueLooks
 
 LOSS_MODULE = "loss"
 
@@ -37,7 +37,7 @@ class Returned:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trace:
+class FlatTrace:
     """A flat graph with everything that it names.
 
     ``state`` holds the model's parameters and buffers by their first name in the model's order, ``aliases`` the further
@@ -54,7 +54,7 @@ class Trace:
     persistent: frozenset[str]
     constants: dict[str, torch.Tensor]
     branches: dict[str, fx.GraphModule]
-    values: tuple[Value, ...]
+    values: tuple[ValueLooks, ...]
     batched: tuple[bool, ...]
     batch_size: int
     training: bool

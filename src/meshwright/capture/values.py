@@ -1,7 +1,7 @@
 """Values of a graph without data: what each tensor looks like, and which memory it lives in.
 
-A `Value` is a tensor's shape, strides, dtype and whether autograd follows it. A `Slot` is one tensor of a walk through
-a graph: its value and the number of its storage; tensors that share memory share the number.
+A `ValueLooks` is a tensor's shape, strides, dtype and whether autograd follows it. A `Slot` is one tensor of a walk
+through a graph: its value and the number of its storage; tensors that share memory share the number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ValueLooks:
     """Looks of a tensor; everything that decides what an operator does with it."""
 
     shape: tuple[int, ...]
@@ -21,7 +21,7 @@ class Value:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Value:
+    def of(cls, tensor: torch.Tensor) -> ValueLooks:
         """The value of a real or fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
@@ -35,7 +35,7 @@ class Value:
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         return tensor.requires_grad_(self.requires_grad)
 
-    def with_batch(self, batch_size: int) -> Value:
+    def with_batch(self, batch_size: int) -> ValueLooks:
         """The same with ``batch_size`` along dim 0."""
         shape = (batch_size, *self.shape[1:])
         # Strides do not depend on the batch where dim 0 is the outermost; otherwise a batch of another size is taken as
@@ -49,5 +49,5 @@ class Value:
 class Slot:
     """One tensor of a walk. ``value`` changes when an in-place write makes autograd follow it."""
 
-    value: Value
+    value: ValueLooks
     storage: int

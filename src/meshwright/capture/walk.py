@@ -14,23 +14,23 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from meshwright.capture.examine import Examiner, Facts
+from meshwright.capture.examine import CallFacts, Examiner
 from meshwright.capture.refusals import is_data_dependent, refuse_data_dependence, refuse_sparse_gradient
 from meshwright.capture.trace import target_of
-from meshwright.capture.values import Slot, Value
+from meshwright.capture.values import Slot, ValueLooks
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:
-    from meshwright.capture.trace import Trace
+    from meshwright.capture.trace import FlatTrace
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class WalkStep:
     """One op of a walk: its facts, distinct tensor arguments, and results (None where a result is no tensor)."""
 
-    facts: Facts
+    facts: CallFacts
     arguments: tuple[Slot, ...]
     results: tuple[Slot | None, ...]
     internals: tuple[Slot, ...]
@@ -42,10 +42,10 @@ class Walk:
 
     batch_size: int
     env: dict[fx.Node, Any]
-    steps: dict[fx.Node, Step]
+    steps: dict[fx.Node, WalkStep]
 
 
-def walk_trace(trace: Trace, batch_size: int) -> Walk:
+def walk_trace(trace: FlatTrace, batch_size: int) -> Walk:
     """Walk ``trace`` for a batch of ``batch_size`` samples; remembered per trace and size."""
     walks = trace.facts.setdefault("walks", {})
     if batch_size not in walks:
@@ -59,7 +59,7 @@ def walk_trace(trace: Trace, batch_size: int) -> Walk:
     return walks[batch_size]
 
 
-def examiner_of(trace: Trace) -> Examiner:
+def examiner_of(trace: FlatTrace) -> Examiner:
     """The trace's one examiner, which remembers facts over all walks."""
     if "examiner" not in trace.facts:
         trace.facts["examiner"] = Examiner(training=trace.training, estimate_branch=_estimate_branch)
@@ -72,22 +72,22 @@ class _Walker:
         self._attribute = attribute
         self._members: list[list[Slot]] = []
         self._env: dict[fx.Node, Any] = {}
-        self._steps: dict[fx.Node, Step] = {}
+        self._steps: dict[fx.Node, WalkStep] = {}
 
     def run(self, graph: fx.Graph, inputs: list[Any], batch_size: int) -> Walk:
         feeds = iter(inputs)
         for node in graph.nodes:
             if node.op == "placeholder":
                 feed = next(feeds)
-                self._env[node] = self._slot(feed) if isinstance(feed, Value) else feed
+                self._env[node] = self._slot(feed) if isinstance(feed, ValueLooks) else feed
             elif node.op == "get_attr":
                 held = self._attribute(node.target)
-                self._env[node] = self._slot(Value.of(held)) if isinstance(held, torch.Tensor) else held
+                self._env[node] = self._slot(ValueLooks.of(held)) if isinstance(held, torch.Tensor) else held
             elif node.op == "call_function":
                 self._env[node] = self._call(node)
         return Walk(batch_size=batch_size, env=self._env, steps=self._steps)
 
-    def _slot(self, value: Value, storage: int | None = None) -> Slot:
+    def _slot(self, value: ValueLooks, storage: int | None = None) -> Slot:
         if storage is None:
             storage = len(self._members)
             self._members.append([])
@@ -123,7 +123,7 @@ class _Walker:
             raise refuse_sparse_gradient(node.meta.get("where") or node.meta.get("module") or "the model")
         return self._apply(node, facts, arguments)
 
-    def _apply(self, node: fx.Node, facts: Facts, arguments: list[Slot]) -> Any:
+    def _apply(self, node: fx.Node, facts: CallFacts, arguments: list[Slot]) -> Any:
         slots: list[Slot | None] = []
         for result in facts.results:
             if result.value is None:
@@ -136,7 +136,7 @@ class _Walker:
             owner = arguments[position] if where == "argument" else slots[position]
             slots.append(self._slot(result.value, owner.storage))  # type: ignore[union-attr]
         internals = tuple(self._slot(value) for value in facts.internals)
-        self._steps[node] = Step(facts=facts, arguments=tuple(arguments), results=tuple(slots), internals=internals)
+        self._steps[node] = WalkStep(facts=facts, arguments=tuple(arguments), results=tuple(slots), internals=internals)
         for position in facts.followed:
             self._follow(arguments[position].storage)
         leaves = [

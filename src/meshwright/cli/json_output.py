@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class JsonDocument:
     """A kind of document: the command that prints it, the version of its keys, and what they hold.
 
     ``open`` says that there are keys beside the listed ones, which the command's page describes.
@@ -43,8 +43,8 @@ _TIMELINE = {
     "ranks": "a row per rank: busy, communication and idle seconds, peak memory",
 }
 
-OUTPUTS: dict[str, Output] = {
-    "plans": Output(
+OUTPUTS: dict[str, JsonDocument] = {
+    "plans": JsonDocument(
         command="plan",
         version=2,
         keys={
@@ -65,7 +65,7 @@ OUTPUTS: dict[str, Output] = {
             "page": "the page that was written, or null",
         },
     ),
-    "misfit": Output(
+    "misfit": JsonDocument(
         command="plan, where nothing fits (exit code 3)",
         keys={
             "plans": "no rows",
@@ -74,7 +74,7 @@ OUTPUTS: dict[str, Output] = {
             "error": "what does not fit, and the cheapest change that makes it fit",
         },
     ),
-    "op-placement": Output(
+    "op-placement": JsonDocument(
         command="plan --method place",
         keys={
             "workload": _WORKLOAD,
@@ -85,7 +85,7 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "simulation": Output(
+    "simulation": JsonDocument(
         command="simulate PLAN",
         keys={
             "plan": "the file of the plan",
@@ -110,7 +110,7 @@ OUTPUTS: dict[str, Output] = {
             "page": "the page",
         },
     ),
-    "op-placement-simulation": Output(
+    "op-placement-simulation": JsonDocument(
         command="simulate PLACEMENT",
         keys={
             "workload": _WORKLOAD,
@@ -120,7 +120,7 @@ OUTPUTS: dict[str, Output] = {
             "scenario": "what happens to the machines, and figures under it",
         },
     ),
-    "sweep": Output(
+    "sweep": JsonDocument(
         command="simulate --sweep",
         keys={
             "parameters": "what was varied",
@@ -130,7 +130,7 @@ OUTPUTS: dict[str, Output] = {
         },
         open=True,
     ),
-    "serving-simulation": Output(
+    "serving-simulation": JsonDocument(
         command="simulate DEPLOYMENT",
         keys={
             "policy": "which policy decided",
@@ -141,7 +141,7 @@ OUTPUTS: dict[str, Output] = {
         },
         open=True,
     ),
-    "model-placement": Output(
+    "model-placement": JsonDocument(
         command="simulate DEPLOYMENT --place",
         keys={
             "policy": "which policy decided",
@@ -156,7 +156,7 @@ OUTPUTS: dict[str, Output] = {
         },
         open=True,
     ),
-    "run": Output(
+    "run": JsonDocument(
         command="run",
         keys={
             "losses": "the loss of each step",
@@ -168,7 +168,7 @@ OUTPUTS: dict[str, Output] = {
         },
         open=True,
     ),
-    "dry-run": Output(
+    "dry-run": JsonDocument(
         command="run --dry",
         keys={
             "process": "which process ran",
@@ -181,7 +181,7 @@ OUTPUTS: dict[str, Output] = {
             "exchanges": "a row per kind of exchange: count and bytes, as predicted",
         },
     ),
-    "measurements": Output(
+    "measurements": JsonDocument(
         command="measure",
         keys={
             "device": "what was measured",
@@ -200,7 +200,7 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "device-table": Output(
+    "device-table": JsonDocument(
         command="measure --device-table",
         keys={
             "ops": "a row per operator: rows, fastest and slowest",
@@ -209,7 +209,7 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "measured-batches": Output(
+    "measured-batches": JsonDocument(
         command="measure --batches",
         keys={
             "device": "what was measured",
@@ -220,7 +220,7 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "measured-links": Output(
+    "measured-links": JsonDocument(
         command="measure --links",
         keys={
             "places": "a row per op and place: latency and bandwidth",
@@ -228,7 +228,7 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "calibration": Output(
+    "calibration": JsonDocument(
         command="measure --calibrate",
         keys={
             "corrections": "factors by kind of work",
@@ -244,15 +244,15 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "imported-records": Output(
+    "imported-records": JsonDocument(
         command="measure --from",
         keys={"files": "a row per file: kind, rows, what was left out and why", "file": _FILE},
     ),
-    "described-cluster": Output(
+    "described-cluster": JsonDocument(
         command="measure --cluster",
         keys={"cluster": "the cluster, as its document", "remarks": "what was assumed", "file": _FILE},
     ),
-    "scores": Output(
+    "scores": JsonDocument(
         command="validate",
         keys={
             "sets": "scores by data set; with --list, the sets",
@@ -261,7 +261,7 @@ OUTPUTS: dict[str, Output] = {
             "file": "the page that was written",
         },
     ),
-    "graph-summary": Output(
+    "graph-summary": JsonDocument(
         command="capture",
         keys={
             "model": "the reference",
@@ -273,8 +273,8 @@ OUTPUTS: dict[str, Output] = {
             "file": _FILE,
         },
     ),
-    "zoo": Output(command="show zoo", keys={"models": "a row per shipped model"}),
-    "layer-costs": Output(
+    "zoo": JsonDocument(command="show zoo", keys={"models": "a row per shipped model"}),
+    "layer-costs": JsonDocument(
         command="show MODEL --cluster",
         keys={
             "model": "the model",
@@ -283,7 +283,7 @@ OUTPUTS: dict[str, Output] = {
             "devices": "a row per kind of device: layers, total, optimizer",
         },
     ),
-    "layer-memory": Output(
+    "layer-memory": JsonDocument(
         command="show MODEL --memory",
         keys={
             "model": "the model",
@@ -295,7 +295,7 @@ OUTPUTS: dict[str, Output] = {
             "ways": "a row per way to need less memory",
         },
     ),
-    "collectives": Output(
+    "collectives": JsonDocument(
         command="show CLUSTER --collectives",
         keys={
             "cluster": "the cluster",
@@ -306,11 +306,11 @@ OUTPUTS: dict[str, Output] = {
             "limits": "what bounds each of them",
         },
     ),
-    "records": Output(
+    "records": JsonDocument(
         command="show TABLE.parquet",
         keys={"file": "the table", "rows": "how many", "ops": "a row per device and op"},
     ),
-    "schedule": Output(
+    "schedule": JsonDocument(
         command="show PLAN --schedule",
         keys={
             "plan": "the plan",
@@ -321,7 +321,7 @@ OUTPUTS: dict[str, Output] = {
             "drawing": "the picture that was written",
         },
     ),
-    "settings": Output(
+    "settings": JsonDocument(
         command="show PLAN --as SYSTEM",
         keys={
             "system": "the system",
@@ -334,11 +334,11 @@ OUTPUTS: dict[str, Output] = {
             "not_expressed": "what the system cannot express, and why",
         },
     ),
-    "diagnosis": Output(
+    "diagnosis": JsonDocument(
         command="doctor",
         keys={"num_problems": "problems found", "findings": "a row per finding, with its remedy"},
     ),
-    "rewriting": Output(
+    "rewriting": JsonDocument(
         command="optimize MODEL",
         keys={
             "model": "the reference",
@@ -350,16 +350,16 @@ OUTPUTS: dict[str, Output] = {
             "files": "what was written",
         },
     ),
-    "rules": Output(
+    "rules": JsonDocument(
         command="optimize rules generate",
         keys={"num_rules": "rules", "num_basis": "rules of the basis"},
         open=True,
     ),
-    "verdicts": Output(
+    "verdicts": JsonDocument(
         command="optimize rules verify",
         keys={"file": "where the rules are from", "counts": "rules by verdict", "rules": "a row per rule"},
     ),
-    "load": Output(
+    "load": JsonDocument(
         command="serve load",
         keys={
             "warnings": "what makes the figures doubtful",
@@ -368,7 +368,7 @@ OUTPUTS: dict[str, Output] = {
         },
         open=True,
     ),
-    "served-models": Output(command="serve models", keys={"models": "a row per model and version"}),
+    "served-models": JsonDocument(command="serve models", keys={"models": "a row per model and version"}),
 }
 
 

@@ -22,7 +22,7 @@ from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 
 if TYPE_CHECKING:
     from meshwright.capture import Captured
-    from meshwright.rewrite.planned import Target
+    from meshwright.rewrite.planned import RewriteTarget
 
 Mode = Literal["training", "inference"]
 
@@ -78,7 +78,7 @@ def capture_reference(
     *,
     mode: Mode = "training",
     batch_size: int | None = None,
-    target: Target | None = None,
+    target: RewriteTarget | None = None,
 ) -> Captured:
     """Capture a model reference under fake tensors, so that no weight is allocated; rewritten for a target, if any."""
     try:
@@ -158,7 +158,7 @@ def graphs_of(
     sizes: tuple[tuple[str, int], ...],
     *,
     mode: Mode = "training",
-    target: Target | None = None,
+    target: RewriteTarget | None = None,
 ) -> Callable[[int], Graph]:
     """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else captured anew per size.
 
@@ -213,7 +213,7 @@ def _graphs_from(first: Graph, capture: Callable[[int], Graph]) -> Callable[[int
 
 
 def _rewritten_graphs(
-    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: Target
+    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: RewriteTarget
 ) -> Callable[[int], Graph]:
     if isinstance(read_model_file(reference), Graph):
         raise ModelReferenceError(
@@ -231,7 +231,7 @@ def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind, target=target)(plan.microbatch_size)
 
 
-def planned_target(plan: Plan | Placement | None) -> Target | None:
+def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
     """What a plan's graph is rewritten for, if it is; torch is loaded only then."""
     if not isinstance(plan, Plan) or not plan.rewritten:
         return None

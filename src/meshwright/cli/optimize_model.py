@@ -61,7 +61,7 @@ def optimize_model(
     from meshwright.rewrite.fx.saving import save_program
     from meshwright.rewrite.optimize import LIMITS, rewrite_model
     from meshwright.rewrite.report import report_page
-    from meshwright.rewrite.saturate import Limits
+    from meshwright.rewrite.saturate import SaturationLimits
     from meshwright.rewrite.search.ruleset import shipped_rules
     from meshwright.spec.files import write_text
     from meshwright.zoo import load_model
@@ -79,7 +79,7 @@ def optimize_model(
             source.model,
             source.inputs,
             rules=used,
-            limits=Limits(rounds=LIMITS.rounds, nodes=max_nodes, seconds=max_seconds),
+            limits=SaturationLimits(rounds=LIMITS.rounds, nodes=max_nodes, seconds=max_seconds),
             budget_s=budget,
             threads=threads,
             events=sink,

@@ -14,11 +14,11 @@ from meshwright.cli.plan.command import make_problem
 from meshwright.cli.plan.request import PlanRequest
 from meshwright.cli.recalling import recall_measurements
 from meshwright.playground import (
-    Model,
+    Controls,
+    MeasuredTable,
+    OfferedModel,
     PlaygroundServer,
     Service,
-    State,
-    Table,
     Workbench,
     from_query,
     serve,
@@ -89,21 +89,21 @@ def _check_request(request: PlayRequest, plan: Plan | None) -> None:
         raise PlaygroundError("--measurements and --precision go with --cluster of --play; give that, too.")
 
 
-def _begin(request: PlayRequest, plan: Plan | None) -> tuple[Workbench, State]:
+def _begin(request: PlayRequest, plan: Plan | None) -> tuple[Workbench, Controls]:
     """The workbench and its first state. What cannot be read or captured is an error here, no message on the page."""
-    models = {name: Model(open=partial(graphs_of, name, ())) for name in shipped_graphs()}
+    models = {name: OfferedModel(open=partial(graphs_of, name, ())) for name in shipped_graphs()}
     if plan is not None:
         return _begin_with_plan(request, plan, models)
-    name = request.reference or State().model
+    name = request.reference or Controls().model
     if request.cluster is None:
-        models.setdefault(name, Model(open=partial(graphs_of, name, ())))
-        state = replace(State(), model=name)
+        models.setdefault(name, OfferedModel(open=partial(graphs_of, name, ())))
+        state = replace(Controls(), model=name)
         _check_state(state)
         bench = Workbench(models)
         bench.prepare(state)
         return bench, state
     graph_for = graphs_of(name, ())
-    models[name] = Model(open=lambda: graph_for)
+    models[name] = OfferedModel(open=lambda: graph_for)
     asked = PlanRequest(
         model=name, cluster=request.cluster, measurements=request.measurements, precision=request.precision
     )
@@ -115,7 +115,7 @@ def _begin(request: PlayRequest, plan: Plan | None) -> tuple[Workbench, State]:
     return bench, state
 
 
-def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Model]) -> tuple[Workbench, State]:
+def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, OfferedModel]) -> tuple[Workbench, Controls]:
     file = request.reference or ""
     if request.graph_file is None and split_reference(plan.model) is not None:
         name, shown = shlex.quote(plan.model), f"meshwright show {shlex.quote(file)} --play --graph"
@@ -139,7 +139,7 @@ def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Model])
         # A stored graph is the rewritten one already.
         target = None if is_stored_graph(source) else target
     graph_for = graphs_of(source, plan.model_sizes, mode=plan.workload.kind, target=target)
-    models[plan.model] = Model(open=lambda: graph_for, sizes=plan.model_sizes, rewritten=plan.rewritten)
+    models[plan.model] = OfferedModel(open=lambda: graph_for, sizes=plan.model_sizes, rewritten=plan.rewritten)
     state, clusters = state_of_cluster(plan.cluster)
     bench = Workbench(models, clusters, _table(state, measurements))
     graph = graph_for(plan.microbatch_size)
@@ -163,11 +163,11 @@ def _search(request: PlanRequest, graph_for: Callable[[int], Graph]) -> Plan:
         return error.nearest.plan
 
 
-def _table(state: State, measurements: Path | None) -> Table | None:
-    return None if measurements is None else Table(state.kind, measurements)
+def _table(state: Controls, measurements: Path | None) -> MeasuredTable | None:
+    return None if measurements is None else MeasuredTable(state.kind, measurements)
 
 
-def _check_state(state: State) -> None:
+def _check_state(state: Controls) -> None:
     """Raise PlaygroundError for what the controls do not hold, such as a cluster or a batch beyond their limits."""
     if len(state.model) > MAX_NAME_LENGTH:
         raise PlaygroundError(f"The model's name has more than {MAX_NAME_LENGTH} characters; give a shorter path.")

@@ -4,8 +4,8 @@
     class PlanRequest(Request):
         batch: Annotated[int | None, typer.Option(help="Samples per step."), Of("search", "place")] = None
 
-The signature of the command (`as_command`), the refusal of options without effect (`Request.check`) and the table of
-options on the command's page (`option_rows`) all come from these fields: a new option is one field.
+The signature of the command (`as_command`), the refusal of options without effect (`CommandRequest.check`) and the
+table of options on the command's page (`option_rows`) all come from these fields: a new option is one field.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OptionField:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CommandRequest:
     """What a command was asked; ``given`` are the options that were typed, by their long names.
 
     ``FORMS`` are the forms of the command, each with the words for it.
@@ -91,10 +91,10 @@ class Request:
         return f"{why}. Leave it out" if why else ""
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=CommandRequest)
 
 
-def options_of(request: type[Request]) -> dict[str, OptionField]:
+def options_of(request: type[CommandRequest]) -> dict[str, OptionField]:
     """The options of a request by their long names, in the order of the fields."""
     found = {}
     for name, hint in _hints(request).items():
@@ -135,7 +135,7 @@ def as_command(request: type[R], run: Callable[[R], None]) -> Callable[..., None
     return command
 
 
-def option_rows(request: type[Request], forms: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def option_rows(request: type[CommandRequest], forms: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Of each option what is typed, its help, and where it has an effect, by these words for forms; for a page."""
     rows = []
     for option in options_of(request).values():
@@ -148,7 +148,7 @@ def option_rows(request: type[Request], forms: Mapping[str, str]) -> list[tuple[
     return rows
 
 
-def _hints(request: type[Request]) -> dict[str, Any]:
+def _hints(request: type[CommandRequest]) -> dict[str, Any]:
     hints = get_type_hints(request, include_extras=True)
     return {item.name: hints[item.name] for item in fields(request) if item.name != "given"}
 

@@ -30,7 +30,7 @@ from meshwright.spec.quantities import Seconds
 from meshwright.spec.units import format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.serving.load import LoadResult, Stream
+    from meshwright.serving.load import LoadResult, RequestStream
 
 
 # What the server needs beside the recording itself, at most.
@@ -224,7 +224,7 @@ def _arrivals(rate: float | None, shape: float | None, trace: Path | None) -> Ar
     return Poisson(rate=rate) if shape is None else Gamma(rate=rate, shape=shape)
 
 
-def _deployed(path: Path, deadline_s: float | None) -> tuple[Stream, ...]:
+def _deployed(path: Path, deadline_s: float | None) -> tuple[RequestStream, ...]:
     from meshwright.serving.load import deployment_streams
 
     return deployment_streams(read_deployment(path), deadline_s)
@@ -232,11 +232,11 @@ def _deployed(path: Path, deadline_s: float | None) -> tuple[Stream, ...]:
 
 def _one_stream(
     url: str, token: str | None, model: str | None, arrivals: Arrivals, deadline_s: float | None
-) -> tuple[Stream, ...]:
-    from meshwright.serving.load import Stream, only_model, read_target
+) -> tuple[RequestStream, ...]:
+    from meshwright.serving.load import RequestStream, only_model, read_target
 
     name = only_model(read_target(url, token)) if model is None else model
-    return (Stream(model=name, arrivals=arrivals, deadline_s=deadline_s),)
+    return (RequestStream(model=name, arrivals=arrivals, deadline_s=deadline_s),)
 
 
 def _print(result: LoadResult, document: dict[str, Any], out: Path | None) -> None:

@@ -32,7 +32,7 @@ _OPCODES: dict[Part, Opcode] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class StepCorrection:
     """Seconds of one part of a step over all ranks without overhead: as the table said, and as real steps were."""
 
     part: Part
@@ -45,7 +45,7 @@ class Correction:
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
 
 
-def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> tuple[Correction, ...]:
+def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> tuple[StepCorrection, ...]:
     """Compare the parts of steps; ``bare`` is the prediction with an overhead of 0.
 
     Raises MeasurementError if the timelines are of different numbers of ranks or hold no step.
@@ -58,11 +58,11 @@ def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> 
     corrections = []
     for part, opcode in _OPCODES.items():
         asked, own, found = (_part_seconds(timeline, opcode) for timeline in (predicted, bare, measured))
-        corrections.append(Correction(part=part, predicted_s=own, measured_s=max(found - (asked - own), 0.0)))
+        corrections.append(StepCorrection(part=part, predicted_s=own, measured_s=max(found - (asked - own), 0.0)))
     return tuple(corrections)
 
 
-def apply_calibration(table: Measurements, corrections: tuple[Correction, ...], source: str) -> Measurements:
+def apply_calibration(table: Measurements, corrections: tuple[StepCorrection, ...], source: str) -> Measurements:
     """The table with its ops and optimizer steps corrected; ``source`` says in its conditions by what."""
     factor = {item.part: item.factor for item in corrections}
     note = ", ".join(f"{part} x {value:.3f}" for part, value in factor.items())

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.costs import OpCost, op_cost_around
 from meshwright.cost.gpu.launches import copied, sum_of
-from meshwright.cost.roofline import LAUNCH_S, OpSeconds
+from meshwright.cost.roofline import LAUNCH_S, RooflineSeconds
 from meshwright.cost.table import roofline_interval
 from meshwright.cost.traits import family_of, operator_name
 from meshwright.spec.units import DTYPE_BYTES
@@ -136,7 +136,7 @@ def with_conversions(
     if gpu is not None:
         bandwidth, interval = bandwidth * gpu.rate("pointwise", 4).share(1), gpu.basis_on(kind)[1]
     # The kernel that adds is counted with the op.
-    seconds = OpSeconds(forward_s=parts[0], backward_s=parts[1], accumulate_s=widened / bandwidth)
+    seconds = RooflineSeconds(forward_s=parts[0], backward_s=parts[1], accumulate_s=widened / bandwidth)
     return cost.plus(seconds, interval)
 
 
@@ -196,7 +196,7 @@ def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, 
         return None
     basis, interval = gpu.basis_on(kind)
     backward_s = gpu.seconds([item.launch for item in copies], kind)
-    return op_cost_around(OpSeconds(forward_s=0.0, backward_s=backward_s, accumulate_s=0.0), interval, basis)
+    return op_cost_around(RooflineSeconds(forward_s=0.0, backward_s=backward_s, accumulate_s=0.0), interval, basis)
 
 
 def _widened_gradients(graph: Graph, op: Op, numbers: Numbers) -> tuple[list[Move], float]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from meshwright.cost.prediction import Interval
-    from meshwright.cost.roofline import OpSeconds
+    from meshwright.cost.roofline import RooflineSeconds
     from meshwright.cost.teams import OpExchange
     from meshwright.spec import Graph
 
@@ -40,12 +40,12 @@ _SHARED: tuple[Basis, ...] = ("transferred", "roofline")
 class OpCost:
     """Seconds of one op, the ends of their 80 % intervals and their basis."""
 
-    seconds: OpSeconds
-    low: OpSeconds
-    high: OpSeconds
+    seconds: RooflineSeconds
+    low: RooflineSeconds
+    high: RooflineSeconds
     basis: Basis
 
-    def plus(self, seconds: OpSeconds, interval: Interval) -> OpCost:
+    def plus(self, seconds: RooflineSeconds, interval: Interval) -> OpCost:
         """The cost of the op and of what runs beside it, which has an interval of its own."""
         low, high = (seconds.scaled(end, end, end) for end in (interval.low, interval.high))
         return replace(self, seconds=self.seconds.plus(seconds), low=self.low.plus(low), high=self.high.plus(high))
@@ -151,7 +151,7 @@ class OpCosts:
         )
 
 
-def op_cost_around(seconds: OpSeconds, interval: Interval, basis: Basis) -> OpCost:
+def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -> OpCost:
     """A cost whose interval is the same factors for every pass."""
     low, high = interval.low, interval.high
     return OpCost(
@@ -181,7 +181,7 @@ def gather_costs(
     graph: Graph,
     exchanges: Sequence[OpExchange] = (),
     slowdown: float = 1.0,
-    issued: Sequence[OpSeconds] = (),
+    issued: Sequence[RooflineSeconds] = (),
     alike: NDArray[np.int64] | None = None,
 ) -> OpCosts:
     """One cost per class to the costs of all ops; an op of a joint graph's backward half runs once, in the backward.
@@ -195,7 +195,7 @@ def gather_costs(
     again = [(stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute]
 
     def columns(
-        parts: Sequence[OpSeconds], exchanged_s: Sequence[float] | None, factor: float = slowdown
+        parts: Sequence[RooflineSeconds], exchanged_s: Sequence[float] | None, factor: float = slowdown
     ) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
         table = np.array(rows, np.float64).reshape(-1, 3)[class_of] * factor

@@ -43,7 +43,7 @@ from meshwright.cost.autocast import cast_inputs
 from meshwright.cost.curves import fit_curve
 from meshwright.cost.optimizers import default_loop, measured_as, num_operations
 from meshwright.cost.prediction import Interval
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.traits import family_of, operator_name, passes_of
 from meshwright.spec.codec import decode_document
 from meshwright.spec.parsing import read_data
@@ -154,7 +154,7 @@ class HostCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
+class OpIssueCounts:
     """What the host does for one op: calls and kernels forward, nodes and kernels backward, gradients added up."""
 
     calls: int
@@ -182,7 +182,7 @@ def host_factor(node: Node, end: End | None, measured_s: float = 0.0) -> float:
     return factor * {None: 1.0, "low": interval.low, "high": interval.high}[end]
 
 
-def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> Issued:
+def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpIssueCounts:
     """What the host does for one op, the same for every batch ``size``; arguments as of `passes_of`."""
     if size == 1:
         # One sample is expanded to nothing, so that no gradient is summed over samples; of more samples it is.
@@ -195,7 +195,7 @@ def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers:
     # One node per op, view and cast that needs a gradient, and one per parameter; attention's views are in its own.
     viewed = 0 if family_of(op) == "attention" else views
     nodes = 1 + viewed + returned + passes.accumulate.num_kernels if recorded else 0
-    return Issued(
+    return OpIssueCounts(
         calls=passes.forward.num_calls + views + len(casts),
         kernels=passes.forward.num_kernels + len(casts),
         nodes=nodes,
@@ -204,32 +204,34 @@ def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers:
     )
 
 
-def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpSeconds:
+def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> RooflineSeconds:
     """Seconds of the measured host for one op, the same for every batch ``size``; arguments as of `passes_of`."""
     calls, issued = load_host_calls(), count_issued(graph, op, size, dtype, key, numbers)
-    return OpSeconds(
+    return RooflineSeconds(
         forward_s=issued.calls * calls.forward_call_s + issued.kernels * calls.launch_s,
         backward_s=issued.nodes * calls.node_s + issued.backward_kernels * calls.launch_s,
         accumulate_s=issued.accumulations * calls.call_s,
     )
 
 
-def unit_issue_seconds(*, trained: bool) -> OpSeconds:
+def unit_issue_seconds(*, trained: bool) -> RooflineSeconds:
     """Seconds of the measured host for calling a compiled unit, and for its node in the backward, without kernels."""
     calls = load_host_calls()
     backward_s = calls.compiled.unit_backward_s if trained else 0.0
-    unit = OpSeconds(forward_s=calls.compiled.unit_s, backward_s=backward_s, accumulate_s=0.0)
+    unit = RooflineSeconds(forward_s=calls.compiled.unit_s, backward_s=backward_s, accumulate_s=0.0)
     return unit.times(calls.compiled_speed)
 
 
-def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> OpSeconds:
+def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> RooflineSeconds:
     """Seconds of the measured host for launches of one kernel from a compiled unit, in ``count`` parts."""
     calls = load_host_calls()
     own = calls.compiled.generated_s
     if extern:
         own = calls.compiled.extern_backward_s if backward else calls.compiled.extern_s
     seconds = count * (calls.compiled_speed * own + calls.launch_s)
-    return OpSeconds(forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0.0)
+    return RooflineSeconds(
+        forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0.0
+    )
 
 
 def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: OptimizerLoop) -> float:

@@ -26,7 +26,7 @@ from meshwright.cost.gpu.launch_costs import estimate_launches
 from meshwright.cost.gpu.padding import estimate_padded, without_odd_sizes
 from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.host_issue import issue_seconds
-from meshwright.cost.kernels import Asked, estimate_kernels, shipped_model
+from meshwright.cost.kernels import KernelQueries, estimate_kernels, shipped_model
 from meshwright.cost.memory import backend_of
 from meshwright.cost.table import estimate_op
 from meshwright.cost.traits import family_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from meshwright.cost.classes import OpClasses
     from meshwright.cost.costs import OpCost, OpCosts
     from meshwright.cost.kernels import KernelModel
-    from meshwright.cost.roofline import OpSeconds
+    from meshwright.cost.roofline import RooflineSeconds
     from meshwright.cost.software import Software
     from meshwright.cost.table import OpTable
     from meshwright.cost.teams import TeamCosts
@@ -90,7 +90,7 @@ def estimate_sizes(
             estimate_op(graph, op, size, usual, dtype, table, sources.traced, key, product)
             for op, key, dtype, table, product in zip(ops, keys, types, tables, products, strict=True)
         ]
-        asked.append(Asked(costs=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
+        asked.append(KernelQueries(costs=bounds, graph=graph, ops=ops, keys=keys, types=arithmetic, batch_size=size))
     costs: list[list[OpCost]] = [list(some.costs) for some in asked]
     dense = costs
     widths = Widths(graph=graph, values=None if numbers.autocast else numbers.value_bytes, single=classes.single)
@@ -146,7 +146,9 @@ def estimate_sizes(
     return gathered
 
 
-def _issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources) -> OpSeconds:
+def _issued(
+    graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources
+) -> RooflineSeconds:
     """What the host takes to issue an op, on the host that `host_issue` rests on: measured here, else predicted."""
     predicted = issue_seconds(graph, op, size, dtype, key, numbers)
     measured = sources.table.issued(graph, op, key) if sources.table is not None else None

@@ -25,28 +25,28 @@ LAUNCH_S = 2.0e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpSeconds:
+class RooflineSeconds:
     """Seconds of one op: forward, backward of a first microbatch, and adding to gradients that exist on top of it."""
 
     forward_s: float
     backward_s: float
     accumulate_s: float
 
-    def scaled(self, forward: float, backward: float, accumulate: float) -> OpSeconds:
+    def scaled(self, forward: float, backward: float, accumulate: float) -> RooflineSeconds:
         """Each part times a factor."""
-        return OpSeconds(
+        return RooflineSeconds(
             forward_s=self.forward_s * forward,
             backward_s=self.backward_s * backward,
             accumulate_s=self.accumulate_s * accumulate,
         )
 
-    def times(self, factor: float) -> OpSeconds:
+    def times(self, factor: float) -> RooflineSeconds:
         """All parts times one factor."""
         return self.scaled(factor, factor, factor)
 
-    def plus(self, other: OpSeconds) -> OpSeconds:
+    def plus(self, other: RooflineSeconds) -> RooflineSeconds:
         """Each part of both together."""
-        return OpSeconds(
+        return RooflineSeconds(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
             accumulate_s=self.accumulate_s + other.accumulate_s,
@@ -60,7 +60,7 @@ def peak_flops(kind: DeviceKind, dtype: str) -> float:
 
 def bound_op(
     graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, key: str = "", arithmetic: str = ""
-) -> OpSeconds:
+) -> RooflineSeconds:
     """The roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time.
 
     ``arithmetic``: the type that it multiplies in, if that is not ``dtype``.
@@ -71,7 +71,7 @@ def bound_op(
     def seconds(amount: Amount) -> float:
         return max(amount.flops / peak, amount.num_bytes / bandwidth) + amount.num_kernels * LAUNCH_S
 
-    return OpSeconds(
+    return RooflineSeconds(
         forward_s=seconds(passes.forward),
         backward_s=seconds(passes.backward),
         accumulate_s=seconds(passes.accumulate),

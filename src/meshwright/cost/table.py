@@ -28,7 +28,7 @@ from meshwright.cost.curves import Curve, fit_curve
 from meshwright.cost.kernels import is_tiled
 from meshwright.cost.ops import fit_op_regressor
 from meshwright.cost.prediction import Interval
-from meshwright.cost.roofline import OpSeconds, bound_op
+from meshwright.cost.roofline import RooflineSeconds, bound_op
 from meshwright.cost.work import key_in
 from meshwright.spec.measurements import read_move_key
 from meshwright.spec.units import DTYPE_BYTES
@@ -66,18 +66,18 @@ class OpTable:
         """The op's key at the precision that the model runs in."""
         return key_in(self._dtype, graph, op, batch_size)
 
-    def find(self, key: str) -> OpSeconds | None:
+    def find(self, key: str) -> RooflineSeconds | None:
         """The entry of exactly this key."""
         entry = self._by_key.get(key)
         if entry is None:
             return None
-        return OpSeconds(forward_s=entry.forward_s, backward_s=entry.backward_s, accumulate_s=entry.accumulate_s)
+        return RooflineSeconds(forward_s=entry.forward_s, backward_s=entry.backward_s, accumulate_s=entry.accumulate_s)
 
     def spread(self, key: str) -> float:
         """(p90 - p10) / median of the forward of a key that `find` knows."""
         return self._by_key[key].spread
 
-    def issued(self, graph: Graph, op: Op, key: str) -> OpSeconds | None:
+    def issued(self, graph: Graph, op: Op, key: str) -> RooflineSeconds | None:
         """What the host takes to issue an op of this key, or the same op at another batch size; None if not measured.
 
         Adding to gradients that are there is not among it.
@@ -88,7 +88,7 @@ class OpTable:
             entry = next((other for other in others if other.forward_issue_s), None)
         if entry is None:
             return None
-        return OpSeconds(forward_s=entry.forward_issue_s, backward_s=entry.backward_issue_s, accumulate_s=0.0)
+        return RooflineSeconds(forward_s=entry.forward_issue_s, backward_s=entry.backward_issue_s, accumulate_s=0.0)
 
     def moved(self, move: Move) -> float | None:
         """Seconds of a conversion or a sum beside an op; None if none like it was measured."""
@@ -101,7 +101,7 @@ class OpTable:
             self._learned[kind.name] = fit_op_regressor(self._rows, kind, self._dtype)
         return self._learned[kind.name]
 
-    def measured_batches(self, graph: Graph, op: Op) -> dict[int, OpSeconds]:
+    def measured_batches(self, graph: Graph, op: Op) -> dict[int, RooflineSeconds]:
         """Times of this op by batch size, ascending; empty if its shapes do not depend on the batch."""
         keys = sorted(self._measured_keys(graph, op).items())
         entries = ((batch_size, self.find(key)) for batch_size, key in keys)
@@ -181,13 +181,13 @@ def estimate_op(
     return op_cost_around(bound, unsure, "roofline")
 
 
-def _between(batch_size: int, known: dict[int, OpSeconds]) -> OpSeconds:
+def _between(batch_size: int, known: dict[int, RooflineSeconds]) -> RooflineSeconds:
     sizes = list(known)
     place = bisect_left(sizes, batch_size)
     low, high = sizes[place - 1], sizes[place]
     share = (batch_size - low) / (high - low)
     below, above = known[low], known[high]
-    return OpSeconds(
+    return RooflineSeconds(
         forward_s=below.forward_s + share * (above.forward_s - below.forward_s),
         backward_s=below.backward_s + share * (above.backward_s - below.backward_s),
         accumulate_s=below.accumulate_s + share * (above.accumulate_s - below.accumulate_s),
@@ -195,8 +195,14 @@ def _between(batch_size: int, known: dict[int, OpSeconds]) -> OpSeconds:
 
 
 def _beside(
-    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, known: dict[int, OpSeconds], here: OpSeconds
-) -> OpSeconds:
+    graph: Graph,
+    op: Op,
+    batch_size: int,
+    kind: DeviceKind,
+    dtype: str,
+    known: dict[int, RooflineSeconds],
+    here: RooflineSeconds,
+) -> RooflineSeconds:
     nearest = min(known) if batch_size < min(known) else max(known)
     there = bound_op(graph, op, nearest, kind, dtype)
     ratios = (

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.traits import operator_name
 from meshwright.records.table import parse_sizes
 from meshwright.spec.units import FLOAT_DTYPES
@@ -57,8 +57,8 @@ class TracedOps:
         return bool(self.seconds or self.products)
 
     def find(
-        self, graph: Graph, op: Op, batch_size: int, dtype: str, bound: OpSeconds
-    ) -> tuple[OpSeconds, Basis] | None:
+        self, graph: Graph, op: Op, batch_size: int, dtype: str, bound: RooflineSeconds
+    ) -> tuple[RooflineSeconds, Basis] | None:
         """Seconds of an op and their basis; None without a row of its forward. ``bound``: its roofline."""
         inputs = tuple(_input(graph, index, batch_size, dtype) for index in op.inputs)
         sizes = _product_sizes(graph, op, batch_size)
@@ -71,14 +71,14 @@ class TracedOps:
         ratio = forward / bound.forward_s if bound.forward_s > 0 else 1.0
         accumulate = bound.accumulate_s * ratio
         if bound.backward_s <= 0:
-            return OpSeconds(forward_s=forward, backward_s=0.0, accumulate_s=accumulate), "measured"
+            return RooflineSeconds(forward_s=forward, backward_s=0.0, accumulate_s=accumulate), "measured"
         if sizes is not None:
             backward = self._product_backward(graph, op, dtype, sizes)
         else:
             backward = self._backward(name, [_input(graph, index, batch_size, dtype) for index in op.outputs], inputs)
         basis: Basis = "transferred" if backward is None else "measured"
         seconds = bound.backward_s * ratio if backward is None else backward
-        return OpSeconds(forward_s=forward, backward_s=seconds, accumulate_s=accumulate), basis
+        return RooflineSeconds(forward_s=forward, backward_s=seconds, accumulate_s=accumulate), basis
 
     def _product_backward(self, graph: Graph, op: Op, dtype: str, sizes: tuple[int, int, int]) -> float | None:
         m, n, k = sizes

@@ -6,14 +6,14 @@ from meshwright.measurement.device_clock import CudaClock, DeviceClock, Sample
 from meshwright.measurement.device_issue import measure_call, measure_issue
 from meshwright.measurement.device_ops import (
     DeviceOp,
-    Feed,
+    InputSpec,
     make_move,
     materialised,
     measure_device_ops,
     refuse_fatal,
 )
 from meshwright.measurement.device_optimizers import measure_device_optimizers
-from meshwright.measurement.device_table import Sizes as TableSizes
+from meshwright.measurement.device_table import TableSizes as TableSizes
 from meshwright.measurement.device_table import measure_device_table
 from meshwright.measurement.links import measure_links, measure_links_here
 from meshwright.measurement.machine import ALL_OPTIMIZERS, measure_machine
@@ -32,7 +32,7 @@ __all__ = [
     "CudaClock",
     "DeviceClock",
     "DeviceOp",
-    "Feed",
+    "InputSpec",
     "OpRun",
     "OpSource",
     "RankContext",

@@ -28,7 +28,7 @@ _MOST_COPIES, _CACHES = 8, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
+class InputSpec:
     """A tensor to be made: ``bound`` is above all its values where it holds whole numbers."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class DeviceOp:
 
     key: str
     module: fx.GraphModule
-    feeds: tuple[Feed, ...]
+    feeds: tuple[InputSpec, ...]
     state: Mapping[str, str]
     differentiable: tuple[bool, ...]
     is_view: bool = False
@@ -198,8 +198,8 @@ def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> 
     """A conversion of so many elements from one type to another, or (``adds``) a sum into what is there."""
     graph = fx.Graph()
     value = graph.placeholder("value")
-    source = Feed(shape=(elements,), strides=None, dtype=read)
-    feeds: tuple[Feed, ...] = (source, source) if adds else (source,)
+    source = InputSpec(shape=(elements,), strides=None, dtype=read)
+    feeds: tuple[InputSpec, ...] = (source, source) if adds else (source,)
     if adds:
         made = graph.call_function(torch.ops.aten.add_.Tensor, (value, graph.placeholder("other")))
     else:

@@ -32,7 +32,7 @@ BUDGET_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class TableSizes:
     """Sides of the tensors; the defaults are those of the shipped table."""
 
     rows: tuple[int, ...] = (2048, 8192, 32768)
@@ -80,7 +80,7 @@ def measure_device_table(
     clock: DeviceClock,
     write: Callable[[Row], None],
     *,
-    sizes: Sizes | None = None,
+    sizes: TableSizes | None = None,
     dtypes: Sequence[str] = DTYPES,
     kept: Callable[[Row], bool] = lambda _: False,
     budget_s: float = BUDGET_S,
@@ -91,7 +91,7 @@ def measure_device_table(
     ``kept`` says of a row without seconds that it is known. After ``budget_s`` no further operator begins.
     """
     sink, begun, left_out = events or NullSink(), time.monotonic(), {}
-    cases = list(_cases(sizes or Sizes(), dtypes, clock.device))
+    cases = list(_cases(sizes or TableSizes(), dtypes, clock.device))
     for done, case in enumerate(cases):
         row = device_row(case.op, case.dtype, case.shapes, case.kernel)
         if kept(row):
@@ -115,7 +115,7 @@ def measure_device_table(
     return left_out
 
 
-def _cases(sizes: Sizes, dtypes: Sequence[str], device: torch.device) -> Iterator[_Case]:
+def _cases(sizes: TableSizes, dtypes: Sequence[str], device: torch.device) -> Iterator[_Case]:
     for dtype in dtypes:
         make = _Maker(dtype, device)
         for part in (_rows, _scores, _losses, _images, _products, _attention, _recurrent):
@@ -147,7 +147,7 @@ class _Maker:
 _Told = Iterator[tuple[Any, ...]]
 
 
-def _rows(sizes: Sizes, make: _Maker) -> _Told:
+def _rows(sizes: TableSizes, make: _Maker) -> _Told:
     for n in sizes.rows:
         for d in sizes.widths:
             one, two = [(n, d)], [(n, d)] * 2
@@ -207,7 +207,7 @@ def _rows(sizes: Sizes, make: _Maker) -> _Told:
                 yield "aten.add_.widened", two, accumulated
 
 
-def _scores(sizes: Sizes, make: _Maker) -> _Told:
+def _scores(sizes: TableSizes, make: _Maker) -> _Told:
     for many, t in sizes.scores:
         whole = (many, t, t)
 
@@ -235,7 +235,7 @@ def _scores(sizes: Sizes, make: _Maker) -> _Told:
             yield "aten.bmm", [whole, (many, t, k)], plain, "nn"
 
 
-def _losses(sizes: Sizes, make: _Maker) -> _Told:
+def _losses(sizes: TableSizes, make: _Maker) -> _Told:
     for n in sizes.tokens:
         for v in sizes.vocabularies:
             whole = (n, v)
@@ -276,7 +276,7 @@ def _losses(sizes: Sizes, make: _Maker) -> _Told:
                 yield "aten.embedding_dense_backward", [(n, d), (n,), (v, d)], look_up_backward
 
 
-def _images(sizes: Sizes, make: _Maker) -> _Told:
+def _images(sizes: TableSizes, make: _Maker) -> _Told:
     for n, c, h in sizes.images:
         whole = (n, c, h, h)
 
@@ -315,7 +315,7 @@ def _images(sizes: Sizes, make: _Maker) -> _Told:
             yield "aten.convolution_backward", shapes, lambda convolve=convolve: convolve(back=True)
 
 
-def _products(sizes: Sizes, make: _Maker) -> _Told:
+def _products(sizes: TableSizes, make: _Maker) -> _Told:
     for m in (512, *sizes.tokens):
         for n, k in sizes.products:
 
@@ -336,7 +336,7 @@ def _products(sizes: Sizes, make: _Maker) -> _Told:
             yield "aten.mm.wgrad", [(n, m), (m, k)], of_weight
 
 
-def _attention(sizes: Sizes, make: _Maker) -> _Told:
+def _attention(sizes: TableSizes, make: _Maker) -> _Told:
     for samples, heads, t, k in sizes.attention:
         for causal in (True, False):
 
@@ -363,7 +363,7 @@ def _attention(sizes: Sizes, make: _Maker) -> _Told:
             yield f"{name}_backward", shapes, lambda attend=attend: attend(back=True), kernel
 
 
-def _recurrent(sizes: Sizes, make: _Maker) -> _Told:
+def _recurrent(sizes: TableSizes, make: _Maker) -> _Told:
     for samples, steps, width, layers in sizes.recurrent:
         for name, kind in (("lstm", nn.LSTM), ("gru", nn.GRU)):
 

@@ -51,7 +51,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankGroups:
     """Groups that run at once: ``groups[i]`` are the ranks of group i, ``stride`` apart."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -63,16 +63,16 @@ class Place:
         return len(self.groups[0])
 
 
-def list_places(num_ranks: int) -> list[Place]:
+def list_places(num_ranks: int) -> list[RankGroups]:
     """Every place of groups among so many ranks, at least two, each once."""
     places = []
     for size in (size for size in range(2, num_ranks + 1) if num_ranks % size == 0):
         count = num_ranks // size
-        places.append(Place(groups=(tuple(range(size)),), stride=1))
+        places.append(RankGroups(groups=(tuple(range(size)),), stride=1))
         if count > 1:
             neighbours = tuple(tuple(range(first, first + size)) for first in range(0, num_ranks, size))
             strided = tuple(tuple(range(first, num_ranks, count)) for first in range(count))
-            places += [Place(groups=neighbours, stride=1), Place(groups=strided, stride=count)]
+            places += [RankGroups(groups=neighbours, stride=1), RankGroups(groups=strided, stride=count)]
     return places
 
 
@@ -166,13 +166,13 @@ def _time_places(
     return taken
 
 
-def _own_group(place: Place, backend: str) -> dist.ProcessGroup | None:
+def _own_group(place: RankGroups, backend: str) -> dist.ProcessGroup | None:
     """The group of a place that this rank is in; every rank has to make every group."""
     made = [dist.new_group(list(ranks), backend=backend) for ranks in place.groups]
     return next((group for group, ranks in zip(made, place.groups, strict=True) if dist.get_rank() in ranks), None)
 
 
-def _series(places: Sequence[Place]) -> Iterator[tuple[TransferKind, Place]]:
+def _series(places: Sequence[RankGroups]) -> Iterator[tuple[TransferKind, RankGroups]]:
     """Every op in every place; a send is between the first two ranks, wherever they are."""
     for op in get_args(TransferKind):
         yield from ((op, place) for place in places if op != "send" or place == places[0])

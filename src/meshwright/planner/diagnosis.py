@@ -10,7 +10,7 @@ from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.choices import Choices
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import SearchState
-from meshwright.planner.methods.slicing import Candidate, CandidateSearch
+from meshwright.planner.methods.slicing import CandidateSearch, PlanCandidate
 from meshwright.planner.methods.slicing.method import MAX_RANKS
 from meshwright.planner.problem import Problem
 from meshwright.planner.space import Space
@@ -312,12 +312,12 @@ def _has_hosts(problem: Problem) -> bool:
     return all(node.host_memory_bandwidth_bytes_per_s > 0 for node in problem.cluster.nodes)
 
 
-def _smallest_plan(problem: Problem) -> Candidate | None:
+def _smallest_plan(problem: Problem) -> PlanCandidate | None:
     """A plan that needs the least memory: the smallest microbatches under the least limit at which one exists."""
     small = (space for space in problem.spaces() if space.num_ranks <= MAX_RANKS)
     lean = [replace(space, microbatch_sizes=space.microbatch_sizes[:1]) for space in small]
 
-    def first(limit: int) -> Candidate | None:
+    def first(limit: int) -> PlanCandidate | None:
         for space in lean:
             found = CandidateSearch(
                 replace(space, memory=MemoryLimit(num_bytes=limit)), _basic(space), SearchState()

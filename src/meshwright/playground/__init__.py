@@ -12,16 +12,16 @@ from meshwright.playground.opening import state_of_plan
 from meshwright.playground.scenario import state_of_cluster
 from meshwright.playground.server import PlaygroundServer, serve
 from meshwright.playground.service import Service
-from meshwright.playground.state import State, from_query, to_query
-from meshwright.playground.workbench import Answer, Model, Table, Workbench
+from meshwright.playground.state import Controls, from_query, to_query
+from meshwright.playground.workbench import MeasuredTable, OfferedModel, StateResult, Workbench
 
 __all__ = [
-    "Answer",
-    "Model",
+    "Controls",
+    "MeasuredTable",
+    "OfferedModel",
     "PlaygroundServer",
     "Service",
-    "State",
-    "Table",
+    "StateResult",
     "Workbench",
     "from_query",
     "serve",

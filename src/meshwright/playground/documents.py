@@ -19,8 +19,8 @@ from meshwright.planner.pages import headline_facts, simulation_document
 from meshwright.planner.plans import explain_difference, summarise
 from meshwright.playground.opening import describe_given
 from meshwright.playground.scenario import scenario_of
-from meshwright.playground.state import State, to_query
-from meshwright.playground.workbench import Answer
+from meshwright.playground.state import Controls, to_query
+from meshwright.playground.workbench import StateResult
 from meshwright.report import describe_scenario
 from meshwright.report.page import versions
 from meshwright.spec import format_bytes
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 NEVER_FLUSHES = "The schedule never flushes; the step time is that of a step while the pipeline is full."
 
 
-def answer_data(answer: Answer) -> Row:
+def answer_data(answer: StateResult) -> Row:
     """The answer to a state, for the page."""
     ranked = answer.ranked
     return {
@@ -52,7 +52,7 @@ def answer_data(answer: Answer) -> Row:
     }
 
 
-def answer_figures(answer: Answer) -> Row:
+def answer_figures(answer: StateResult) -> Row:
     """The headline numbers, of all devices and of one."""
     ranked, plan = answer.ranked, answer.plan
     tokens_per_s = ranked.tokens_per_s
@@ -75,12 +75,12 @@ def interval_data(interval: StepInterval) -> Row:
     }
 
 
-def impossible_data(state: State, message: str) -> Row:
+def impossible_data(state: Controls, message: str) -> Row:
     """The answer to a state that has no plan."""
     return {"status": "impossible", "message": message, "query": to_query(state)}
 
 
-def pinned_data(answer: Answer, pinned: Answer) -> Row:
+def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
     """The pinned state beside the shown one."""
     return {
         "query": to_query(pinned.state),
@@ -90,7 +90,7 @@ def pinned_data(answer: Answer, pinned: Answer) -> Row:
     }
 
 
-def answer_document(answer: Answer, *, deflate: bool = True) -> Row:
+def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
     """The page document of an answer: what the playground draws, and what its report holds."""
     scenario = describe_scenario(scenario_of(answer.state))
     seen, plan = answer.seen, answer.plan
@@ -111,7 +111,7 @@ def answer_document(answer: Answer, *, deflate: bool = True) -> Row:
     )
 
 
-def explain_excess(answer: Answer) -> str:
+def explain_excess(answer: StateResult) -> str:
     """Which rank needs too much memory, for what, and what would make it less."""
     ranked, state = answer.ranked, answer.state
     rank = ranked.fullest_rank

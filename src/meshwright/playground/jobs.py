@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.planner import Choices, Limits, Plans, Problem, search_plans
 from meshwright.playground.layout import exchange_of, offload_of, sharding_of, workload_of
-from meshwright.playground.state import AS_PLANNED, State, to_query
+from meshwright.playground.state import AS_PLANNED, Controls, to_query
 from meshwright.playground.workbench import Workbench
 from meshwright.spec import Graph, MeshwrightError, Plan, PlaygroundError
 from meshwright.spec.plan import BASIC_SCHEDULES
@@ -34,7 +34,7 @@ class _StoppedError(Exception):
 class SearchJob:
     """One search: a thread, how far it is, and what it found. Also the event sink of the search."""
 
-    def __init__(self, number: int, search: Callable[[SearchJob], Plans], show: Callable[[Plan], State]) -> None:
+    def __init__(self, number: int, search: Callable[[SearchJob], Plans], show: Callable[[Plan], Controls]) -> None:
         self.number = number
         self._show = show
         self._search = search
@@ -88,7 +88,7 @@ class Searches:
         self._job: SearchJob | None = None
         self._changing = threading.Lock()
 
-    def start(self, state: State) -> Row:
+    def start(self, state: Controls) -> Row:
         """Search the best plans for a state's model, workload, cluster and scenario."""
         with self._lock:
             graph, _, cluster, cost = self._bench.prepare(state)
@@ -117,7 +117,7 @@ class Searches:
             # All that a method with settings of its own would try takes too long beside a page.
             return search_plans(problem, "slicing", Limits(max_plans=MAX_PLANS, events=job))
 
-        def show(plan: Plan) -> State:
+        def show(plan: Plan) -> Controls:
             own = graph_for(plan.microbatch_size) if plan.recompute else None
             with self._lock:
                 return self._bench.open_plan(plan, state, own)
@@ -150,7 +150,7 @@ class Searches:
         return job
 
 
-def _choices(state: State, graph: Graph, given: Plan | None) -> Choices:
+def _choices(state: Controls, graph: Graph, given: Plan | None) -> Choices:
     """What the search chooses among: all slicings with the sharding, ZeRO stage, recompute and offload of the state."""
     named = () if state.schedule in (*BASIC_SCHEDULES, AS_PLANNED) else (state.schedule,)
     exchange = exchange_of(state, given)
@@ -165,7 +165,7 @@ def _choices(state: State, graph: Graph, given: Plan | None) -> Choices:
     )
 
 
-def _recompute_word(state: State, graph: Graph, given: Plan | None) -> str:
+def _recompute_word(state: Controls, graph: Graph, given: Plan | None) -> str:
     """What is computed again, in words that a search reads. Raises PlaygroundError where there are none."""
     if state.recompute != AS_PLANNED or given is None:
         return state.recompute

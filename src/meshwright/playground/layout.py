@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.methods.slicing.method import num_instructions
-from meshwright.playground.state import AS_PLANNED, State
+from meshwright.playground.state import AS_PLANNED, Controls
 from meshwright.program import SCHEDULE_LAYOUTS
 from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, Sharding, StagePlan
 from meshwright.spec.exchange import ZeroStage
@@ -39,7 +39,7 @@ MAX_STEP_S = 500_000
 _MIB = 2**20
 
 
-def check_shape(state: State, num_layers: int, num_devices: int, given: Plan | None = None) -> tuple[int, ...]:
+def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan | None = None) -> tuple[int, ...]:
     """Replicas of each position in line: of a stage, or of all that a rank holds.
 
     Raises PlanError, saying what to change, if stages, replicas or cuts are impossible.
@@ -79,7 +79,7 @@ def check_shape(state: State, num_layers: int, num_devices: int, given: Plan | N
     return replicas
 
 
-def check_duration(state: State, layer_s: NDArray[np.float64]) -> None:
+def check_duration(state: Controls, layer_s: NDArray[np.float64]) -> None:
     """Raise PlanError for a step that the simulator's clock (int64 picoseconds) was not made for."""
     count = state.global_batch / (state.microbatch_size * state.expert)
     seconds = float(layer_s.sum()) * count * max(state.slowdown, 1)
@@ -91,7 +91,7 @@ def check_duration(state: State, layer_s: NDArray[np.float64]) -> None:
 
 
 def make_plan(
-    state: State,
+    state: Controls,
     graph: Graph,
     base: Cluster,
     cuts: Sequence[int],
@@ -146,7 +146,7 @@ def make_plan(
     return plan
 
 
-def workload_of(state: State, graph: Graph | None = None, given: Plan | None = None) -> Workload:
+def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None = None) -> Workload:
     """What is to be done with the model, for which its graph was captured."""
     optimizer = Optimizer.named(state.optimizer)
     if given is not None and given.workload.optimizer.option == state.optimizer:
@@ -160,7 +160,7 @@ def workload_of(state: State, graph: Graph | None = None, given: Plan | None = N
     )
 
 
-def exchange_of(state: State, given: Plan | None = None) -> GradientExchange:
+def exchange_of(state: Controls, given: Plan | None = None) -> GradientExchange:
     """How gradients are summed."""
     way = given.exchange if given is not None and state.rest == AS_PLANNED else GradientExchange()
     return replace(
@@ -172,7 +172,7 @@ def exchange_of(state: State, given: Plan | None = None) -> GradientExchange:
     )
 
 
-def sharding_of(state: State, given: Plan | None = None) -> Sharding:
+def sharding_of(state: Controls, given: Plan | None = None) -> Sharding:
     """How ops are split."""
     return replace(
         given.sharding if given is not None and state.rest == AS_PLANNED else UNSHARDED,
@@ -183,14 +183,14 @@ def sharding_of(state: State, given: Plan | None = None) -> Sharding:
     )
 
 
-def again_of(state: State, graph: Graph, given: Plan | None = None) -> Recompute:
+def again_of(state: Controls, graph: Graph, given: Plan | None = None) -> Recompute:
     """What is computed again. Raises PlanError for a word that means nothing in this graph."""
     if state.recompute == AS_PLANNED and given is not None:
         return Recompute(given.recompute, given.keeps)
     return Recompute() if state.recompute == "none" else _read_recompute(graph, state.recompute)
 
 
-def offload_of(state: State) -> Offload:
+def offload_of(state: Controls) -> Offload:
     """What is kept away from the devices."""
     return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
 
@@ -220,7 +220,7 @@ def deal_out(
     return tuple(StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, dealt, strict=True))
 
 
-def _replicas_of(state: State, num_devices: int) -> tuple[int, ...]:
+def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
     """Replicas of each position, as the controls say. Raises PlanError where they cannot be."""
     deal, count = deal_of(state.schedule), state.num_stages
     size = count
@@ -265,18 +265,18 @@ def _read_recompute(graph: Graph, text: str) -> Recompute:
     return read_recompute(graph, text)
 
 
-def _width(state: State) -> int:
+def _width(state: Controls) -> int:
     return state.tensor * state.context * state.expert
 
 
-def _fewer(state: State, num_devices: int) -> str:
+def _fewer(state: Controls, num_devices: int) -> str:
     width = _width(state)
     if width > num_devices:
         return f"{format_count(num_devices, 'device')} for tensor times context times expert"
     return format_count(num_devices // width * (state.num_stages // len(_positions(state))), "stage")
 
 
-def _positions(state: State) -> range:
+def _positions(state: Controls) -> range:
     chunks = {"in turn": state.num_chunks, "v": 2}.get(deal_of(state.schedule), 1)
     return range(max(1, state.num_stages // chunks))
 
@@ -286,7 +286,7 @@ def briefly(replicas: tuple[int, ...]) -> tuple[int, ...]:
     return replicas[:1] if len(set(replicas)) == 1 else replicas
 
 
-def _check_cuts(state: State, num_layers: int) -> None:
+def _check_cuts(state: Controls, num_layers: int) -> None:
     cuts = state.cuts
     if not cuts:
         return
@@ -298,7 +298,7 @@ def _check_cuts(state: State, num_layers: int) -> None:
         )
 
 
-def _check_batch(state: State, replicas: Sequence[int]) -> None:
+def _check_batch(state: Controls, replicas: Sequence[int]) -> None:
     batch, rest = divmod(state.global_batch, state.expert)
     if rest:
         raise PlanError(

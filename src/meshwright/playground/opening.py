@@ -10,7 +10,7 @@ from typing import get_args
 
 from meshwright.planner.layouts import LayoutName
 from meshwright.playground.layout import briefly, deal_of, deal_out, offload_of
-from meshwright.playground.state import AS_PLANNED, OFFLOAD_NAMES, State
+from meshwright.playground.state import AS_PLANNED, OFFLOAD_NAMES, Controls
 from meshwright.spec import GradientExchange, Graph, Plan
 from meshwright.spec.codec import dump_json, encode_document
 from meshwright.spec.own_code import source_hash
@@ -22,11 +22,11 @@ from meshwright.spec.units import format_count, format_seconds
 _MIB = 2**20
 
 
-def state_of_plan(plan: Plan, state: State, graph: Graph | None = None) -> State:
+def state_of_plan(plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
     """The state that shows a plan on the cluster and in the scenario of ``state``.
 
-    Where it `State.needs_plan`, the workbench has to know the plan (`Workbench.open_plan`). With the ``graph``, what is
-    computed again has its word.
+    Where it `Controls.needs_plan`, the workbench has to know the plan (`Workbench.open_plan`). With the ``graph``, what
+    is computed again has its word.
     """
     layout, num_chunks, replicas = _layout_of(plan)
     again = Recompute(plan.recompute, plan.keeps)
@@ -60,7 +60,7 @@ def state_of_plan(plan: Plan, state: State, graph: Graph | None = None) -> State
     return replace(shown, given=plan_key(plan)) if shown.needs_plan else shown
 
 
-def describe_given(state: State, given: Plan | None) -> str:
+def describe_given(state: Controls, given: Plan | None) -> str:
     """One sentence on what a state leaves as it is in the opened plan; nothing if that is nothing."""
     if given is None or not state.needs_plan:
         return ""

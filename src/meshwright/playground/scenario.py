@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.cost import CostModel
-from meshwright.playground.state import State
+from meshwright.playground.state import Controls
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import Cluster, PlaygroundError, load_cluster, shipped_kinds
 from meshwright.spec.errors import suggest
@@ -25,7 +25,7 @@ from meshwright.spec.selectors import Devices, Links
 MAX_DEVICES = 1024
 
 
-def base_cluster(state: State, files: Mapping[str, Cluster]) -> Cluster:
+def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
     """The cluster that a state describes; ``files`` are clusters from files, by the name that stands for a kind.
 
     Raises PlaygroundError for an unknown kind, too many devices, or another size than a file's cluster has.
@@ -50,7 +50,7 @@ def base_cluster(state: State, files: Mapping[str, Cluster]) -> Cluster:
     return load_cluster(f"{state.num_nodes}x{state.devices_per_node}x{state.kind}")
 
 
-def scenario_of(state: State) -> Scenario:
+def scenario_of(state: Controls) -> Scenario:
     """The scenario that a state's controls say. Links between nodes do not matter where there is one node."""
     effects = list[Effect]()
     if state.memory_gib:
@@ -66,7 +66,7 @@ def scenario_of(state: State) -> Scenario:
     return Scenario(effects=tuple(effects))
 
 
-def scenario_cost(state: State, cost: CostModel) -> CostModel:
+def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
     """The cost model of the base as the scenario makes it; raises PlaygroundError if the slow device is not there."""
     num_ranks = cost.cluster.num_ranks
     if state.slowdown != 1 and state.slow_rank >= num_ranks:
@@ -77,7 +77,7 @@ def scenario_cost(state: State, cost: CostModel) -> CostModel:
     return apply_scenario(cost, scenario_of(state))
 
 
-def state_of_cluster(reference: str) -> tuple[State, dict[str, Cluster]]:
+def state_of_cluster(reference: str) -> tuple[Controls, dict[str, Cluster]]:
     """The state on a cluster as a plan names it, and the clusters to offer beside the shipped kinds for that.
 
     Raises ClusterError for a reference that cannot be read.
@@ -88,4 +88,4 @@ def state_of_cluster(reference: str) -> tuple[State, dict[str, Cluster]]:
     if kind not in shipped_kinds() or load_cluster(f"{num_nodes}x{num_devices}x{kind}").nodes != cluster.nodes:
         kind = reference
         offered[reference] = replace(cluster, name=reference)
-    return State(kind=kind, num_nodes=num_nodes, devices_per_node=num_devices), offered
+    return Controls(kind=kind, num_nodes=num_nodes, devices_per_node=num_devices), offered

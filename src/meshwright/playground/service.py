@@ -37,11 +37,11 @@ from meshwright.playground.state import (
     LIMITS,
     OFFLOAD_NAMES,
     REST_NAMES,
-    State,
+    Controls,
     from_query,
     to_query,
 )
-from meshwright.playground.workbench import Answer, Workbench
+from meshwright.playground.workbench import StateResult, Workbench
 from meshwright.report.page import page_html, page_script, page_style
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, load_cluster, shipped_kinds
@@ -70,14 +70,14 @@ class Reply:
 class Service:
     """The playground's answers by path; safe to call from several threads."""
 
-    def __init__(self, bench: Workbench, start: State) -> None:
+    def __init__(self, bench: Workbench, start: Controls) -> None:
         self._bench = bench
         self._start = start
         self._turns = Turns()
         self._searches = Searches(bench, self._turns.lock)
         # Intervals are computed beside the answers, one at a time.
         self._weighing = threading.Lock()
-        self._files: dict[str, Callable[[Answer], Reply]] = {
+        self._files: dict[str, Callable[[StateResult], Reply]] = {
             "/plan.json": _plan_file,
             "/trace.json": _trace_file,
             "/report.html": _report_file,
@@ -153,14 +153,14 @@ class Service:
             reply["answered_in_s"] = time.perf_counter() - begin
             return reply
 
-    def _interval(self, state: State) -> Row:
+    def _interval(self, state: Controls) -> Row:
         with self._weighing:
             with self._turns.lock:
                 seen = self._bench.answer(state).seen
             # A cost model of its own, for it keeps what it was asked.
             return interval_data(predict_step_interval(seen.plan, seen.graph, seen.cluster, replace(seen.cost)))
 
-    def _compare(self, answer: Answer, pinned: str) -> Row:
+    def _compare(self, answer: StateResult, pinned: str) -> Row:
         # What is wrong with the pinned state must not keep the page from showing others.
         try:
             return pinned_data(answer, self._bench.answer(from_query(pinned)))
@@ -200,15 +200,15 @@ def _file_row(name: str, cluster: Cluster) -> Row:
     return {**_kind_row(name, cluster), "fixed": size}
 
 
-def _plan_file(answer: Answer) -> Reply:
+def _plan_file(answer: StateResult) -> Reply:
     return Reply(body=dump_json(encode_document(answer.plan)).encode(), file_name="plan.json")
 
 
-def _trace_file(answer: Answer) -> Reply:
+def _trace_file(answer: StateResult) -> Reply:
     return Reply(body=b"".join(trace_pieces([answer.simulation.timeline])), file_name="trace.json")
 
 
-def _report_file(answer: Answer) -> Reply:
+def _report_file(answer: StateResult) -> Reply:
     text = page_html(answer_document(answer))
     return Reply(body=text.encode(), content_type="text/html; charset=utf-8", file_name="report.html")
 

@@ -69,7 +69,7 @@ _MAX_REPLICAS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class Controls:
     """Everything that the controls say.
 
     ``replicas`` has one number for all stages, or one per stage; none means as many as find a device and a
@@ -119,12 +119,12 @@ class State:
         return AS_PLANNED in (self.layout, self.schedule, self.recompute, self.rest)
 
 
-def to_query(state: State) -> str:
+def to_query(state: Controls) -> str:
     """The state as the query of a link, every value written out."""
     return urlencode([(item.name, item.write(getattr(state, item.field))) for item in _PARAMETERS])
 
 
-def from_query(query: str) -> State:
+def from_query(query: str) -> Controls:
     """Read a link's query; values that it leaves out are the default ones.
 
     Raises PlaygroundError, naming the value, for an unknown or repeated name and for anything out of range.
@@ -145,7 +145,7 @@ def from_query(query: str) -> State:
         if known[name].field in values:
             raise PlaygroundError(f"The link sets {name!r} twice; keep one of them.")
         values[known[name].field] = known[name].read(name, text)
-    return State(**values)
+    return Controls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

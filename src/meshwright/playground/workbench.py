@@ -39,7 +39,7 @@ from meshwright.playground.layout import (
 )
 from meshwright.playground.opening import plan_key, state_of_plan
 from meshwright.playground.scenario import base_cluster, scenario_cost, scenario_of
-from meshwright.playground.state import State
+from meshwright.playground.state import Controls
 from meshwright.program import lower_graph
 from meshwright.simulator import Simulation, Teams, form_teams, simulate_plan
 from meshwright.spec import Cluster, DeviceKind, Graph, Plan, PlaygroundError
@@ -56,7 +56,7 @@ _MAX_PLANS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class OfferedModel:
     """A model on offer.
 
     ``open`` reads or captures it, once, and gives its graph by microbatch size; ``sizes`` and ``rewritten`` are what
@@ -69,7 +69,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
+class StateResult:
     """What a state comes to: the plan, made for ``base`` and simulated on ``cluster``.
 
     ``given`` is the opened plan that the state names, ``seen`` what was simulated: the plan as its teams of devices see
@@ -77,7 +77,7 @@ class Answer:
     share out; ``balanced`` are those cuts.
     """
 
-    state: State
+    state: Controls
     graph: Graph
     base: Cluster
     cluster: Cluster
@@ -91,11 +91,11 @@ class Answer:
     balanced: tuple[int, ...]
 
 
-def _machines(state: State) -> Hashable:
+def _machines(state: Controls) -> Hashable:
     return state.kind, state.num_nodes, state.devices_per_node
 
 
-class Table(NamedTuple):
+class MeasuredTable(NamedTuple):
     """Measurements of devices of a kind, which states with it are estimated with."""
 
     kind: str
@@ -107,9 +107,9 @@ class Workbench:
 
     def __init__(
         self,
-        models: Mapping[str, Model],
+        models: Mapping[str, OfferedModel],
         clusters: Mapping[str, Cluster] | None = None,
-        table: Table | None = None,
+        table: MeasuredTable | None = None,
     ) -> None:
         self.models = dict(models)
         self._table = table
@@ -119,7 +119,7 @@ class Workbench:
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {name: OrderedDict() for name in _MAX_KEPT}
 
-    def open_plan(self, plan: Plan, state: State, graph: Graph | None = None) -> State:
+    def open_plan(self, plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
         """The state that shows a plan on the cluster and in the scenario of ``state``; the plan is kept for it."""
         key = plan_key(plan)
         self._plans[key] = plan
@@ -129,7 +129,7 @@ class Workbench:
             self._plans.pop(list(self._plans)[1])
         return replace(state_of_plan(plan, state, graph), given=key)
 
-    def given_of(self, state: State) -> Plan | None:
+    def given_of(self, state: Controls) -> Plan | None:
         """The opened plan that a state names. Raises PlaygroundError if it needs one that is not there."""
         found = self._plans.get(state.given)
         if found is None and state.needs_plan:
@@ -144,14 +144,14 @@ class Workbench:
             )
         return found
 
-    def answer(self, state: State) -> Answer:
+    def answer(self, state: Controls) -> StateResult:
         """Build, estimate and simulate the plan of a state.
 
         Raises MeshwrightError, saying what to change, for a state that has no plan; needing too much memory is none.
         """
         return self._keep("answer", state, lambda: self._answer(state))
 
-    def prepare(self, state: State) -> tuple[Graph, Cluster, Cluster, CostModel]:
+    def prepare(self, state: Controls) -> tuple[Graph, Cluster, Cluster, CostModel]:
         """Graph, base, cluster of the scenario and its cost model."""
         model = self._model(state)
         base = base_cluster(state, self.clusters)
@@ -159,15 +159,15 @@ class Workbench:
         graph = self._keep("model", state.model, model.open)(state.microbatch_size)
         return graph, base, cost.cluster, cost
 
-    def graphs_of(self, state: State) -> Callable[[int], Graph]:
+    def graphs_of(self, state: Controls) -> Callable[[int], Graph]:
         """The graph of a state's model by microbatch size."""
         return self._keep("model", state.model, self._model(state).open)
 
-    def sizes_of(self, state: State) -> tuple[tuple[str, int], ...]:
+    def sizes_of(self, state: Controls) -> tuple[tuple[str, int], ...]:
         """The sizes that plans for a state's model note."""
         return self._model(state).sizes
 
-    def _model(self, state: State) -> Model:
+    def _model(self, state: Controls) -> OfferedModel:
         if state.model not in self.models:
             raise PlaygroundError(
                 f"There is no model {state.model[:80]!r} on this page{suggest(state.model[:80], self.models)}. "
@@ -175,7 +175,7 @@ class Workbench:
             )
         return self.models[state.model]
 
-    def _answer(self, state: State) -> Answer:
+    def _answer(self, state: Controls) -> StateResult:
         graph, base, cluster, cost = self.prepare(state)
         given = self.given_of(state)
         check_shape(state, len(graph.layers), base.num_ranks, given)
@@ -194,7 +194,7 @@ class Workbench:
         remembers = self._keep("unused", (state.model, replace(plan, cluster="")), lambda: replace(seen.cost))
         ranked = rank_simulation(simulation, seen.plan, seen.graph, seen.cluster, cost=remembers)
         self._learn(state, base, cost)
-        return Answer(
+        return StateResult(
             state=state,
             graph=graph,
             base=base,
@@ -210,7 +210,7 @@ class Workbench:
         )
 
     def _balance(
-        self, state: State, graph: Graph, base: Cluster, given: Plan | None
+        self, state: Controls, graph: Graph, base: Cluster, given: Plan | None
     ) -> tuple[NDArray[np.float64], tuple[int, ...]]:
         kind = base.device_kind(0)
         plain = replace(state, slowdown=1.0, link_slowdown=1.0, nic_slowdown=1.0, num_nics=0, memory_gib=0.0)
@@ -225,18 +225,18 @@ class Workbench:
         count = state.num_stages
         return seconds, self._keep("cuts", (*key, count), lambda: balanced_cuts(seconds, count))
 
-    def _cost(self, state: State, base: Cluster) -> CostModel:
+    def _cost(self, state: Controls, base: Cluster) -> CostModel:
         key = state.kind, state.num_nodes, state.devices_per_node, scenario_of(state), state.precision
         return self._keep("cost", key, lambda: scenario_cost(state, self._usual(state, base)))
 
-    def _usual(self, state: State, base: Cluster) -> CostModel:
+    def _usual(self, state: Controls, base: Cluster) -> CostModel:
         """Costs without a scenario."""
         path = None if self._table is None or self._table.kind != state.kind else self._table.path
         return self._keep(
             "usual", (_machines(state), state.precision), lambda: load_cost_model(base, path, state.precision)
         )
 
-    def _learn(self, state: State, base: Cluster, cost: CostModel) -> None:
+    def _learn(self, state: Controls, base: Cluster, cost: CostModel) -> None:
         """Let the next scenario know what this one has found out of stages and kinds of devices."""
         machines, links = (_machines(state), state.precision), self._usual(state, base).usual_links
         self._kept["usual"][machines] = cost.on_machines(base, links)

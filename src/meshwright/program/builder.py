@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.program.streams import Chunk, Rows, deal_waits, make_rows, sort_chunks
+from meshwright.program.streams import Chunk, InstructionRows, deal_waits, make_rows, sort_chunks
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import STREAM_NAMES, Instruction, Receive, StreamName, instruction_row
 from meshwright.spec.program import Program, Section, Stream, empty_section
@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 # Lanes of one stream that keys tell apart.
 _MAX_LANES = 2**20
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
-# Stream, then the columns of `Rows`: packed, a row is stored in half the time of eight numbers.
+# Stream, then the columns of `InstructionRows`: packed, a row is stored in half the time of eight numbers.
 _ROW = struct.Struct("8q")
 
 
@@ -184,9 +184,9 @@ class ProgramBuilder:
     def _flush(self) -> None:
         """Close the chunk of instructions that were appended one by one."""
         if self._rows:
-            keys, *columns = np.array(self._rows, np.int64).reshape(-1, 1 + len(Rows._fields)).T
+            keys, *columns = np.array(self._rows, np.int64).reshape(-1, 1 + len(InstructionRows._fields)).T
             begins = np.flatnonzero(np.diff(keys, prepend=-1))
-            rows = make_rows(len(keys), **dict(zip(Rows._fields, columns, strict=True)))
+            rows = make_rows(len(keys), **dict(zip(InstructionRows._fields, columns, strict=True)))
             self._chunks.append(Chunk(keys[begins], np.diff(begins, append=len(keys)), rows, None))
             self._rows = array("q")
 

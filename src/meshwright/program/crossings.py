@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from meshwright.cost.autocast import as_computed
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.schedules import RankOrders
-from meshwright.program.transfers import Computations, Routes, Sends, find_pairs, lay_out_transfers
+from meshwright.program.transfers import Computations, Sends, StageRoutes, find_pairs, lay_out_transfers
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement
@@ -28,7 +28,7 @@ Ids = NDArray[np.int64]
 class Crossings(NamedTuple):
     """What crosses between stages: its routes, and of each route its bytes and whether it carries gradients."""
 
-    routes: Routes
+    routes: StageRoutes
     num_bytes: Ids
     is_gradient: NDArray[np.bool_]
 
@@ -71,7 +71,9 @@ def _join_channels(graph: Graph, stages: tuple[StageSlice, ...], size: int, floa
             arriving[target + num_stages * is_gradient].append(len(rows))
             rows.append((source, target, num_bytes, is_gradient))
     table = np.array(rows, np.int64).reshape(-1, 4)
-    routes = Routes(table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), *_ragged(leaving), *_ragged(arriving))
+    routes = StageRoutes(
+        table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), *_ragged(leaving), *_ragged(arriving)
+    )
     return Crossings(routes, table[:, 2], table[:, 3].astype(bool))
 
 

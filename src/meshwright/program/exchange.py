@@ -34,7 +34,7 @@ Ids = NDArray[np.int64]
 _NUMBER_BYTES = 4
 
 
-class Seats(NamedTuple):
+class ExchangeSeats(NamedTuple):
     """Stage, rank and place of the last backward of each seat, shape (seats,)."""
 
     stage: Ids
@@ -42,22 +42,22 @@ class Seats(NamedTuple):
     last: Ids
 
 
-class Held(NamedTuple):
+class SeatMap(NamedTuple):
     """``seat[h]`` holds what ``row[h]`` of the exchange is about."""
 
     seat: Ids
     row: Ids
 
 
-class Exchanged(NamedTuple):
+class ExchangeHandles(NamedTuple):
     """What an exchange wrote down: handles of the sums (rows,), of the steps (seats,; -1 for none), of what is agreed.
 
     ``agreed`` has handles of shape (ranks,) for each number on which all ranks agree.
     """
 
-    seats: Seats
+    seats: ExchangeSeats
     rows: PartRows
-    held: Held
+    held: SeatMap
     sums: Ids | None
     agreed: list[Ids]
     steps: Ids
@@ -77,14 +77,14 @@ def append_exchange(
     numbers: Numbers,
     num_agreed: int,
     first: Computations,
-) -> Exchanged:
+) -> ExchangeHandles:
     """Write down the exchange of the buckets and the steps of the trained stages.
 
     ``numbers``: gradients and parameters travel in their types. ``num_agreed``: numbers on which all ranks agree.
     ``first``: the computations of the first step of the body, which has several where exchanges are rare.
     """
     num_replicas = np.diff(computations.replica_offsets)
-    seats = Seats(
+    seats = ExchangeSeats(
         np.repeat(np.arange(len(trained)), num_replicas),
         computations.replicas.astype(np.int64),
         find_last_backwards(computations),
@@ -118,7 +118,7 @@ def append_exchange(
         builder.wait_each(back[held.row], steps[held.seat])
         forwards = first.handle[find_first_forwards(first)[held.seat]]
         builder.wait_late_each(forwards, back[held.row])
-    return Exchanged(seats, rows, held, sums, agreed, steps)
+    return ExchangeHandles(seats, rows, held, sums, agreed, steps)
 
 
 def _append_sums(
@@ -141,7 +141,7 @@ def _append_sums(
 def _append_agreements(
     builder: ProgramBuilder,
     computations: Computations,
-    seats: Seats,
+    seats: ExchangeSeats,
     rows: PartRows,
     sums: Ids | None,
     count: int,
@@ -173,10 +173,10 @@ def _append_agreements(
 def _lay_out(
     builder: ProgramBuilder,
     computations: Computations,
-    seats: Seats,
+    seats: ExchangeSeats,
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
-) -> tuple[PartRows, Held]:
+) -> tuple[PartRows, SeatMap]:
     """Every part on every rank that holds it, and which seats hold it there.
 
     A parameter that several stages of a rank share is exchanged once, when all its gradients are there.
@@ -209,4 +209,4 @@ def _lay_out(
     begins, ends = (np.searchsorted(row, exchanged, side=side) for side in ("left", "right"))
     which = np.repeat(np.arange(len(seat)), ends - begins)
     before = np.cumsum(ends - begins) - (ends - begins)
-    return rows, Held(seat[which], begins[which] + np.arange(len(which)) - before[which])
+    return rows, SeatMap(seat[which], begins[which] + np.arange(len(which)) - before[which])

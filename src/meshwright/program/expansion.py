@@ -22,7 +22,7 @@ from meshwright.spec.slices import StageSlice
 _ROOT = -1
 
 
-class Exchanged(NamedTuple):
+class SizedCollective(NamedTuple):
     """A collective of full tensors of ``num_bytes``, of the ranks of an axis or of a stage's replicas.
 
     "replicas" are those that share states, "across" those at the same place of each group of such.
@@ -38,7 +38,7 @@ class _Event(NamedTuple):
 
     place: int
     turn: int
-    item: Exchanged
+    item: SizedCollective
 
 
 # At one place: parameters are gathered, what is not there is computed again, the op itself runs, gradients leave, and
@@ -83,7 +83,7 @@ class Expansion:
         }
         self._done = dict.fromkeys(self._units, 0)
 
-    def expand(self, instruction: Instruction) -> list[Exchanged]:
+    def expand(self, instruction: Instruction) -> list[SizedCollective]:
         """What an instruction exchanges inside of its span; nothing for those that are exchanges themselves."""
         match instruction:
             case Forward(stage=stage):
@@ -93,7 +93,9 @@ class Expansion:
             case OptimizerStep(stage=stage):
                 held = self._stages[stage].parameters
                 summed = [item for item in self._graph.collectives if item.phase == "step" and item.tensor in held]
-                found = [Exchanged(item.kind, item.axis, self._gradient_bytes(item.tensor, stage)) for item in summed]
+                found = [
+                    SizedCollective(item.kind, item.axis, self._gradient_bytes(item.tensor, stage)) for item in summed
+                ]
                 return [item for item in found if item.num_bytes]
             case _:
                 return []
@@ -103,7 +105,7 @@ class Expansion:
         ops, size = set(self._stages[stage].ops), self._plan.microbatch_size
         sign = 1 if phase == "forward" else -1
         return [
-            _Event(sign * item.at, _OWN, Exchanged(item.kind, item.axis, item.num_bytes(self._graph, size)))
+            _Event(sign * item.at, _OWN, SizedCollective(item.kind, item.axis, item.num_bytes(self._graph, size)))
             for item in self._graph.collectives
             if item.phase == phase and item.at in ops
             for _ in range(item.count)
@@ -117,7 +119,7 @@ class Expansion:
             asking = max((op for op in range(start, stop) if graph.ops[op].saved), default=start)
             again = ops.intersection(computed_again(graph, start, stop))
             found += [
-                _Event(-asking, _AGAIN, Exchanged(item.kind, item.axis, item.num_bytes(graph, size)))
+                _Event(-asking, _AGAIN, SizedCollective(item.kind, item.axis, item.num_bytes(graph, size)))
                 for item in graph.collectives
                 if item.phase == "forward" and item.at in again
                 for _ in range(item.count)
@@ -164,15 +166,15 @@ class Expansion:
                 found.append(_Event(-first, _SCATTER, scattered))
                 if is_last and self._sharing[stage][1] > 1:
                     own_bytes = scattered.num_bytes // self._sharing[stage][0]
-                    found.append(_Event(-first, _ACROSS, Exchanged("all_reduce", "across", own_bytes)))
+                    found.append(_Event(-first, _ACROSS, SizedCollective("all_reduce", "across", own_bytes)))
         self._gathered -= {(held, number) for held, number in self._gathered if held == stage}
         return found
 
-    def _flat(self, kind: str, stage: int, parameters: Sequence[int]) -> Exchanged:
+    def _flat(self, kind: str, stage: int, parameters: Sequence[int]) -> SizedCollective:
         count = self._sharing[stage][0]
         numbers = self._plan.workload.numbers
         width = numbers.gradient_bytes if kind == "reduce_scatter" else numbers.value_bytes
-        return Exchanged(kind, "replicas", padded_bytes(self._graph, parameters, count, width))
+        return SizedCollective(kind, "replicas", padded_bytes(self._graph, parameters, count, width))
 
     def _gradient_bytes(self, parameter: int, stage: int) -> int:
         """Of a gradient that is summed before an update: of what this rank updates."""
@@ -187,5 +189,5 @@ class Expansion:
         return self._plan.workload.gradient_bytes(facts)
 
 
-def _in_order(events: list[_Event]) -> list[Exchanged]:
+def _in_order(events: list[_Event]) -> list[SizedCollective]:
     return [event.item for event in sorted(events, key=lambda event: event[:2])]

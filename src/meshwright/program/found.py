@@ -25,9 +25,9 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.program.list_scheduler import Rule, write_greedily
+from meshwright.program.list_scheduler import GreedyRule, write_greedily
 from meshwright.program.order_bounds import Bounds
-from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, Problem, fits, play
+from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, OrderProblem, fits, play
 from meshwright.program.order_moves import improve
 from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders
 from meshwright.program.schedules.columns import join_ranks, make_columns
@@ -120,7 +120,7 @@ def measure_orders(plan: Plan, times: StageTimes, columns: tuple[OrderColumns, .
     return play(make_problem(plan, times), joined, np.empty(len(joined.opcode), np.int64))
 
 
-def make_problem(plan: Plan, times: StageTimes) -> Problem:
+def make_problem(plan: Plan, times: StageTimes) -> OrderProblem:
     """The plan and its times as the loops read them. Raises PlanError for times of another shape or below 0."""
     if plan.has_shares:
         raise PlanError(
@@ -154,7 +154,7 @@ def make_problem(plan: Plan, times: StageTimes) -> Problem:
     ]
     offsets, others, between = (np.stack(rows) for rows in zip(*links, strict=True))
 
-    return Problem(
+    return OrderProblem(
         seat_offsets=np.searchsorted(ranks, np.arange(num_ranks + 1)).astype(np.int64),
         seat_stage=np.ascontiguousarray(stages),
         seat_rank=np.ascontiguousarray(ranks),
@@ -216,10 +216,10 @@ class _Search:
             if length == self.bound:
                 return
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[GreedyRule]:
         whole, single = self._whole, not self._plan.has_virtual_stages
         return [
-            Rule(not whole, forward_first, patience, fill, owed, deepest_first)
+            GreedyRule(not whole, forward_first, patience, fill, owed, deepest_first)
             for forward_first, patience in product((False, True), _PATIENCE)
             for fill, owed in ([(0.0, -1)] if whole else product(_FILL, _OWED))
             for deepest_first in ((True,) if single else (True, False))

@@ -21,7 +21,7 @@ from meshwright.program.order_loops import (
     WEIGHT,
     Columns,
     Ints,
-    Problem,
+    OrderProblem,
     duration,
     seat_of,
 )
@@ -29,7 +29,7 @@ from meshwright.program.order_loops import (
 _NEVER = 2**62
 
 
-class Rule(NamedTuple):
+class GreedyRule(NamedTuple):
     """How `write_greedily` chooses.
 
     ``split``: backwards in two parts. ``forward_first``: before a backward that could run, too. ``patience``: wait for
@@ -62,7 +62,7 @@ class _State(NamedTuple):
 
 
 @compiled
-def write_greedily(problem: Problem, cap: Ints, rule: Rule, columns: Columns) -> int:
+def write_greedily(problem: OrderProblem, cap: Ints, rule: GreedyRule, columns: Columns) -> int:
     """Write an order in which no rank holds more than ``cap`` bytes; its length in ps, -1 if that leads nowhere.
 
     The clock goes from decision to decision; a rank that has nothing to do sleeps until something arrives.
@@ -111,13 +111,13 @@ def write_greedily(problem: Problem, cap: Ints, rule: Rule, columns: Columns) ->
 
 
 @compiled
-def _microbatch(problem: Problem, seat: int, number: int) -> int:
+def _microbatch(problem: OrderProblem, seat: int, number: int) -> int:
     return int(problem.seat_first[seat] + number * problem.seat_step[seat])
 
 
 @compiled
 def _hand_on(
-    problem: Problem,
+    problem: OrderProblem,
     state: _State,
     kind: int,
     stage: int,
@@ -147,7 +147,9 @@ def _hand_on(
 
 
 @compiled
-def _choose(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: int, now: int) -> tuple[int, int, int]:
+def _choose(
+    problem: OrderProblem, rule: GreedyRule, cap: Ints, state: _State, rank: int, now: int
+) -> tuple[int, int, int]:
     """What a rank does next: opcode and seat; or -1, -1 and when the next thing arrives."""
     backward, next_backward = _find_backward(problem, rule, state, rank, now)
     forward, next_forward, blocked = _find_forward(problem, rule, cap, state, rank, now)
@@ -165,7 +167,7 @@ def _choose(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: int, n
 
 
 @compiled
-def _find_backward(problem: Problem, rule: Rule, state: _State, rank: int, now: int) -> tuple[int, int]:
+def _find_backward(problem: OrderProblem, rule: GreedyRule, state: _State, rank: int, now: int) -> tuple[int, int]:
     """The seat whose backward can run now, or -1; and when the next one can, as far as that is known."""
     found, least, later = -1, _NEVER, _NEVER
     for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
@@ -181,7 +183,9 @@ def _find_backward(problem: Problem, rule: Rule, state: _State, rank: int, now: 
 
 
 @compiled
-def _find_forward(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: int, now: int) -> tuple[int, int, bool]:
+def _find_forward(
+    problem: OrderProblem, rule: GreedyRule, cap: Ints, state: _State, rank: int, now: int
+) -> tuple[int, int, bool]:
     """The same of forwards; and whether one could run now if there were more memory."""
     found, least, later, blocked = -1, _NEVER, _NEVER, False
     for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
@@ -201,7 +205,7 @@ def _find_forward(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: 
 
 
 @compiled
-def _find_weight(problem: Problem, rule: Rule, state: _State, rank: int) -> tuple[int, int]:
+def _find_weight(problem: OrderProblem, rule: GreedyRule, state: _State, rank: int) -> tuple[int, int]:
     """The seat whose part for weights waits, that of the earliest microbatch, or -1; and how many wait."""
     found, least, owed = -1, _NEVER, 0
     if rule.split:

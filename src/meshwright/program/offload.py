@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from meshwright.cost.optimizers import state_bytes
 from meshwright.program.buckets import Bucket, fill_buckets, first_uses, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.exchange import Exchanged
+from meshwright.program.exchange import ExchangeHandles
 from meshwright.program.transfers import Computations
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode, StreamName
@@ -98,7 +98,7 @@ class _Pieces(NamedTuple):
 def append_host_steps(
     builder: ProgramBuilder,
     computations: Computations,
-    done: Exchanged,
+    done: ExchangeHandles,
     pieces: tuple[HostPiece, ...],
     plan: Plan,
     graph: Graph,
@@ -179,7 +179,7 @@ def _join(first: _Pieces, second: _Pieces) -> _Pieces:
     )
 
 
-def _summed(done: Exchanged, plan: Plan, graph: Graph) -> _Pieces:
+def _summed(done: ExchangeHandles, plan: Plan, graph: Graph) -> _Pieces:
     """What is summed, or of that the rank's share; replicas may meet for nothing."""
     rows, held = done.rows, done.held
     assert done.sums is not None
@@ -204,7 +204,11 @@ def _summed(done: Exchanged, plan: Plan, graph: Graph) -> _Pieces:
 
 
 def _unsummed(
-    builder: ProgramBuilder, computations: Computations, done: Exchanged, pieces: tuple[HostPiece, ...], plan: Plan
+    builder: ProgramBuilder,
+    computations: Computations,
+    done: ExchangeHandles,
+    pieces: tuple[HostPiece, ...],
+    plan: Plan,
 ) -> _Pieces:
     """The pieces that no bucket has, on every rank that has their stage."""
     seats, first = done.seats, int(done.rows.part.max(initial=-1)) + 1

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from meshwright.program.order_loops import NEEDS, Ints, Problem
+from meshwright.program.order_loops import NEEDS, Ints, OrderProblem
 
 # Less than any sum of times: there is no way.
 _NO_WAY = -(2**62)
@@ -26,7 +26,7 @@ _NO_WAY = -(2**62)
 class Bounds:
     """What every order of a problem takes at least. Shapes (stages,), picoseconds."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderProblem) -> None:
         self._problem, self._num_stages = problem, len(problem.kept)
         self._forward, self._inputs, self._weights = (
             np.minimum.reduceat(seconds[problem.replica_seats], problem.replica_offsets[:-1])

@@ -19,7 +19,7 @@ from meshwright.program.order import Order
 from meshwright.program.rank_rules import RankRules
 from meshwright.program.schedules import OrderColumns, local_microbatches
 from meshwright.program.schedules.columns import make_columns
-from meshwright.program.torch_csv import Line, describe_action, name_action, parse_lines, write_lines
+from meshwright.program.torch_csv import CsvLine, describe_action, name_action, parse_lines, write_lines
 from meshwright.spec.errors import PlanError, ScheduleError, ScheduleReferenceError, suggest
 from meshwright.spec.files import read_regular
 from meshwright.spec.instructions import Opcode
@@ -32,7 +32,7 @@ class OrderFile:
     """What a file says, line by line."""
 
     path: Path
-    lines: tuple[Line, ...]
+    lines: tuple[CsvLine, ...]
 
     def lines_of_stages(self) -> tuple[tuple[int, ...], ...]:
         """The lines (from 0) of each stage; that with the first microbatch comes first, as replicas are numbered.
@@ -94,7 +94,7 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
     """
     alike = find_pipelines(plan)
     # Of each line its ranks, and of each rank the pipeline.
-    placed: list[tuple[tuple[tuple[int, int], ...], Line]]
+    placed: list[tuple[tuple[tuple[int, int], ...], CsvLine]]
     if len(file.lines) == plan.num_ranks:
         placed = [(((rank, 0),), line) for rank, line in enumerate(file.lines)]
         step = 1
@@ -160,7 +160,7 @@ def find_pipelines(plan: Plan) -> tuple[tuple[int, ...], ...] | None:
     return tuple(map(tuple, found)) if all(own == stages[0] for own in stages) else None
 
 
-def _check_line(file: OrderFile, line: Line, rank: int, microbatches: Mapping[int, Sequence[int]]) -> None:
+def _check_line(file: OrderFile, line: CsvLine, rank: int, microbatches: Mapping[int, Sequence[int]]) -> None:
     rules = RankRules(microbatches)
     for row, place in zip(line.columns.table().tolist(), line.places.tolist(), strict=True):
         opcode, stage, microbatch = row
@@ -175,7 +175,7 @@ def _check_line(file: OrderFile, line: Line, rank: int, microbatches: Mapping[in
         raise ScheduleError(f"{file.path}:{line.number}: the line of rank {rank} ends without {missing}")
 
 
-def _order(line: Line, rank: int, step: int, replica: int) -> Order:
+def _order(line: CsvLine, rank: int, step: int, replica: int) -> Order:
     columns = line.columns
     if step > 1:
         columns = make_columns(columns.opcode, columns.stage, columns.microbatch * step + replica, columns.joint)

@@ -28,7 +28,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT = (
 NEEDS, FEEDS = 0, 1
 
 
-class Problem(NamedTuple):
+class OrderProblem(NamedTuple):
     """Seats rank by rank (rank r has ``seat_offsets[r]:seat_offsets[r + 1]``), times in ps, bytes.
 
     ``replica_offsets`` and ``replica_seats``: the seats of each stage, microbatch m on the (m mod R)-th.
@@ -68,7 +68,7 @@ class Columns(NamedTuple):
 
 
 @compiled
-def seat_of(problem: Problem, stage: int, microbatch: int) -> int:
+def seat_of(problem: OrderProblem, stage: int, microbatch: int) -> int:
     """The seat that computes a microbatch of a stage."""
     first = problem.replica_offsets[stage]
     if problem.replica_offsets[stage + 1] - first == 1:  # a division takes as long as all the rest
@@ -77,7 +77,7 @@ def seat_of(problem: Problem, stage: int, microbatch: int) -> int:
 
 
 @compiled
-def duration(problem: Problem, opcode: int, seat: int) -> int:
+def duration(problem: OrderProblem, opcode: int, seat: int) -> int:
     """Picoseconds of a computation."""
     if opcode == FORWARD:
         return int(problem.forward[seat])
@@ -89,7 +89,7 @@ def duration(problem: Problem, opcode: int, seat: int) -> int:
 
 
 @compiled
-def _arrival(problem: Problem, done: Ints, kind: int, stage: int, microbatch: int, rank: int) -> int:
+def _arrival(problem: OrderProblem, done: Ints, kind: int, stage: int, microbatch: int, rank: int) -> int:
     """When all that a forward (kind 0) or backward (1) needs is on its rank; -1 if that is not known yet.
 
     ``done`` (kind, stage, microbatch): when each ends, -1 if not known.
@@ -107,7 +107,7 @@ def _arrival(problem: Problem, done: Ints, kind: int, stage: int, microbatch: in
 
 
 @compiled
-def play(problem: Problem, columns: Columns, start: Ints) -> int:
+def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
     """Fill in when each computation starts; returns when the last one ends, -1 if the ranks wait in a circle."""
     num_ranks = len(columns.offsets) - 1
     done = np.full((2, len(problem.kept), problem.num_microbatches), -1, np.int64)
@@ -149,7 +149,7 @@ def play(problem: Problem, columns: Columns, start: Ints) -> int:
 
 
 @compiled
-def fits(problem: Problem, columns: Columns) -> bool:
+def fits(problem: OrderProblem, columns: Columns) -> bool:
     """Whether every rank holds at most its limit all the time."""
     for rank in range(len(columns.offsets) - 1):
         held = 0

@@ -12,7 +12,7 @@ from meshwright.program.order_loops import (
     WEIGHT,
     Columns,
     Ints,
-    Problem,
+    OrderProblem,
     duration,
     play,
     seat_of,
@@ -23,7 +23,7 @@ _SHIFTS = (1, 1, 2, 3, 5, 8)
 
 
 @compiled
-def improve(problem: Problem, columns: Columns, rounds: int, enough: int, seed: int) -> int:
+def improve(problem: OrderProblem, columns: Columns, rounds: int, enough: int, seed: int) -> int:
     """Move computations on the critical path to earlier places, as long as nothing gets slower; the length in ps.
 
     Written back is the shortest order that was met; one of length ``enough`` ends the search. Nothing passes what it
@@ -60,7 +60,7 @@ def improve(problem: Problem, columns: Columns, rounds: int, enough: int, seed: 
 
 
 @compiled
-def _critical(problem: Problem, columns: Columns, start: Ints, length: int) -> list[tuple[int, int]]:
+def _critical(problem: OrderProblem, columns: Columns, start: Ints, length: int) -> list[tuple[int, int]]:
     """(rank, place) of computations on one path of the whole length that wait for the one before them on their rank."""
     found = [(0, 0) for _ in range(0)]
     where = np.full((3, len(problem.kept), problem.num_microbatches), -1, np.int64)
@@ -90,12 +90,12 @@ def _critical(problem: Problem, columns: Columns, start: Ints, length: int) -> l
 
 
 @compiled
-def _length(problem: Problem, columns: Columns, i: int) -> int:
+def _length(problem: OrderProblem, columns: Columns, i: int) -> int:
     return duration(problem, columns.opcode[i], seat_of(problem, columns.stage[i], columns.microbatch[i]))
 
 
 @compiled
-def _may_move(problem: Problem, columns: Columns, rank: int, begin: int, i: int) -> bool:
+def _may_move(problem: OrderProblem, columns: Columns, rank: int, begin: int, i: int) -> bool:
     """Whether the computation at ``i`` may stand at ``begin`` instead, on its own rank."""
     if begin >= i:
         return False

@@ -17,7 +17,7 @@ Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 
 
-class Rows(NamedTuple):
+class InstructionRows(NamedTuple):
     """Instructions, a column each; see `spec.program.Section`."""
 
     opcode: NDArray[np.int8]
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
     keys: Ids
     lengths: Ids
-    rows: Rows
+    rows: InstructionRows
     form: Column | None
 
 
@@ -49,19 +49,19 @@ class Sorted(NamedTuple):
 
     keys: Ids
     offsets: Ids
-    rows: Rows
+    rows: InstructionRows
     position: Column
 
 
-def make_rows(count: int, **columns: ArrayLike) -> Rows:
+def make_rows(count: int, **columns: ArrayLike) -> InstructionRows:
     """Columns of the right types; a single value stands for all instructions, or forms."""
     # There may be more forms than instructions.
     count = max(count, *(np.size(column) for column in columns.values()))
     made: list[NDArray[Any]] = [
         np.ascontiguousarray(columns[name], kind) if np.ndim(columns[name]) else np.full(count, columns[name], kind)
-        for name, kind in zip(Rows._fields, _TYPES, strict=True)
+        for name, kind in zip(InstructionRows._fields, _TYPES, strict=True)
     ]
-    return Rows(*made)
+    return InstructionRows(*made)
 
 
 def sort_chunks(chunks: list[Chunk]) -> Sorted:
@@ -75,7 +75,7 @@ def sort_chunks(chunks: list[Chunk]) -> Sorted:
     last = np.flatnonzero(np.diff(keys[order], append=-1))
     offsets = np.concatenate([np.zeros(1, np.int64), ends[last]])
     columns: list[NDArray[Any]] = [np.empty(offsets[-1], kind) for kind in _TYPES]
-    rows, position = Rows(*columns), np.empty(offsets[-1], np.int32)
+    rows, position = InstructionRows(*columns), np.empty(offsets[-1], np.int32)
     first = 0
     for chunk in chunks:
         own, places = places[: len(chunk.keys)], places[len(chunk.keys) :]
@@ -106,7 +106,7 @@ def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids
 
 
 @compiled
-def _copy(lengths: Ids, places: Ids, given: Rows, made: Rows) -> None:
+def _copy(lengths: Ids, places: Ids, given: InstructionRows, made: InstructionRows) -> None:
     given_opcode, given_stage, given_microbatch, given_version, given_peer, given_bytes, given_group = given
     opcode, stage, microbatch, version, peer, num_bytes, group = made
     begin = 0
@@ -121,7 +121,7 @@ def _copy(lengths: Ids, places: Ids, given: Rows, made: Rows) -> None:
 
 
 @compiled
-def _look_up(lengths: Ids, places: Ids, forms: Column, given: Rows, made: Rows) -> None:
+def _look_up(lengths: Ids, places: Ids, forms: Column, given: InstructionRows, made: InstructionRows) -> None:
     # Arrays are taken out of the tuples once: loops that look them up there take several times as long.
     form_opcode, form_stage, given_microbatch, form_version, form_peer, form_bytes, given_group = given
     opcode, stage, microbatch, version, peer, num_bytes, group = made

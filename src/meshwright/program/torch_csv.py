@@ -38,7 +38,7 @@ _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _FORMS = "expected one such as 0F3, 0B3, 0I3, 0W3, 0SEND_F3, 0UNSHARD or (0F3;1B2)OVERLAP_F_B"
 
 
-class Line(NamedTuple):
+class CsvLine(NamedTuple):
     """The computations of one line; ``number`` is the line's, ``places`` the action that each stands in, from 1."""
 
     number: int
@@ -58,9 +58,9 @@ class _Message(NamedTuple):
 _Key = tuple[str, int, int]
 
 
-def parse_lines(content: bytes, path: Path) -> tuple[Line, ...]:
+def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
     """The lines of a file, without messages. Raises ScheduleReferenceError with the line and the action."""
-    found: list[Line] = []
+    found: list[CsvLine] = []
     messages: dict[_Key, _Message] = {}
     for number, cells in _rows(content, path):
         rows: list[tuple[int, int, int, bool]] = []
@@ -80,7 +80,7 @@ def parse_lines(content: bytes, path: Path) -> tuple[Line, ...]:
                         messages[key] = _Message(number, place, len(rows))
             except ValueError as error:
                 raise ScheduleReferenceError(describe_action(path, number, place, cell, str(error))) from None
-        found.append(Line(number, gather_columns(rows), np.array(places, np.int32)))
+        found.append(CsvLine(number, gather_columns(rows), np.array(places, np.int32)))
     _check_messages(found, messages, path)
     return tuple(found)
 
@@ -151,7 +151,7 @@ def _read_action(text: str) -> tuple[str, int, int]:
     return kind, int(stage), int(microbatch or -1)
 
 
-def _check_messages(lines: list[Line], messages: dict[_Key, _Message], path: Path) -> None:
+def _check_messages(lines: list[CsvLine], messages: dict[_Key, _Message], path: Path) -> None:
     """Every send has its receive, stands behind what makes its values, and a receive before what needs them."""
     if not messages:
         return

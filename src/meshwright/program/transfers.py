@@ -32,7 +32,7 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
 )
 
 
-class Routes(NamedTuple):
+class StageRoutes(NamedTuple):
     """What stages send each other with every microbatch: columns of shape (routes,), and which leave and arrive where.
 
     ``leaving_offsets`` and ``arriving_offsets``, of shape (2·stages + 1,), index the routes that leave after, or must
@@ -95,7 +95,7 @@ class Receives(NamedTuple):
     gate: Ids
 
 
-def lay_out_transfers(computations: Computations, routes: Routes) -> tuple[Sends, Receives]:
+def lay_out_transfers(computations: Computations, routes: StageRoutes) -> tuple[Sends, Receives]:
     """Who sends and receives what, and when."""
     offsets = np.zeros((2, len(computations.offsets)), np.int64)
     leaving, arriving = _count(computations, routes)
@@ -196,7 +196,7 @@ def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
 
 
 @compiled
-def _count(computations: Computations, routes: Routes) -> tuple[int, int]:
+def _count(computations: Computations, routes: StageRoutes) -> tuple[int, int]:
     """How many messages leave and arrive, those that stay on their rank too."""
     _, _, opcode, stage, _, _, replica_offsets, _, _, _ = computations
     _, _, leaving_offsets, _, arriving_offsets, _ = routes
@@ -210,7 +210,7 @@ def _count(computations: Computations, routes: Routes) -> tuple[int, int]:
 
 
 @compiled
-def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column) -> None:
+def _send(computations: Computations, routes: StageRoutes, sends: Sends, sent: Column) -> None:
     """Fill in the sends, and the place of each by route and microbatch."""
     # Arrays are taken out of the tuples once: loops that look them up there take several times as long.
     offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
@@ -235,7 +235,7 @@ def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column
 @compiled
 def _receive(
     computations: Computations,
-    routes: Routes,
+    routes: StageRoutes,
     sent: Column,
     receives: Receives,
     sender: Column,

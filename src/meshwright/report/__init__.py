@@ -17,7 +17,7 @@ from meshwright.report.comparison import (
 )
 from meshwright.report.critical_path import explanation_rows, explanation_table
 from meshwright.report.curves import draw_curves
-from meshwright.report.deviations import Straggler, explain_difference, explain_stragglers, find_stragglers
+from meshwright.report.deviations import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.report.fit import fit_table
 from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
@@ -62,8 +62,8 @@ __all__ = [
     "Comparison",
     "InstructionComparison",
     "RankComparison",
+    "SlowRank",
     "StepComparison",
-    "Straggler",
     "StreamOrder",
     "batch_rows",
     "check_ranks",

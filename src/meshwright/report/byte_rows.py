@@ -27,7 +27,7 @@ _FULL, _FIRST, _LAST, _POINT, _NOTHING = (form * _GROUP for form in range(5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choice:
+class TextChoice:
     """One of several texts, by line: ``texts[which[i]]``; ``which`` of shape (n,)."""
 
     texts: Sequence[str]
@@ -46,7 +46,7 @@ class Number:
     shown: Mask | None = None
 
 
-Part: TypeAlias = str | Choice | Number
+Part: TypeAlias = str | TextChoice | Number
 
 
 def render_lines(parts: Sequence[Part], count: int) -> bytes:
@@ -56,7 +56,7 @@ def render_lines(parts: Sequence[Part], count: int) -> bytes:
         match part:
             case str():
                 columns.append(part.encode())
-            case Choice():
+            case TextChoice():
                 columns.extend(_choice_words(part))
             case Number():
                 columns.extend(_number_words(part))
@@ -72,7 +72,7 @@ def render_lines(parts: Sequence[Part], count: int) -> bytes:
     return table.tobytes().translate(None, b"\0")
 
 
-def _choice_words(part: Choice) -> Words:
+def _choice_words(part: TextChoice) -> Words:
     texts = [text.encode() for text in part.texts]
     if not any(texts):
         return []

@@ -27,7 +27,7 @@ SLOW = 1.25
 _LEAST_STEPS = 2
 
 
-class Straggler(NamedTuple):
+class SlowRank(NamedTuple):
     """A rank whose work of an opcode takes ``ratio`` times as long as the others', since a recorded step."""
 
     rank: int
@@ -79,7 +79,7 @@ def explain_difference(predicted: Timeline, measured: Timeline) -> str:
     )
 
 
-def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[Straggler]:
+def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[SlowRank]:
     """Ranks that are slower than others at the same work, and since which of the recorded steps; the slowest first."""
     # Replicas may compute unequal numbers of microbatches.
     seconds = seconds_by_kind(measured, per_span=True)
@@ -98,11 +98,11 @@ def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> li
         quick = np.flatnonzero(slower < SLOW)
         since = int(quick[-1]) + 1 if len(quick) else 0
         if len(slower) - since >= min(_LEAST_STEPS, len(slower)):
-            found.append(Straggler(rank, opcode, float(np.median(slower[since:])), since))
+            found.append(SlowRank(rank, opcode, float(np.median(slower[since:])), since))
     return sorted(found, key=lambda item: -item.ratio)
 
 
-def explain_stragglers(stragglers: list[Straggler], first_step: int = 0) -> list[str]:
+def explain_stragglers(stragglers: list[SlowRank], first_step: int = 0) -> list[str]:
     """A sentence for each; recorded step 0 is step number ``first_step`` of the run."""
     return [
         f"Rank {item.rank} is slow: {_words(item.opcode)} takes {item.ratio:.2f} times as long as elsewhere, since "

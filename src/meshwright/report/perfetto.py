@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.report.byte_rows import Choice, Number, Part, render_lines
+from meshwright.report.byte_rows import Number, Part, TextChoice, render_lines
 from meshwright.report.transfer_pairs import pair_transfers
 from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name
 from meshwright.spec.files import write_bytes
@@ -216,7 +216,7 @@ def _span_lines(timeline: Timeline, order: Ids, places: _Places, first_flow: int
             ',\n{"ph":"X","name":"',
             *_name_parts(timeline, spans),
             '","cat":"',
-            Choice(texts=[item.name.lower() for item in sorted(Opcode)], which=opcode),
+            TextChoice(texts=[item.name.lower() for item in sorted(Opcode)], which=opcode),
             '","pid":',
             Number(values=pid),
             ',"tid":',
@@ -252,7 +252,7 @@ def _op_lines(timeline: Timeline, ops: OpSpans, places: _Places, drawn: NDArray[
         track = timeline.track[spans]
         parts: list[Part] = [
             ',\n{"ph":"X","name":',
-            Choice(texts=names, which=ops.op[chosen]),
+            TextChoice(texts=names, which=ops.op[chosen]),
             ',"cat":"op","pid":',
             Number(values=places.pids[places.track_ranks[track]]),
             ',"tid":',
@@ -277,8 +277,8 @@ def _arrow_parts(timeline: Timeline, spans: Ids, partner: Ids, pid: Ids, tid: Id
     first_ps = np.minimum(np.maximum(timeline.start_ps[send], timeline.start_ps[spans]), end_ps)
     moment_ps = np.where(receives, first_ps + (end_ps - first_ps) // 2, timeline.start_ps[spans])
 
-    def text(*lines: str) -> Choice:
-        return Choice(texts=("", *lines), which=kind if len(lines) > 1 else drawn.astype(np.int64))
+    def text(*lines: str) -> TextChoice:
+        return TextChoice(texts=("", *lines), which=kind if len(lines) > 1 else drawn.astype(np.int64))
 
     return [
         text(',\n{"ph":"s","id":', ',\n{"ph":"f","bp":"e","id":'),
@@ -314,11 +314,11 @@ def _name_parts(timeline: Timeline, spans: Ids) -> list[Part]:
     texts, numbers = _name_forms()
     opcode = timeline.opcode[spans]
     columns = [column[spans].astype(np.int64) for column in (timeline.stage, timeline.microbatch, timeline.peer)]
-    parts: list[Part] = [Choice(texts=[row[0] for row in texts], which=opcode)]
+    parts: list[Part] = [TextChoice(texts=[row[0] for row in texts], which=opcode)]
     for place in range(numbers.shape[1]):
         which = numbers[:, place][opcode]
         parts.append(Number(values=np.choose(np.maximum(which, 0), columns), shown=which >= 0))
-        parts.append(Choice(texts=[row[place + 1] for row in texts], which=opcode))
+        parts.append(TextChoice(texts=[row[place + 1] for row in texts], which=opcode))
     return parts
 
 

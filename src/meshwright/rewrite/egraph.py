@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, Node, TensorType, type_of
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TensorType, TermNode, type_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ _STAYS_FINITE = frozenset(
 )
 
 
-def _stays_finite(node: Node) -> bool:
+def _stays_finite(node: TermNode) -> bool:
     if node.operator == "full":
         return math.isfinite(node.attribute("value"))
     return node.operator in _STAYS_FINITE
@@ -38,12 +38,12 @@ class EGraph:
     def __init__(self) -> None:
         self._parent: list[int] = []
         self.types: list[TensorType] = []
-        self._known: dict[Node, int] = {}
+        self._known: dict[TermNode, int] = {}
         # By class: when it was first made, and how.
-        self._earliest: list[tuple[int, Node]] = []
+        self._earliest: list[tuple[int, TermNode]] = []
         # By class: nodes by operator, and the nodes that read it, with their classes.
-        self._nodes: list[dict[str, list[Node]]] = []
-        self._readers: list[list[tuple[Node, int]]] = []
+        self._nodes: list[dict[str, list[TermNode]]] = []
+        self._readers: list[list[tuple[TermNode, int]]] = []
         # Classes that hold a node of an operator; some of them merged away.
         self._holding: defaultdict[str, dict[int, None]] = defaultdict(dict)
         self._dirty: list[int] = []
@@ -56,7 +56,7 @@ class EGraph:
         self.constant: set[int] = set()
         # Who adds nodes now, and who added which.
         self.reason = ""
-        self._reasons: list[tuple[int, Node, str]] = []
+        self._reasons: list[tuple[int, TermNode, str]] = []
         # Classes that were made one, and by whom.
         self._united: list[tuple[int, str]] = []
 
@@ -75,12 +75,12 @@ class EGraph:
         """All classes."""
         return (cls for cls, parent in enumerate(self._parent) if cls == parent)
 
-    def nodes(self, cls: int) -> Iterator[Node]:
+    def nodes(self, cls: int) -> Iterator[TermNode]:
         """All nodes of a class."""
         for nodes in self._nodes[cls].values():
             yield from nodes
 
-    def earliest(self, cls: int) -> Node:
+    def earliest(self, cls: int) -> TermNode:
         """The node of a class that was added first: of all ways to compute it, one without circles."""
         return self._earliest[self.find(cls)][1]
 
@@ -88,7 +88,7 @@ class EGraph:
         """What a class is known by through all merges: the number of the oldest class in it."""
         return self._earliest[self.find(cls)][0]
 
-    def nodes_of(self, cls: int, operator: str) -> list[Node]:
+    def nodes_of(self, cls: int, operator: str) -> list[TermNode]:
         """The class's nodes of an operator."""
         return self._nodes[cls].get(operator, [])
 
@@ -111,16 +111,16 @@ class EGraph:
             found.append(below.union(*({self.find(home) for _, home in self._readers[cls]} for cls in below)))
         return found
 
-    def readers(self, cls: int) -> Iterator[tuple[Node, int]]:
+    def readers(self, cls: int) -> Iterator[tuple[TermNode, int]]:
         """Nodes that read a class, with their classes."""
         return ((node, self.find(home)) for node, home in self._readers[self.find(cls)])
 
-    def lookup(self, node: Node) -> int | None:
+    def lookup(self, node: TermNode) -> int | None:
         """The class of a node, if it is there."""
         found = self._known.get(self._canonical(node))
         return None if found is None else self.find(found)
 
-    def add(self, node: Node, type_: TensorType | None = None) -> int:
+    def add(self, node: TermNode, type_: TensorType | None = None) -> int:
         """The class of a node, made if need be. Raises IllTypedError where operands do not fit."""
         node = self._canonical(node)
         found = self._known.get(node)
@@ -147,9 +147,9 @@ class EGraph:
             self._readers[operand].append((node, cls))
         return cls
 
-    def reasons(self) -> dict[tuple[int, Node], str]:
+    def reasons(self) -> dict[tuple[int, TermNode], str]:
         """Who added a node of a class, for all that were added for a reason."""
-        found: dict[tuple[int, Node], str] = {}
+        found: dict[tuple[int, TermNode], str] = {}
         for cls, node, reason in self._reasons:
             found.setdefault((self.find(cls), self._canonical(node)), reason)
         return found
@@ -200,14 +200,14 @@ class EGraph:
         for cls in {self.find(cls) for cls in touched}:
             self._tidy(cls)
 
-    def _canonical(self, node: Node) -> Node:
+    def _canonical(self, node: TermNode) -> TermNode:
         operands = node.operands
         found = tuple([self.find(cls) for cls in operands])
         return node if found == operands else node._replace(operands=found)
 
     def _repair(self, cls: int) -> None:
         readers, self._readers[cls] = self._readers[cls], []
-        kept: dict[Node, int] = {}
+        kept: dict[TermNode, int] = {}
         for node, home in readers:
             if node in self._known:
                 del self._known[node]
@@ -221,7 +221,7 @@ class EGraph:
     def _tidy(self, cls: int) -> None:
         """Bring a class's own nodes, and those that read it, up to date."""
         for home in {self.find(home) for _, home in self._readers[cls]} | {cls}:
-            nodes: dict[str, dict[Node, None]] = {}
+            nodes: dict[str, dict[TermNode, None]] = {}
             for operator, held in self._nodes[home].items():
                 nodes[operator] = dict.fromkeys(map(self._canonical, held))
             self._nodes[home] = {operator: list(held) for operator, held in nodes.items()}

@@ -16,14 +16,14 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwright.rewrite.calculus import IllTypedError
-from meshwright.rewrite.calculus.whole import Inverse, Whole
+from meshwright.rewrite.calculus.whole import Inverse, Polynomial
 from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from meshwright.rewrite.calculus import Indexed, Machine
+    from meshwright.rewrite.calculus import Arithmetic, Indexed
 
 _MOST_CHARACTERS = 4096
 _MOST_OPERATORS = 64
@@ -121,7 +121,7 @@ def _swap_last(rank: int) -> tuple[int, ...]:
 
 def _inverse(number: Any) -> Any:
     """One divided by a number that is not 0."""
-    if isinstance(number, Whole):
+    if isinstance(number, Polynomial):
         return Inverse(number)
     if not number or not math.isfinite(number):
         raise IllTypedError(f"1 / {number} is no finite number")
@@ -199,7 +199,7 @@ def num_operators(expression: Expression) -> int:
 
 def run(
     expression: Expression,
-    machine: Machine,
+    machine: Arithmetic,
     tensors: Mapping[str, Indexed],
     letters: Mapping[str, Any],
     made: dict[Expression, Indexed] | None = None,

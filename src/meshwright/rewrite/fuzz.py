@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed, PrimeField
 from meshwright.rewrite.calculus.symbols import SizesDifferError
-from meshwright.rewrite.calculus.whole import NotExpressibleError, Whole
+from meshwright.rewrite.calculus.whole import NotExpressibleError, Polynomial
 from meshwright.rewrite.expressions import letters_of, run
 from meshwright.rewrite.instances import MOST_DIMS, instances
 from meshwright.rewrite.proofs import UnlikeError, fit_right
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.calculus import Numbers
+    from meshwright.rewrite.calculus import NumberField
     from meshwright.rewrite.expressions import Condition, Expression
     from meshwright.rewrite.instances import Instance
     from meshwright.rewrite.rules import Rule
@@ -117,7 +117,7 @@ def draw_sizes(
         # Sizes that have to satisfy equations are equal more often where they are few.
         spread = 2 if instance.equations and draw % 2 else _SPREAD
         values = {
-            letter: Whole.of(int(rng.integers(0, spread)) + _number(instance.machine.facts.least(letter)))
+            letter: Polynomial.of(int(rng.integers(0, spread)) + _number(instance.machine.facts.least(letter)))
             for letter in names
         }
         if not instance.machine.facts.allows(values):
@@ -134,7 +134,7 @@ def draw_sizes(
 
 
 def _compare(
-    rule: Rule, shapes: Mapping[str, tuple[int, ...]], letters: Mapping[str, Any], numbers: Numbers, rng: Any
+    rule: Rule, shapes: Mapping[str, tuple[int, ...]], letters: Mapping[str, Any], numbers: NumberField, rng: Any
 ) -> CounterExample | str | None:
     """None if both sides agree; why they cannot be compared."""
     arrays = {name: numbers.random(rng, (1, *shape)) for name, shape in shapes.items()}
@@ -161,7 +161,7 @@ def _compare(
 
 
 def compute(
-    sides: Sequence[Expression], arrays: Mapping[str, NDArray[Any]], letters: Mapping[str, Any], numbers: Numbers
+    sides: Sequence[Expression], arrays: Mapping[str, NDArray[Any]], letters: Mapping[str, Any], numbers: NumberField
 ) -> list[NDArray[Any]]:
     """The numbers of expressions, (draws, sizes...) each. Raises IllTypedError where operands do not fit."""
     machine = Arrays(numbers)
@@ -176,7 +176,11 @@ def compute(
 
 
 def _right_letters(
-    rule: Rule, letters: Mapping[str, Any], shapes: list[tuple[int, ...]], arrays: Mapping[str, Any], numbers: Numbers
+    rule: Rule,
+    letters: Mapping[str, Any],
+    shapes: list[tuple[int, ...]],
+    arrays: Mapping[str, Any],
+    numbers: NumberField,
 ) -> dict[str, Any]:
     """Values of the letters that only the right side has, with which its shapes are those of the left."""
     missing = [name for name, _ in rule.letters if name not in letters]
@@ -192,7 +196,7 @@ def _searched(
     missing: list[str],
     shapes: list[tuple[int, ...]],
     arrays: Mapping[str, Any],
-    numbers: Numbers,
+    numbers: NumberField,
     most: int,
 ) -> Iterator[dict[str, Any]]:
     if not missing:
@@ -230,7 +234,7 @@ def _holds(condition: Condition, shapes: Mapping[str, tuple[int, ...]], letters:
     return condition.holds(tensors, letters)
 
 
-def _differ(left: NDArray[Any], right: NDArray[Any], numbers: Numbers) -> NDArray[np.bool_]:
+def _differ(left: NDArray[Any], right: NDArray[Any], numbers: NumberField) -> NDArray[np.bool_]:
     if numbers.dtype is not np.float64:
         return np.asarray(left != right)
     with np.errstate(invalid="ignore"):
@@ -245,21 +249,21 @@ def _letters(instance: Instance) -> Iterator[Any]:
             yield from size.letters()
     for held in instance.letters.values():
         for item in held if isinstance(held, tuple) else (held,):
-            if isinstance(item, Whole):
+            if isinstance(item, Polynomial):
                 yield from item.letters()
     for one, two in instance.equations:
         yield from one.letters()
         yield from two.letters()
 
 
-def _number(size: Whole, values: Mapping[Any, Whole] | None = None) -> int:
+def _number(size: Polynomial, values: Mapping[Any, Polynomial] | None = None) -> int:
     number = size.substitute(values or {}).constant
     if number is None:
         raise ValueError(f"{size} has letters without values")
     return number
 
 
-def _plain(held: Any, values: Mapping[Any, Whole]) -> Any:
+def _plain(held: Any, values: Mapping[Any, Polynomial]) -> Any:
     if isinstance(held, tuple):
         return tuple(_plain(item, values) for item in held)
-    return _number(held, values) if isinstance(held, Whole) else held
+    return _number(held, values) if isinstance(held, Polynomial) else held

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.rewrite.calculus import IllTypedError, Indexed
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.symbols import SizesDifferError, Symbols
-from meshwright.rewrite.calculus.whole import NotExpressibleError, Whole
+from meshwright.rewrite.calculus.whole import NotExpressibleError, Polynomial
 from meshwright.rewrite.expressions import COMPARISONS, Call, Expression, letters_of, names_of, run, value_of
 from meshwright.spec import RewriteError
 
@@ -47,10 +47,10 @@ class Instance:
     """
 
     machine: Symbols
-    shapes: dict[str, tuple[Whole, ...]]
+    shapes: dict[str, tuple[Polynomial, ...]]
     letters: dict[str, Any]
     free: set[Any] = field(default_factory=set)
-    equations: list[tuple[Whole, Whole]] = field(default_factory=list)
+    equations: list[tuple[Polynomial, Polynomial]] = field(default_factory=list)
     ones: list[bool] = field(default_factory=list)
     unsettled: str = ""
     _asked: int = 0
@@ -95,9 +95,9 @@ class Instance:
         """Whether a comparison holds now; None if a letter was replaced and the values have to be taken again."""
         if isinstance(left, tuple) or isinstance(right, tuple):
             return self._supposed_tuples(sign, left, right)
-        if not isinstance(left, Whole) and not isinstance(right, Whole):
+        if not isinstance(left, Polynomial) and not isinstance(right, Polynomial):
             return bool(COMPARISONS[sign](left, right))
-        one, other = Whole.of(left), Whole.of(right)
+        one, other = Polynomial.of(left), Polynomial.of(right)
         if sign == "==":
             if self.machine.facts.are_equal(one, other):
                 return True
@@ -119,21 +119,21 @@ class Instance:
         if not isinstance(left, tuple) or not isinstance(right, tuple) or sign not in ("==", "!="):
             raise RewriteError(f"A condition compares {left} {sign} {right}; tuples are == or != tuples.")
         if len(left) != len(right) or sign == "!=":
-            pairs = [Whole.of(one) - other for one, other in zip(left, right, strict=False)]
+            pairs = [Polynomial.of(one) - other for one, other in zip(left, right, strict=False)]
             known = [pair.constant for pair in pairs]
             if len(left) == len(right) and any(one is None for one in known) and not any(known):
                 raise NotExpressibleError(f"{left} {sign} {right}")
             return (len(left) != len(right) or any(known)) == (sign == "!=")
         for one, other in zip(left, right, strict=True):
-            if not self.machine.facts.are_equal(Whole.of(one), Whole.of(other)):
-                self.demand(SizesDifferError(Whole.of(one), Whole.of(other), "a condition"))
+            if not self.machine.facts.are_equal(Polynomial.of(one), Polynomial.of(other)):
+                self.demand(SizesDifferError(Polynomial.of(one), Polynomial.of(other), "a condition"))
                 return None
         return True
 
     def demand(self, differ: SizesDifferError) -> None:
         """Replace a letter so that two sizes are equal; assume it, if that is not to be had."""
         if differ.or_one and self._is_one():
-            differ = SizesDifferError(differ.one, Whole.of(1), differ.why)
+            differ = SizesDifferError(differ.one, Polynomial.of(1), differ.why)
         if not self.make_equal(differ.one, differ.other, differ.why):
             self.machine.facts.assume_equal(differ.one, differ.other)
             self.equations.append((differ.one, differ.other))
@@ -151,7 +151,9 @@ class Instance:
             self.ones.append(False)
         return self.ones[place]
 
-    def make_equal(self, one: Whole, other: Whole, why: str, among: Callable[[str], bool] | None = None) -> bool:
+    def make_equal(
+        self, one: Polynomial, other: Polynomial, why: str, among: Callable[[str], bool] | None = None
+    ) -> bool:
         """Replace a free letter so that two sizes are equal; False if there is none. IllTypedError for unlike numbers.
 
         ``among``: which letters may be replaced; by default the free ones, and those that the machine made, which stand
@@ -167,12 +169,12 @@ class Instance:
         for letter in sorted(names, key=lambda name: (not is_made(name), name)):
             factor = difference.factor_of(letter).constant
             if factor in (1, -1) and may(letter):
-                self._replace(letter, difference.substitute({letter: Whole.of(0)}) * -factor)
+                self._replace(letter, difference.substitute({letter: Polynomial.of(0)}) * -factor)
                 return True
         return False
 
-    def _replace(self, letter: str, value: Whole) -> None:
-        change: dict[Any, Whole] = {letter: value}
+    def _replace(self, letter: str, value: Polynomial) -> None:
+        change: dict[Any, Polynomial] = {letter: value}
         facts = self.machine.facts
         facts.assume(value - facts.least(letter))
         self.free.discard(letter)
@@ -323,7 +325,7 @@ def _is_typed(rule: Rule, part: Call, ranks: Mapping[str, int], choices: Mapping
     return False
 
 
-def _substituted(held: Any, change: Mapping[Any, Whole]) -> Any:
-    if isinstance(held, Whole):
+def _substituted(held: Any, change: Mapping[Any, Polynomial]) -> Any:
+    if isinstance(held, Polynomial):
         return held.substitute(change)
     return tuple(_substituted(item, change) for item in held) if isinstance(held, tuple) else held

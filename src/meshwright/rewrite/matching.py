@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.rewrite.calculus import IllTypedError, Indexed
 from meshwright.rewrite.expressions import Call, Formula, Name, given_names, letters_of, names_of, value_of
 from meshwright.rewrite.instances import MOST_DIMS
-from meshwright.rewrite.terms import Node
+from meshwright.rewrite.terms import TermNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
@@ -77,13 +77,13 @@ def bind(graph: EGraph, pattern: Call, cls: int) -> Iterator[tuple[dict[str, int
     yield from _match(graph, pattern, cls, {}, {})
 
 
-def node_of(graph: EGraph, call: Expression, match: Match) -> Node:
+def node_of(graph: EGraph, call: Expression, match: Match) -> TermNode:
     """The node of a call that was added at a match."""
     assert isinstance(call, Call)
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
     operands = tuple(graph.find(_build(graph, operand, tensors, shaped, match.letters)) for operand in call.operands)
-    return Node(
+    return TermNode(
         call.operator, operands, tuple((name, value_of(v, shaped, match.letters)) for name, v in call.attributes)
     )
 
@@ -214,7 +214,7 @@ def _match(
                 yield bound, values
 
 
-def _match_attributes(pattern: Call, node: Node, letters: dict[str, Any]) -> dict[str, Any] | None:
+def _match_attributes(pattern: Call, node: TermNode, letters: dict[str, Any]) -> dict[str, Any] | None:
     known = letters
     for (_, wanted), (_, value) in zip(pattern.attributes, node.attributes, strict=True):
         if isinstance(wanted, Formula):
@@ -255,7 +255,9 @@ def _match_tuple(wanted: tuple[Attribute, ...], value: Any, letters: dict[str, A
     return known
 
 
-def _computed_hold(graph: EGraph, pattern: Call, node: Node, tensors: dict[str, int], letters: dict[str, Any]) -> bool:
+def _computed_hold(
+    graph: EGraph, pattern: Call, node: TermNode, tensors: dict[str, int], letters: dict[str, Any]
+) -> bool:
     """Whether attributes that the pattern computes are what the node has."""
     for (_, wanted), (_, value) in zip(pattern.attributes, node.attributes, strict=True):
         if not _is_computed(wanted):
@@ -304,7 +306,7 @@ def _build(
         return tensors[side.name]
     operands = tuple(_build(graph, operand, tensors, shaped, letters) for operand in side.operands)
     attributes = tuple((name, value_of(value, shaped, letters)) for name, value in side.attributes)
-    return graph.add(Node(side.operator, operands, attributes))
+    return graph.add(TermNode(side.operator, operands, attributes))
 
 
 def _unread(*_: Any) -> Any:

@@ -25,10 +25,10 @@ from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.check import check_close
 from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
-from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.saturate import SaturationLimits
 from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
-from meshwright.rewrite.search.search import Found, Grown, Space
+from meshwright.rewrite.search.search import FoundGraph, GraphSpace, Grown
 from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of, untouched
 from meshwright.rewrite.written import check_found, write_found
 from meshwright.spec import EventSink, Measurements, NullSink, RewriteError, load_cluster
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from torch import fx, nn
 
     from meshwright.capture import Captured
-    from meshwright.rewrite.fx.read import Source
+    from meshwright.rewrite.fx.read import ReadGraph
     from meshwright.spec import DeviceKind
 
-LIMITS = Limits(rounds=4, nodes=4_000, seconds=5.0)
+LIMITS = SaturationLimits(rounds=4, nodes=4_000, seconds=5.0)
 
 # The search keeps for every operator which others it needs for certain, which takes a gigabyte here.
 MOST_OPERATORS = 50_000
@@ -65,8 +65,8 @@ class Candidate:
     """
 
     name: str
-    space: Space
-    found: Found
+    space: GraphSpace
+    found: FoundGraph
     graph: fx.GraphModule
     worst: float
     gains: dict[str, float] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Rewriting:
     candidates: tuple[Candidate, ...]
     refused: tuple[str, ...]
     rules: Guided
-    source: Source
+    source: ReadGraph
     cost: CostModel
     seconds: dict[str, float]
 
@@ -107,7 +107,7 @@ def rewrite_model(
     batch: Any,
     *,
     rules: Guided | None = None,
-    limits: Limits = LIMITS,
+    limits: SaturationLimits = LIMITS,
     cost: CostModel | None = None,
     device: DeviceKind | None = None,
     measure: bool = True,
@@ -160,7 +160,7 @@ def _rewrite(
     batch: Any,
     *,
     rules: Guided,
-    limits: Limits,
+    limits: SaturationLimits,
     costs_of: tuple[CostModel, DeviceKind],
     measure: bool,
     least_gain: float,
@@ -245,14 +245,16 @@ def _timed(
     ]
 
 
-def _choose(space: Space, grown: Grown, costs: CallCosts, *, budget_s: float, events: EventSink) -> list[Found]:
+def _choose(
+    space: GraphSpace, grown: Grown, costs: CallCosts, *, budget_s: float, events: EventSink
+) -> list[FoundGraph]:
     """The best few graphs, the cheapest first: choose, time what was chosen, and choose again.
 
     What was not timed is cheaper than it will be (`CallCosts`), so that a choice costs no more than any graph does;
     when what of those that were chosen is cheapest once timed is as cheap as that, almost, nothing better can follow.
     """
     deadline = time.perf_counter() + budget_s
-    tried: list[Found] = []
+    tried: list[FoundGraph] = []
     while True:
         found = space.choose(costs, grown)
         left = deadline - time.perf_counter()
@@ -275,7 +277,7 @@ class _Clock:
         self.laps[name], self._last = now - self._last, now
 
 
-def _read(module: nn.Module, batch: Any, events: EventSink) -> tuple[Captured, Source, tuple[torch.Tensor, ...]]:
+def _read(module: nn.Module, batch: Any, events: EventSink) -> tuple[Captured, ReadGraph, tuple[torch.Tensor, ...]]:
     mode: Literal["training", "inference"] = "training" if module.training else "inference"
     captured = capture_model(module, batch, mode=mode, verify=False, needs_loss=False, events=events)
     return captured, read_captured(captured, batch), flatten_batch(captured, batch)
@@ -296,18 +298,20 @@ def _costs_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostMo
     return cost, device
 
 
-def _spaces(source: Source, rules: Guided, limits: Limits, *, training: bool) -> list[tuple[str, Space, Grown]]:
+def _spaces(
+    source: ReadGraph, rules: Guided, limits: SaturationLimits, *, training: bool
+) -> list[tuple[str, GraphSpace, Grown]]:
     """What all rules lead to, and what those alone that leave less to do."""
     made = []
     for name, used in (("all rules", rules), ("simplified", Guided(simplify=rules.simplify, explore=(), merge=()))):
-        space = Space(
+        space = GraphSpace(
             source.terms, source.effects, frozen=not training, finite=finite_names(source, frozen=not training)
         )
         made.append((name, space, space.grow(used, limits)))
     return made
 
 
-def finite_names(source: Source, *, frozen: bool) -> frozenset[str]:
+def finite_names(source: ReadGraph, *, frozen: bool) -> frozenset[str]:
     """Names of held tensors whose numbers are finite and stay so."""
     found = set()
     for term in source.terms.inputs():
@@ -334,9 +338,9 @@ def _with_gains(candidate: Candidate, costs: CallCosts) -> Candidate:
 
 def _written(
     name: str,
-    space: Space,
-    found: Found,
-    source: Source,
+    space: GraphSpace,
+    found: FoundGraph,
+    source: ReadGraph,
     captured: Captured,
     tensors: tuple[torch.Tensor, ...],
     *,

@@ -17,10 +17,10 @@ from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.module import Rewritten
-from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.saturate import SaturationLimits
 from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.ruleset import shipped_rules
-from meshwright.rewrite.search.search import Space
+from meshwright.rewrite.search.search import GraphSpace
 from meshwright.rewrite.written import check_found, write_found
 from meshwright.spec import Cluster, Plan, PlanError, load_cluster
 
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from meshwright.zoo import ModelSource
 
 # By number of rules' rounds and operators alone: a limit of seconds would give every machine another graph.
-_LIMITS = Limits(rounds=4, nodes=4_000, seconds=math.inf)
+_LIMITS = SaturationLimits(rounds=4, nodes=4_000, seconds=math.inf)
 _CHOICE_S = 120.0
 
 
-class Target(NamedTuple):
+class RewriteTarget(NamedTuple):
     """What a graph is rewritten for: a kind of device of a cluster."""
 
     cluster: Cluster
     kind: DeviceKind
 
 
-def target_of(plan: Plan) -> Target | None:
+def target_of(plan: Plan) -> RewriteTarget | None:
     """What a plan's graph was rewritten for, if it was. Raises PlanError where its cluster has no such devices."""
     if not plan.rewritten:
         return None
     cluster = load_cluster(plan.cluster)
     for kind in cluster.device_kinds:
         if kind.name == plan.rewritten:
-            return Target(cluster, kind)
+            return RewriteTarget(cluster, kind)
     raise PlanError(
         f"The plan's graph was rewritten for {plan.rewritten!r}, and the cluster {plan.cluster!r} has devices of the "
         f"kinds {[kind.name for kind in cluster.device_kinds]}. Plan again for this cluster."
     )
 
 
-def rewrite_source(source: ModelSource, target: Target, mode: Literal["training", "inference"]) -> ModelSource:
+def rewrite_source(source: ModelSource, target: RewriteTarget, mode: Literal["training", "inference"]) -> ModelSource:
     """The same model as the cheapest graph by prediction; the source itself where none is cheaper.
 
     Weights that are there are used to check in float64 that it is equal, gradients included; fake ones stay fake.
@@ -63,7 +63,7 @@ def rewrite_source(source: ModelSource, target: Target, mode: Literal["training"
     training = mode == "training"
     captured = capture_model(source.model, source.inputs, mode=mode, verify=False, needs_loss=False)
     read = read_captured(captured, source.inputs)
-    space = Space(read.terms, read.effects, frozen=not training)
+    space = GraphSpace(read.terms, read.effects, frozen=not training)
     grown = space.grow(shipped_rules(), _LIMITS)
     costs = CallCosts(CostModel(cluster=target.cluster), target.kind, training=training)
     costs.estimate(space.calls())

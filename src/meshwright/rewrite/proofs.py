@@ -15,7 +15,7 @@ from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import TooLargeError
 from meshwright.rewrite.calculus.symbols import RefineError, SizesDifferError
-from meshwright.rewrite.calculus.whole import NotExpressibleError, Whole
+from meshwright.rewrite.calculus.whole import NotExpressibleError, Polynomial
 from meshwright.rewrite.instances import MOST_DIMS, instances
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _check_shapes(machine: Symbols, lefts: list[Indexed], rights: list[Indexed])
         if left.rank != right.rank:
             raise UnlikeError(f"{left.rank} and {right.rank} dims")
         for one, two in zip(left.shape, right.shape, strict=True):
-            if (Whole.of(one) - two).constant not in (None, 0):
+            if (Polynomial.of(one) - two).constant not in (None, 0):
                 raise UnlikeError(f"sizes of {one} and {two}")
             machine.same(one, two, "sizes of the two sides")
 
@@ -172,7 +172,7 @@ def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], l
     return [str(place) for place in index], lines
 
 
-def _value_at(machine: Symbols, tensor: Indexed, index: list[Whole]) -> Value:
+def _value_at(machine: Symbols, tensor: Indexed, index: list[Polynomial]) -> Value:
     for _ in range(_MOST_REFINEMENTS):
         try:
             value: Value = tensor.at(*index)
@@ -182,13 +182,13 @@ def _value_at(machine: Symbols, tensor: Indexed, index: list[Whole]) -> Value:
     raise NotExpressibleError("an index is divided too often")
 
 
-def _refined(machine: Symbols, index: list[Whole], refine: RefineError) -> list[Whole]:
+def _refined(machine: Symbols, index: list[Polynomial], refine: RefineError) -> list[Polynomial]:
     outer = machine.facts.fresh("i", 0, refine.quotient)
     inner = machine.facts.fresh("i", 0, refine.by)
     change = {refine.letter: outer * refine.by + inner}
     return [place.substitute(change) for place in index]
 
 
-def describe_sizes(shapes: dict[str, tuple[Whole, ...]]) -> str:
+def describe_sizes(shapes: dict[str, tuple[Polynomial, ...]]) -> str:
     """Shapes in words."""
     return ", ".join(f"{name}: ({', '.join(map(str, shape))})" for name, shape in shapes.items())

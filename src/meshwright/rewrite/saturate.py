@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SaturationLimits:
     """When to stop: rounds, nodes, seconds, and matches of one rule in one round."""
 
     rounds: int = 8
@@ -39,7 +39,7 @@ class Saturation:
     until: int
 
 
-def saturate(graph: EGraph, rules: Sequence[Directed], limits: Limits, since: int = 0) -> Saturation:
+def saturate(graph: EGraph, rules: Sequence[Directed], limits: SaturationLimits, since: int = 0) -> Saturation:
     """Apply rules until nothing is new or a limit is met; what was found by then stays.
 
     ``since``: by when the same rules saw the e-graph before; they look at what has changed.

@@ -38,7 +38,7 @@ class TensorType(NamedTuple):
 TOKEN = TensorType((), TOKEN_DTYPE)
 
 
-class Node(NamedTuple):
+class TermNode(NamedTuple):
     """An operator at terms; attributes in the operator's order."""
 
     operator: str
@@ -54,19 +54,19 @@ class Node(NamedTuple):
 class Terms:
     """Nodes with the types of their results; ``outputs`` are what the graph is for, in order."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[TermNode] = field(default_factory=list)
     types: list[TensorType] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    _known: dict[Node, int] = field(default_factory=dict)
+    _known: dict[TermNode, int] = field(default_factory=dict)
 
     def input(self, name: str, type_: TensorType, kind: InputKind) -> int:
         """A tensor that is given."""
-        return self.add(Node(INPUT, (), (("name", name), ("kind", kind))), type_)
+        return self.add(TermNode(INPUT, (), (("name", name), ("kind", kind))), type_)
 
     def apply(self, operator: str, *operands: int, **attributes: Any) -> int:
         """A declared operator at terms. Raises IllTypedError where they do not fit."""
         declared = OPERATORS[operator]
-        node = Node(operator, operands, tuple((name, attributes[name]) for name in declared.attributes))
+        node = TermNode(operator, operands, tuple((name, attributes[name]) for name in declared.attributes))
         if node in self._known:
             return self._known[node]
         return self.add(node, type_of(node, [self.types[i] for i in operands]))
@@ -78,11 +78,13 @@ class Terms:
 
         ``several``: it returns a tuple, also of one result.
         """
-        node = Node(OPAQUE, tuple(operands), (("key", key),))
+        node = TermNode(OPAQUE, tuple(operands), (("key", key),))
         if len(types) == 1 and not several:
             return (self.add(node, types[0]),)
         whole = self.add(node, TOKEN)
-        return tuple(self.add(Node(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types))
+        return tuple(
+            self.add(TermNode(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types)
+        )
 
     def needed(self, outputs: Iterable[int] | None = None) -> list[int]:
         """The terms that outputs need, operands first."""
@@ -99,7 +101,7 @@ class Terms:
         """Terms that are given, in order."""
         return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
 
-    def add(self, node: Node, type_: TensorType) -> int:
+    def add(self, node: TermNode, type_: TensorType) -> int:
         """A node whose result is known to have this type."""
         if node in self._known:
             return self._known[node]
@@ -111,7 +113,7 @@ class Terms:
         return len(self.nodes) - 1
 
 
-def type_of(node: Node, operands: Sequence[TensorType]) -> TensorType:
+def type_of(node: TermNode, operands: Sequence[TensorType]) -> TensorType:
     """The type of a declared operator's result. Raises IllTypedError where operands do not fit."""
     return _typed(node.operator, tuple(operands), node.attributes)
 

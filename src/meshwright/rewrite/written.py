@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from torch import fx
 
     from meshwright.capture import Captured
-    from meshwright.rewrite.fx.read import Source
-    from meshwright.rewrite.search.search import Found
+    from meshwright.rewrite.fx.read import ReadGraph
+    from meshwright.rewrite.search.search import FoundGraph
 
 
-def write_found(found: Found, source: Source, *, training: bool) -> fx.GraphModule:
+def write_found(found: FoundGraph, source: ReadGraph, *, training: bool) -> fx.GraphModule:
     """The graph, its constants computed beforehand; frozen weights are constants."""
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
     return write_graph(terms, source, effects=effects, held=held)
 
 
 def check_found(
-    found: Found,
+    found: FoundGraph,
     graph: fx.GraphModule,
-    source: Source,
+    source: ReadGraph,
     captured: Captured,
     tensors: tuple[torch.Tensor, ...],
     *,

@@ -34,7 +34,7 @@ from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.precisions import autocast_type, check_precision
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
-from meshwright.runtime.recorder import PeakMemory, Recorder, gather_timeline, make_timeline, measure_clock_offset
+from meshwright.runtime.recorder import ProcessPeak, Recorder, gather_timeline, make_timeline, measure_clock_offset
 from meshwright.runtime.repairs import REPAIRS, Repair, RepairKind, check_repair
 from meshwright.runtime.session import Session, check_runnable, join_group
 from meshwright.runtime.stage_steps import OptimizerArgument
@@ -46,7 +46,7 @@ __all__ = [
     "OptimizerArgument",
     "Output",
     "Outputs",
-    "PeakMemory",
+    "ProcessPeak",
     "RankProgram",
     "Recorder",
     "Repair",

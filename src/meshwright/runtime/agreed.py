@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.runtime.transport import Transport
 
 
@@ -22,7 +22,7 @@ class AgreedNumber(ABC):
         self,
         index: int,
         complete: Callable[[], None],
-        grid: Grid,
+        grid: TeamPosition,
         transport: Transport,
         dtype: torch.dtype,
         device: torch.device,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.pending import Work
-from meshwright.runtime.rank_program import Issued, RankProgram, bucket_of
+from meshwright.runtime.rank_program import IssuedInstruction, RankProgram, bucket_of
 from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets
 from meshwright.runtime.transport import Transport
 from meshwright.spec.instructions import (
@@ -33,15 +33,15 @@ class BucketSums:
         self,
         exchange: Exchange | None,
         transport: Transport,
-        issue: Callable[[Issued], None],
+        issue: Callable[[IssuedInstruction], None],
         agreements: Mapping[int, AgreedNumber],
     ) -> None:
         self._exchange, self._transport, self._issue, self._agreements = exchange, transport, issue, agreements
         # What may leave inside the computation that runs, and which parts are ready but have not left.
-        self._marked: deque[Issued] = deque()
+        self._marked: deque[IssuedInstruction] = deque()
         self._ready: set[int] = set()
 
-    def expect(self, marked: Collection[Issued]) -> None:
+    def expect(self, marked: Collection[IssuedInstruction]) -> None:
         """These may leave from now on."""
         if marked:
             self._marked.extend(marked)

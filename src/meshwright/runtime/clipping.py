@@ -15,7 +15,7 @@ import torch
 
 from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.runtime.transport import Transport
 from meshwright.spec.errors import PlanError
 from meshwright.spec.placement import Placement
@@ -77,7 +77,7 @@ class NormClip(AgreedNumber):
         parameters: Mapping[int, torch.nn.Parameter],
         holders: Mapping[int, int],
         complete: Callable[[], None],
-        grid: Grid,
+        grid: TeamPosition,
         transport: Transport,
         device: torch.device,
         inverse: Callable[[], float] = lambda: 1.0,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class Made(NamedTuple):
+class Prefetched(NamedTuple):
     """Tensors of a microbatch (graph inputs in order), and when they were made, by this process's clock."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -20,7 +20,7 @@ class Made(NamedTuple):
 class Loading:
     """A microbatch that is awaited as transfers are; ``span`` is when it was made, once it is there."""
 
-    def __init__(self, wait: Callable[[], Made]) -> None:
+    def __init__(self, wait: Callable[[], Prefetched]) -> None:
         self._wait = wait
         self.span: tuple[int, int] | None = None
 
@@ -35,7 +35,7 @@ class Coming(Sequence[Sequence[torch.Tensor]]):
     """What a stage reads of each microbatch of a batch: ``take(m)`` waits for one, ``choose`` finds the stage's own."""
 
     size: int
-    take: Callable[[int], Made]
+    take: Callable[[int], Prefetched]
     choose: Callable[[tuple[torch.Tensor, ...]], Sequence[torch.Tensor]]
 
     def __len__(self) -> int:

@@ -15,14 +15,14 @@ from meshwright.runtime.holding import Holding
 from meshwright.runtime.precisions import multiplying
 from meshwright.runtime.random_state import read_generator, write_generator
 from meshwright.runtime.stage import StageRunner
-from meshwright.runtime.transport import Layout
+from meshwright.runtime.transport import WireLayout
 from meshwright.spec.events import EventSink
 from meshwright.spec.slices import StageSlice
 from meshwright.spec.units import format_count
 
 # Microbatches are numbered from 0.
 _AHEAD = -1
-Layouts = Mapping[tuple[int, int, str], tuple[Layout, ...]]
+Layouts = Mapping[tuple[int, int, str], tuple[WireLayout, ...]]
 
 
 def compile_ahead(
@@ -85,5 +85,5 @@ def _run(
         runner.backward(_AHEAD, gradients, 0.0)
 
 
-def _zeros(layouts: Sequence[Layout], device: torch.device) -> list[torch.Tensor]:
+def _zeros(layouts: Sequence[WireLayout], device: torch.device) -> list[torch.Tensor]:
     return [item.empty(device).zero_() for item in layouts]

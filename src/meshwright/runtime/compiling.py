@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.runtime.partitioning import UnitPartitioner
 from meshwright.runtime.ranges import enclose, find_ops
-from meshwright.runtime.recompute import Again, Kept, checkpoint_compiled
+from meshwright.runtime.recompute import Kept, RecomputedRange, checkpoint_compiled
 from meshwright.spec.compiled_units import compiled_units
 from meshwright.spec.graph import Graph
 
@@ -62,7 +62,9 @@ class Compilation:
         """Units that differ."""
         return len(self.codes)
 
-    def code_of(self, body: fx.GraphModule, given: object, *, draws_random: bool, again: Again | None = None) -> _Code:
+    def code_of(
+        self, body: fx.GraphModule, given: object, *, draws_random: bool, again: RecomputedRange | None = None
+    ) -> _Code:
         """The code of a unit that reads tensors of such shapes and types; the same for units that are alike.
 
         ``again``: by which it is computed again in the backward.
@@ -82,7 +84,7 @@ class _Code:
     """
 
     def __init__(
-        self, body: fx.GraphModule, compilation: Compilation, *, draws_random: bool, again: Again | None
+        self, body: fx.GraphModule, compilation: Compilation, *, draws_random: bool, again: RecomputedRange | None
     ) -> None:
         options: dict[str, Any] = {"fallback_random": True} if draws_random else {}
         self._body: Callable[..., Any] = _again(again, len(compilation.codes)) if again else body
@@ -138,7 +140,7 @@ def _without_note() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _again(unit: Again, number: int) -> Callable[..., Any]:
+def _again(unit: RecomputedRange, number: int) -> Callable[..., Any]:
     """A unit under checkpoint, which torch compiles with it: its backward begins with the unit's ops."""
     body = unit.body
 
@@ -187,9 +189,11 @@ def _compile_inside(module: fx.GraphModule, graph: Graph, compilation: Compilati
             continue
         calls = {str(node.target): module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
         wrap = _wrapper(graph, sorted(ops), compilation)
-        again = [name for name, item in calls.items() if isinstance(item, Again)]
+        again = [name for name, item in calls.items() if isinstance(item, RecomputedRange)]
         for name in again:
-            module.add_submodule(name, wrap(cast("Again", calls[name]).body, again=cast("Again", calls[name])))
+            module.add_submodule(
+                name, wrap(cast("RecomputedRange", calls[name]).body, again=cast("RecomputedRange", calls[name]))
+            )
         if not again and (calls or any(map(_computes, nodes))):
             enclose(module, f"compiled_{number}", nodes, wrap, ())
 

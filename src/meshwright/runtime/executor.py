@@ -26,11 +26,11 @@ from meshwright.runtime.messages import Messages
 from meshwright.runtime.offload import Hosting
 from meshwright.runtime.pending import Key, Pending, Work
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
-from meshwright.runtime.rank_program import Computed, Issued, RankProgram, SectionName
+from meshwright.runtime.rank_program import Computed, IssuedInstruction, RankProgram, SectionName
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.refusals import Beside, wrong_beside, wrong_in_compute
 from meshwright.runtime.stage import StageRunner
-from meshwright.runtime.transport import Layout, Transport
+from meshwright.runtime.transport import Transport, WireLayout
 from meshwright.spec.instructions import (
     AllGather,
     AllReduce,
@@ -84,7 +84,7 @@ class _Bound:
 
     item: Computed
     run: Callable[[], None]
-    then: list[tuple[Issued, _Issue]]
+    then: list[tuple[IssuedInstruction, _Issue]]
     microbatch: int
 
 
@@ -109,7 +109,7 @@ class Executor:
         runners: Sequence[StageRunner],
         transport: Transport,
         exchange: Exchange | None,
-        layouts: dict[tuple[int, int, str], tuple[Layout, ...]],
+        layouts: dict[tuple[int, int, str], tuple[WireLayout, ...]],
         optimizer_step: Callable[[int], None],
         recorder: Recorder,
         device: torch.device,
@@ -250,7 +250,7 @@ class Executor:
             case _:
                 assert_never(instruction)
 
-    def _bind_issue(self, item: Issued) -> _Issue:
+    def _bind_issue(self, item: IssuedInstruction) -> _Issue:
         instruction = item.instruction
         match instruction:
             case Send():
@@ -292,7 +292,7 @@ class Executor:
         for other, issue in bound.then:
             self._issue(other, issue)
 
-    def _issue(self, item: Issued, issue: _Issue) -> None:
+    def _issue(self, item: IssuedInstruction, issue: _Issue) -> None:
         for index in item.awaits:
             self._pending.wait(Key(self._visit.place, index))
         start = self._recorder.now()
@@ -313,13 +313,13 @@ class Executor:
                 self._pending.wait(Key(place, index))
             readiness.complete()
 
-    def _before(self, item: Issued) -> Sequence[Work] | None:
+    def _before(self, item: IssuedInstruction) -> Sequence[Work] | None:
         """What a collective follows by itself; None for most."""
         if not item.behind:
             return None
         return [work for index in item.behind for work in self._pending.works(Key(self._visit.place, index))]
 
-    def _issue_marked(self, item: Issued) -> None:
+    def _issue_marked(self, item: IssuedInstruction) -> None:
         self._issue(item, self._bind_issue(item))
 
     def _forward(self, stage: int, microbatch: int, version: int) -> None:

@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.program.sharding import Unit, find_units
+from meshwright.program.sharding import GatherUnit, find_units
 from meshwright.runtime.held import replace_held
 from meshwright.runtime.ranges import enclose, find_ops
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.offload import ON_DEVICE, Offload
@@ -42,7 +42,7 @@ from meshwright.spec.precision import Numbers
 from meshwright.spec.slices import StageSlice
 
 
-def replica_groups(plan: Plan, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The processes that hold the same stages, by the ranks of the plan. All processes call it together."""
     alone = plan.offload.parameters == "host"
     shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1 or alone)
@@ -50,7 +50,7 @@ def replica_groups(plan: Plan, grid: Grid) -> dict[tuple[int, ...], dist.Process
 
 
 def replica_meshes(
-    plan: Plan, grid: Grid, groups: Mapping[tuple[int, ...], dist.ProcessGroup], device: torch.device
+    plan: Plan, grid: TeamPosition, groups: Mapping[tuple[int, ...], dist.ProcessGroup], device: torch.device
 ) -> dict[tuple[int, ...], DeviceMesh]:
     """The meshes on which this process shares out stages, by the ranks of the plan. All processes call it together.
 
@@ -73,7 +73,7 @@ def replica_meshes(
     return meshes
 
 
-def _own_group(groups: Sequence[tuple[int, ...]], grid: Grid) -> dist.ProcessGroup:
+def _own_group(groups: Sequence[tuple[int, ...]], grid: TeamPosition) -> dist.ProcessGroup:
     """That of this process, or the last one where it is in none; all are made."""
     made = [(ranks, grid.new_group(ranks)) for ranks in groups]
     return next((group for ranks, group in made if grid.rank in ranks), made[-1][1])
@@ -160,7 +160,9 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _enclose_unit(module: fx.GraphModule, graph: Graph, stage: StageSlice, unit: Unit, name: str) -> torch.nn.Module:
+def _enclose_unit(
+    module: fx.GraphModule, graph: Graph, stage: StageSlice, unit: GatherUnit, name: str
+) -> torch.nn.Module:
     """The module of the ops of a unit, which holds its parameters in place of the stage's module."""
     first, last = stage.ops[unit.first], stage.ops[unit.last]
     nodes = []

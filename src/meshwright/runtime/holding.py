@@ -18,7 +18,7 @@ from meshwright.runtime.models import Model, make_model
 from meshwright.runtime.offload.saved import find_stages_away, mark_units
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
 from meshwright.runtime.stage import stage_feeds, stage_fetches
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.spec.graph import Graph
 from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
@@ -56,7 +56,7 @@ class Holding(NamedTuple):
         return {**last, **first}
 
 
-def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device: torch.device) -> Holding:
+def take_holding(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Holding:
     """Cut out what this process holds. Raises PlanError for what cannot be run so. All processes call it together."""
     model = make_model(captured, plan, grid, device)
     program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
@@ -89,7 +89,7 @@ def _join_replicas(
     captured: Captured,
     model: Model,
     parts: Sequence[tuple[StageSlice, torch.nn.Module]],
-    grid: Grid,
+    grid: TeamPosition,
     device: torch.device,
 ) -> tuple[dict[int, torch.nn.Parameter], BufferSync]:
     """This rank's parts, by tensor id, of what replicas share out, and what they tell each other before a step."""

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.runtime.held import replace_held
 from meshwright.runtime.random_state import read_generator
 from meshwright.runtime.stage import autocasting, laid_out
-from meshwright.runtime.transport import Layout
+from meshwright.runtime.transport import WireLayout
 from meshwright.spec.graph import Graph
 from meshwright.spec.slices import StageSlice
 
@@ -32,7 +32,7 @@ def channel_layouts(
     autocast: torch.dtype | None = None,
     *,
     channels_last: bool = False,
-) -> dict[tuple[int, int, str], tuple[Layout, ...]]:
+) -> dict[tuple[int, int, str], tuple[WireLayout, ...]]:
     """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
 
     ``make_module(tensors)`` makes what computes tensors of the graph from its inputs. ``channels_last``: images are
@@ -40,15 +40,15 @@ def channel_layouts(
     """
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
-    tensors: dict[int, Layout] = {}
+    tensors: dict[int, WireLayout] = {}
     if crossing:
         values = _fake_values(graph, make_module(crossing), batch_size, device, autocast, channels_last=channels_last)
         tensors = dict(zip(crossing, values, strict=True))
-    layouts: dict[tuple[int, int, str], tuple[Layout, ...]] = {}
+    layouts: dict[tuple[int, int, str], tuple[WireLayout, ...]] = {}
     for channel in channels:
         activations = tuple(tensors[tensor] for tensor in channel.tensors)
         state = read_generator(device)
-        rng = (Layout(tuple(state.shape), state.stride(), state.dtype),) if channel.carries_rng else ()
+        rng = (WireLayout(tuple(state.shape), state.stride(), state.dtype),) if channel.carries_rng else ()
         layouts[channel.source, channel.target, "activation"] = activations + rng
         layouts[channel.target, channel.source, "gradient"] = tuple(tensors[tensor] for tensor in channel.gradients)
     return layouts
@@ -84,7 +84,7 @@ def _fake_values(
     autocast: torch.dtype | None,
     *,
     channels_last: bool,
-) -> list[Layout]:
+) -> list[WireLayout]:
     # In a dry run all tensors are fake already, and modes do not mix.
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         # What is elsewhere, or was never allocated.
@@ -103,4 +103,4 @@ def _fake_values(
         with autocasting(device, autocast):
             made = module(*(map(laid_out, inputs) if channels_last else inputs))
         values = [value.clone(memory_format=torch.preserve_format) for value in made]
-    return [Layout(tuple(value.shape), value.stride(), value.dtype) for value in values]
+    return [WireLayout(tuple(value.shape), value.stride(), value.dtype) for value in values]

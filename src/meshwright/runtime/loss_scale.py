@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.runtime.transport import Transport
 
 _START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
@@ -32,7 +32,7 @@ class LossScale(AgreedNumber):
         index: int,
         parameters: Mapping[int, torch.nn.Parameter],
         complete: Callable[[], None],
-        grid: Grid,
+        grid: TeamPosition,
         transport: Transport,
         device: torch.device,
         *,

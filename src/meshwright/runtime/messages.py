@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime.pending import Key, Pending
-from meshwright.runtime.transport import Layout, Transport
+from meshwright.runtime.transport import Transport, WireLayout
 from meshwright.spec.instructions import Payload
 from meshwright.spec.slices import StageSlice
 
@@ -33,7 +33,7 @@ class Messages:
         self,
         stages: Mapping[int, StageSlice],
         transport: Transport,
-        layouts: Mapping[tuple[int, int, str], tuple[Layout, ...]],
+        layouts: Mapping[tuple[int, int, str], tuple[WireLayout, ...]],
         pending: Pending,
         *,
         bound_gradient_sends: bool,

@@ -12,7 +12,7 @@ from meshwright.capture import Captured, part
 from meshwright.program import STAYS_EAGER, lower_plan
 from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.recompute import checkpoint_ranges
-from meshwright.runtime.teams import Grid, local_model
+from meshwright.runtime.teams import TeamPosition, local_model
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
@@ -130,7 +130,7 @@ class WholeModel:
         return shares[0]
 
 
-def make_model(captured: Captured, plan: Plan | Placement, grid: Grid, device: torch.device) -> Model:
+def make_model(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Model:
     """The model of this process, on its device. Raises PlanError for a split that cannot be run."""
     if isinstance(plan, Plan) and not plan.sharding.is_whole:
         return local_model(captured, plan, grid, device)

@@ -52,7 +52,7 @@ from meshwright.runtime.offload import (
 )
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
-from meshwright.runtime.recompute import Again
+from meshwright.runtime.recompute import RecomputedRange
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.repairs import Repair, check_repair, find_staleness
 from meshwright.runtime.session import Session, check_runnable, join_group
@@ -61,7 +61,7 @@ from meshwright.runtime.split_backward import SplitPart
 from meshwright.runtime.stage import Part, StageRunner
 from meshwright.runtime.stage_steps import OptimizerArgument, StageSteps, own_optimizer
 from meshwright.runtime.steps import EndlessSteps, FlushingSteps, Steps
-from meshwright.runtime.teams import Grid, make_grid
+from meshwright.runtime.teams import TeamPosition, make_grid
 from meshwright.runtime.transport import Transport
 from meshwright.runtime.versions import VersionedPart
 from meshwright.runtime.waves import WaveExchange
@@ -197,7 +197,7 @@ def _check_fit(captured: Captured, plan: Plan | Placement) -> None:
         check_placed_writes(captured, plan)
 
 
-def _take_place(plan: Plan | Placement) -> Grid:
+def _take_place(plan: Plan | Placement) -> TeamPosition:
     """This process's place in the plan. Raises PlanError unless as many processes were started as it has devices."""
     sharding = plan.sharding if isinstance(plan, Plan) else UNSHARDED
     num_processes = plan.num_ranks * sharding.width
@@ -250,7 +250,7 @@ def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, ra
     return FlushingSteps(executor)
 
 
-def _make_exchange(share: Holding, grid: Grid) -> Exchange | None:
+def _make_exchange(share: Holding, grid: TeamPosition) -> Exchange | None:
     """What this rank sums with others; None if nothing."""
     plan, held = share.plan, {stage.index for stage in share.stages}
     if not isinstance(plan, Plan):
@@ -279,7 +279,7 @@ def _make_agreements(
     share: Holding,
     updated: Mapping[int, torch.nn.Parameter],
     max_norm: float | None,
-    grid: Grid,
+    grid: TeamPosition,
     transport: Transport,
     device: torch.device,
     hosted: Hosted | None,
@@ -326,7 +326,7 @@ def _make_parts(share: Holding, ahead: Mapping[int, int]) -> tuple[Part, ...]:
     found: list[Part] = []
     for stage, module in zip(share.stages, share.modules, strict=True):
         if stage.index in doing[BackwardInput]:
-            if any(isinstance(item, Again) for item in module.modules()):
+            if any(isinstance(item, RecomputedRange) for item in module.modules()):
                 raise PlanError(
                     "The plan computes parts again under a schedule whose backwards come in two parts, each of which "
                     "would run them again; such a plan can only be simulated. Choose 1f1b, or compute nothing again."

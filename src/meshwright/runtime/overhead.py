@@ -19,7 +19,7 @@ from meshwright.runtime.rank_program import arrange_rank
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.steps import FlushingSteps
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.runtime.transport import Transport
 from meshwright.spec import Extent, Graph, Layer, Op, Plan, StagePlan, Tensor, Workload, slice_graph
 
@@ -55,7 +55,7 @@ def _tiny_executor(num_microbatches: int) -> Executor:
         loss_scale=1.0,
         stages=(stage,),
         runners=(StageRunner(_Add(), graph, stage, device),),
-        transport=Transport(program, device, Grid(process=0, width=1)),
+        transport=Transport(program, device, TeamPosition(process=0, width=1)),
         exchange=None,
         layouts={},
         optimizer_step=lambda _: None,

@@ -51,7 +51,7 @@ class HostItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
+class IssuedInstruction:
     """An asynchronous instruction: its id in the program, its row, and the ranks that take part.
 
     ``awaits``: others of its kind of stream that must be done first. ``behind``: those in an earlier lane, which it
@@ -86,8 +86,8 @@ class Computed:
     stream: int
     instruction: Instruction
     awaits: tuple[int, ...]
-    then: tuple[Issued, ...]
-    marked: tuple[Issued, ...]
+    then: tuple[IssuedInstruction, ...]
+    marked: tuple[IssuedInstruction, ...]
     late: tuple[LateWait, ...] = ()
 
 
@@ -99,7 +99,7 @@ class RankProgram:
     """
 
     rank: int
-    first: tuple[Issued, ...]
+    first: tuple[IssuedInstruction, ...]
     computations: tuple[Computed, ...]
     beside: tuple[HostItem, ...] = ()
 
@@ -115,8 +115,8 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
     streams = program.streams_of(rank)
     compute = [stream for stream in streams if program.streams[stream].name == "compute"]
     order = {index: place for stream in compute for place, index in enumerate(section.stream_range(stream))}
-    then: dict[int, list[Issued]] = {place: [] for place in (_BEFORE_ALL, *order.values())}
-    marked: dict[int, list[Issued]] = {place: [] for place in order.values()}
+    then: dict[int, list[IssuedInstruction]] = {place: [] for place in (_BEFORE_ALL, *order.values())}
+    marked: dict[int, list[IssuedInstruction]] = {place: [] for place in order.values()}
     late = _late_waits(section)
     asynchronous: set[int] = set()
     beside: list[HostItem] = []
@@ -241,7 +241,7 @@ def bucket_of(instruction: Instruction) -> int:
     return instruction.bucket
 
 
-def _issued(program: Program, section: Section, index: int, stream_of: Mapping[int, int]) -> Issued:
+def _issued(program: Program, section: Section, index: int, stream_of: Mapping[int, int]) -> IssuedInstruction:
     group, stream = int(section.group[index]), stream_of[index]
     lane, is_exchange = program.streams[stream].lane, program.streams[stream].name == "exchange"
     awaits, behind = [], []
@@ -253,7 +253,7 @@ def _issued(program: Program, section: Section, index: int, stream_of: Mapping[i
             behind.append(wait)
         elif stream_of[wait] == stream or is_exchange:
             awaits.append(wait)
-    return Issued(
+    return IssuedInstruction(
         index=index,
         stream=stream,
         instruction=section.instruction(index),

@@ -63,11 +63,11 @@ def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int])
         _check_writes(graph, number, {op for op in ops if start <= op < stop})
         read = {str(item.target) for node in nodes for item in node.all_input_nodes if item.op == "get_attr"}
         kept = kept_within(graph, start, stop)
-        enclose(module, f"again_{number}", nodes, partial(Again, kept=kept), read - parameters)
+        enclose(module, f"again_{number}", nodes, partial(RecomputedRange, kept=kept), read - parameters)
     return module
 
 
-class Again(torch.nn.Module):
+class RecomputedRange(torch.nn.Module):
     """A range of ops under checkpoint, some of which (``kept``) keep their results."""
 
     def __init__(self, body: fx.GraphModule, kept: Collection[int] = ()) -> None:
@@ -118,7 +118,7 @@ class _Keeping:
 
     ``is_on``: such an op computes, whose kernels are meant. ``results`` are those of conversions between processes, of
     the call that runs, in their order; ``runs_again``: they are taken from there. ``pack`` and ``unpack`` as of
-    `Again.copy_kept`.
+    `RecomputedRange.copy_kept`.
     """
 
     def __init__(self) -> None:

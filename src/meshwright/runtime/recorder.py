@@ -120,7 +120,7 @@ def _answer_clock(other: int) -> None:
         dist.send(message, other)
 
 
-class PeakMemory(NamedTuple):
+class ProcessPeak(NamedTuple):
     """The most bytes that a process had in use, and that its allocator had reserved (0 where there is none)."""
 
     in_use: int
@@ -128,7 +128,7 @@ class PeakMemory(NamedTuple):
 
 
 def gather_timeline(
-    program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak: PeakMemory, width: int = 1
+    program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak: ProcessPeak, width: int = 1
 ) -> Timeline | None:
     """Merge the rows of all processes into one timeline on the first; None on the others. All call it together.
 
@@ -142,12 +142,12 @@ def gather_timeline(
     if gathered is None:
         return None
     teams = [[peak for _, peak in gathered[first : first + width]] for first in range(0, len(gathered), width)]
-    fullest = [PeakMemory(*map(max, zip(*team, strict=True))) for team in teams]
+    fullest = [ProcessPeak(*map(max, zip(*team, strict=True))) for team in teams]
     return make_timeline(program, section, [item for item, _ in gathered[::width]], fullest)
 
 
 def make_timeline(
-    program: Program, section: Section, rows_per_rank: list[np.ndarray], peaks: Sequence[PeakMemory]
+    program: Program, section: Section, rows_per_rank: list[np.ndarray], peaks: Sequence[ProcessPeak]
 ) -> Timeline:
     """A measured timeline from rows (instruction, step, start ns, end ns) on one clock; time 0 is the first start."""
     rows = np.concatenate(rows_per_rank)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.cost.memory import Backend
 from meshwright.runtime.alike import BufferSync
-from meshwright.runtime.coming import Coming, Made
+from meshwright.runtime.coming import Coming, Prefetched
 from meshwright.runtime.devices import own_device
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
@@ -25,7 +25,7 @@ from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import Part
 from meshwright.runtime.stage_steps import StageSteps
 from meshwright.runtime.steps import Steps
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
@@ -49,7 +49,7 @@ class Session:
     where something is kept away from the device.
     """
 
-    grid: Grid
+    grid: TeamPosition
     plan: Plan | Placement
     model: Model
     program: Program
@@ -153,7 +153,7 @@ class Session:
         plans = self.plan.stages
         return any(stage.inputs and plans[stage.index].rank_of(microbatch) == self.grid.rank for stage in self.stages)
 
-    def coming_inputs(self, count: int, take: Callable[[int], Made]) -> dict[int, Inputs]:
+    def coming_inputs(self, count: int, take: Callable[[int], Prefetched]) -> dict[int, Inputs]:
         """For `run_microbatches`: ``take(m)`` waits for microbatch m of a global batch, graph inputs in order."""
         return {stage.index: Coming(count, take, self._choose(stage)) for stage in self.stages}
 

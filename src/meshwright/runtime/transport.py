@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime.pending import WaitedOnce, Work
-from meshwright.runtime.teams.grid import Grid
+from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.spec.instructions import SENDS, Opcode
 from meshwright.spec.program import Program
 
@@ -36,7 +36,7 @@ _TAGS = count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WireLayout:
     """Shape, strides and dtype of a dense tensor on the wire."""
 
     shape: tuple[int, ...]
@@ -54,17 +54,17 @@ class Transport:
     Ranks are those of the plan; where they are teams, each process deals with those at its own place (`teams`).
     """
 
-    def __init__(self, program: Program, device: torch.device, grid: Grid) -> None:
+    def __init__(self, program: Program, device: torch.device, grid: TeamPosition) -> None:
         self._device = device
         self._grid = grid
         # What one session still expects must not be answered by another: all ranks open theirs in the same order.
         self._tag = next(_TAGS)
-        self._free: defaultdict[Layout, list[torch.Tensor]] = defaultdict(list)
+        self._free: defaultdict[WireLayout, list[torch.Tensor]] = defaultdict(list)
         self._groups, self._later_groups = (_make_groups(program, grid, is_first=first) for first in (True, False))
         self._behind = Behind(device)
         self._ways = _make_ways(program, grid) if device.type != "cpu" else {}
 
-    def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], target: int) -> list[dist.Work]:
+    def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[WireLayout], target: int) -> list[dist.Work]:
         """Send tensors to a rank, in order; the works keep them alive."""
         process, group = self._grid.process_of(target), self._ways.get((self._grid.rank, target))
         return [
@@ -72,7 +72,7 @@ class Transport:
             for item, layout in zip(tensors, layouts, strict=True)
         ]
 
-    def receive(self, layouts: Sequence[Layout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
+    def receive(self, layouts: Sequence[WireLayout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Receive tensors of known layouts from a rank; they are filled when the works are done."""
         tensors, process = [self._take(layout) for layout in layouts], self._grid.process_of(source)
         group = self._ways.get((source, self._grid.rank))
@@ -82,7 +82,7 @@ class Transport:
     def recycle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give received tensors back; nobody reads them any more."""
         for item in tensors:
-            self._free[Layout(tuple(item.shape), item.stride(), item.dtype)].append(item)
+            self._free[WireLayout(tuple(item.shape), item.stride(), item.dtype)].append(item)
 
     def sum_over(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[dist.Work]:
         """Sum a tensor in place over the ranks of a group."""
@@ -100,12 +100,14 @@ class Transport:
         work = _work(issue(self._groups[ranks]))
         return [WaitedOnce(work) if self._device.type == "cpu" else work]
 
-    def _take(self, layout: Layout) -> torch.Tensor:
+    def _take(self, layout: WireLayout) -> torch.Tensor:
         free = self._free[layout]
         return free.pop() if free else layout.empty(self._device)
 
 
-def _make_groups(program: Program, grid: Grid, *, is_first: bool) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+def _make_groups(
+    program: Program, grid: TeamPosition, *, is_first: bool
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
     """A process group for every set of ranks that sums; all processes make all groups, in the program's order.
 
     Of the first lanes of streams, or of the others, whose sums begin behind those.
@@ -127,7 +129,7 @@ def _make_groups(program: Program, grid: Grid, *, is_first: bool) -> dict[tuple[
     return groups
 
 
-def _make_ways(program: Program, grid: Grid) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _make_ways(program: Program, grid: TeamPosition) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A process group for each rank and one that it sends to; all processes make all, in the program's order.
 
     NCCL runs what is issued in a group in order: two processes that send to each other before they receive would wait
@@ -141,7 +143,7 @@ def _make_ways(program: Program, grid: Grid) -> dict[tuple[int, int], dist.Proce
     return {(source, target): grid.new_group((source, target), MESSAGES) for source, target in pairs}
 
 
-def _on_wire(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _on_wire(tensor: torch.Tensor, layout: WireLayout) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.stride() != layout.stride:
         tensor = layout.empty(tensor.device).copy_(tensor)

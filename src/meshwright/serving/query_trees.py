@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.serving.batching import Equation, devices_for, largest_batch
-from meshwright.spec import Call, Deployment, Poisson, Query, ServedModel, ServingError
+from meshwright.spec import Deployment, ModelCall, Poisson, Query, ServedModel, ServingError
 from meshwright.spec.quantities import Seconds
 
 # A hundredth of the SLO: finer than latencies are known.
@@ -146,9 +146,9 @@ def expand_queries(deployment: Deployment, scale: float = 1.0) -> Deployment:
     return replace(deployment, models=tuple(models), queries=())
 
 
-def _need(call: Call, seconds: float, rate: float, equation: Equation) -> float:
+def _need(call: ModelCall, seconds: float, rate: float, equation: Equation) -> float:
     return devices_for(call.latency, seconds, rate, equation) if largest_batch(call.latency, seconds) else math.inf
 
 
-def _calls_after(query: Query) -> dict[str, Sequence[Call]]:
+def _calls_after(query: Query) -> dict[str, Sequence[ModelCall]]:
     return {call.name: [later for later in query.calls if later.after == call.name] for call in query.calls}

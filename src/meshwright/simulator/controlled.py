@@ -24,7 +24,7 @@ from meshwright.simulator.growing import GrowingNetwork, IssueCost
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.network import Network
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, check_costs
-from meshwright.simulator.simulate import MAX_UNROLLED, Run, begin_receives, record_run
+from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, begin_receives, record_run
 from meshwright.simulator.unroll import Unrolled, routes_of_collectives, unroll
 from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
 from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started
@@ -238,7 +238,7 @@ def _finish(
         _raise_deadlock(made, unrolled, end_ps[order], np.isin(order, log.watched))
     start_ps, end_ps = network.starts()[order], network.ends()[order]
     begin_receives(unrolled, start_ps, end_ps)
-    run = Run(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
+    run = SimulatedRun(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
     return ControlledRun(timeline=record_run(made, made_costs, run)[0], log=log, state=state, costs=made_costs)
 
 

@@ -50,7 +50,7 @@ from meshwright.simulator.joins import (
     open_join,
     prepare_joins,
 )
-from meshwright.simulator.network import Network, State, durations, fresh_state
+from meshwright.simulator.network import Network, NetworkState, durations, fresh_state
 from meshwright.simulator.waiters import GRANTED, Column, Ids, Times, finish, join, resume
 from meshwright.spec import ProgramError, suggest
 
@@ -67,7 +67,7 @@ def check_contention(contention: str) -> None:
         )
 
 
-class Outcome(NamedTuple):
+class EngineRun(NamedTuple):
     """When each instruction ended, in ps, shape (n,), and where each stream stopped, shape (streams,).
 
     A stream that stopped before its last instruction waits for ever; ends that are not known are negative.
@@ -89,7 +89,7 @@ class Outcome(NamedTuple):
         return np.where(self.shared_start_ps >= 0, self.shared_start_ps, start_ps)
 
 
-def run_network(network: Network, num_links: int, contention: Contention = "queued") -> Outcome:
+def run_network(network: Network, num_links: int, contention: Contention = "queued") -> EngineRun:
     """Simulate until nothing happens any more."""
     hosts, given = prepare_hosts(network), network
     if hosts is not None:
@@ -104,7 +104,7 @@ def run_network(network: Network, num_links: int, contention: Contention = "queu
     end_ps = state.end_ps[: len(given.cost_class)]
     if hosts is not None:
         given = as_run(given, _start_ps(given, end_ps, hosts), end_ps, shift_ps)
-    return Outcome(end_ps, state.position, sharing.start_ps if sharing is not None else None, given)
+    return EngineRun(end_ps, state.position, sharing.start_ps if sharing is not None else None, given)
 
 
 def _start_ps(network: Network, end_ps: Times, hosts: Hosts) -> Times:
@@ -116,7 +116,7 @@ def _start_ps(network: Network, end_ps: Times, hosts: Hosts) -> Times:
 @compiled
 def run_streams(  # noqa: C901
     network: Network,
-    state: State,
+    state: NetworkState,
     sharing: Sharing | None,
     joins: Joins | None,
     control: Control | None,

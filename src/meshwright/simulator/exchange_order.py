@@ -20,7 +20,7 @@ from meshwright.program import build_program, gradient_buckets
 from meshwright.program.parts import cut_parts
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.simulator.program_estimate import estimate_program
-from meshwright.simulator.simulate import Run, run_program
+from meshwright.simulator.simulate import SimulatedRun, run_program
 from meshwright.spec import Cluster, Graph, Plan, PlanError, Program
 from meshwright.spec.instructions import SUMS
 
@@ -110,7 +110,7 @@ def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel |
     ]
 
 
-def _ready_ps(program: Program, run: Run, sums: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ready_ps(program: Program, run: SimulatedRun, sums: NDArray[np.int64]) -> NDArray[np.int64]:
     """When all that each of some instructions waits for has happened; a body alone keeps its ids."""
     body, network = program.body, run.network
     marks = run.end_ps[network.mark_instruction] + network.mark_shift_ps

@@ -30,7 +30,7 @@ from meshwright.compiled import compiled
 from meshwright.simulator.control import NEVER, Control, next_event
 from meshwright.simulator.heap import pop, push
 from meshwright.simulator.joins import Joins, close_join, finish_for_joins
-from meshwright.simulator.network import Network, State, route_of
+from meshwright.simulator.network import Network, NetworkState, route_of
 from meshwright.simulator.sharing import (
     NUM_CHANGED,
     UNITS,
@@ -131,7 +131,7 @@ def _number_marks(network: Network, leader: Ids) -> tuple[Network, Ids, Times]:
 @compiled
 def run_moments(
     network: Network,
-    state: State,
+    state: NetworkState,
     sharing: Sharing,
     joins: Joins | None,
     control: Control | None,
@@ -191,7 +191,7 @@ def run_moments(
 
 
 @compiled
-def _raise_mark(state: State, joins: Joins | None, mark: int, now: int, top: int) -> int:
+def _raise_mark(state: NetworkState, joins: Joins | None, mark: int, now: int, top: int) -> int:
     """Let those run on who wait for a mark; return the new top of the stack."""
     if joins is None:
         return finish(state.end_ps, mark, now, state.next_waiter, state.stack, top)
@@ -200,7 +200,7 @@ def _raise_mark(state: State, joins: Joins | None, mark: int, now: int, top: int
 
 @compiled
 def _close_joins(
-    network: Network, state: State, joins: Joins | None, now: int, num_requests: int, top: int
+    network: Network, state: NetworkState, joins: Joins | None, now: int, num_requests: int, top: int
 ) -> tuple[int, int]:
     """Let the joins go on whose time has come; they stand before the requests of the same time."""
     if joins is not None:

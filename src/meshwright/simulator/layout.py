@@ -22,7 +22,7 @@ Column = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SectionPart:
     """One section with all that is needed to place it; shared by the repetitions of the body."""
 
     section: Section
@@ -34,27 +34,27 @@ class Part:
 
 # Without slots, for derived columns are kept with it once they were asked for.
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class SectionLayout:
     """The parts one behind the other: ``made`` are prologue, body and epilogue, ``which`` says which of them part p is.
 
     ``begins`` (parts, streams) holds where they begin; ``stream_offsets`` (streams + 1,) is that of the network.
     ``joined``: of a program that never flushes, whose repetitions are one section already (`unroll`).
     """
 
-    made: tuple[Part, Part, Part]
+    made: tuple[SectionPart, SectionPart, SectionPart]
     which: tuple[int, ...]
     begins: Ids
     stream_offsets: Ids
     joined: Repeated | None = None
 
     @cached_property
-    def only(self) -> Part | None:
+    def only(self) -> SectionPart | None:
         """The part that all instructions are of, if there is one: then they keep their ids."""
         filled = [part for part in self.parts if part.section.num_instructions]
         return filled[0] if len(filled) == 1 else None
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SectionPart]:
         """All parts in order; those of the body are the same object."""
         return [self.made[k] for k in self.which]
 

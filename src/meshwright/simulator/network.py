@@ -130,7 +130,7 @@ def need_of(network: Network, i: int) -> int:
     return int(network.wait_offsets[i + 1] - network.wait_offsets[i])
 
 
-class State(NamedTuple):
+class NetworkState(NamedTuple):
     """What changes while streams run: ends per instruction, then columns per stream, per link and per collective.
 
     ``members`` heads the list of streams that have arrived at a collective, linked like those who wait for an end.
@@ -150,12 +150,12 @@ class State(NamedTuple):
     members: Ids
 
 
-def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> State:
+def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> NetworkState:
     """Every stream stands before its first instruction, ready to run; ``num_marks`` more ends than instructions."""
     num_streams, num_collectives = len(network.stream_offsets) - 1, len(network.collective_size)
     # A stream has one request or open join; joins may stand there with times that have changed since.
     num_entries = num_streams * (1 if not len(network.join_instruction) else 2)
-    return State(
+    return NetworkState(
         end_ps=np.full(len(network.cost_class) + num_marks, -1, np.int64),
         position=network.stream_offsets[:-1].copy(),
         cursor=network.wait_offsets[network.stream_offsets[:-1]].astype(np.int64),

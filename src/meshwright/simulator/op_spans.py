@@ -25,7 +25,7 @@ from meshwright.simulator.host_issue import issued_run
 from meshwright.simulator.matching import rank_of_streams, stream_of_instructions
 from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.program_estimate import exchanged_buckets, place_of_backward
-from meshwright.simulator.simulate import Run
+from meshwright.simulator.simulate import SimulatedRun
 from meshwright.simulator.span_parts import issue_parts, list_parts, span_ps
 from meshwright.simulator.stage_costs import OpSeconds, op_seconds
 from meshwright.simulator.state_shards import find_shards
@@ -52,7 +52,7 @@ class _Parts(NamedTuple):
 def expand_ops(
     program: Program,
     costs: ProgramCosts,
-    run: Run,
+    run: SimulatedRun,
     plan: Plan | Placement,
     graph: Graph,
     cost: CostModel,

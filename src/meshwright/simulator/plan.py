@@ -38,7 +38,7 @@ from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.op_spans import expand_ops
 from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.program_estimate import estimate_program
-from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, record_spans, run_program
+from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, record_run, record_spans, run_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation, rank_seconds, step_window
 from meshwright.simulator.teams import form_teams
 from meshwright.spec import (
@@ -145,7 +145,7 @@ class _NotAlikeError(Exception):
 class _Outcome(NamedTuple):
     """What the ranks of a program do: spans and memory of the steps that are shown, and a steady step."""
 
-    run: Run
+    run: SimulatedRun
     timeline: Timeline
     memory: tuple[PeakMemory, ...]
     step_time_s: float
@@ -157,7 +157,7 @@ def _simulate(
 ) -> _Outcome:
     ahead = costs.with_hosts_ahead()
 
-    def run(steps: int, given: ProgramCosts) -> Run:
+    def run(steps: int, given: ProgramCosts) -> SimulatedRun:
         done = run_program(program, given, steps, contention)
         if folded and _is_broken(done, contention):
             raise _NotAlikeError
@@ -219,7 +219,7 @@ def _window_steps(timeline: Timeline, count: int, drains: bool) -> range:
     return range(stop - count, stop)
 
 
-def _is_broken(run: Run, contention: Contention) -> bool:
+def _is_broken(run: SimulatedRun, contention: Contention) -> bool:
     """Whether the clock showed that ranks which stand for others differ from them."""
     if contention == "fair":
         # Shares are rounded, and what is rounded first depends on the ranks.
@@ -285,7 +285,7 @@ def _utilisation(
     return count * model_flops / available, count * executed / available
 
 
-def step_distance(program: Program, costs: ProgramCosts, run: Run) -> int | None:
+def step_distance(program: Program, costs: ProgramCosts, run: SimulatedRun) -> int | None:
     """Δ in ps, of the run of one step; None where it is not sure.
 
     It is not where instructions wait for those of an earlier step, or need only some of what they wait for. Processor

@@ -51,7 +51,7 @@ def simulate_with_memory(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class SimulatedRun:
     """What was run as it ran (`run_unrolled`), and start and end of each instruction of ``unrolled`` in ps."""
 
     unrolled: Unrolled
@@ -60,7 +60,9 @@ class Run:
     end_ps: Ids
 
 
-def run_program(program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued") -> Run:
+def run_program(
+    program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
+) -> SimulatedRun:
     """Find when each instruction of ``num_steps`` steps runs. Raises as `simulate_program`."""
     if num_steps < 1:
         raise ProgramError(f"{num_steps} steps were asked for; simulate at least 1.")
@@ -73,10 +75,10 @@ def run_program(program: Program, costs: ProgramCosts, num_steps: int, contentio
     check_costs(program, costs)
     unrolled = unroll(program, costs, num_steps)
     network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, contention)
-    return Run(unrolled=unrolled, network=network, start_ps=start_ps, end_ps=end_ps)
+    return SimulatedRun(unrolled=unrolled, network=network, start_ps=start_ps, end_ps=end_ps)
 
 
-def record_run(program: Program, costs: ProgramCosts, run: Run) -> tuple[Timeline, MemoryUse]:
+def record_run(program: Program, costs: ProgramCosts, run: SimulatedRun) -> tuple[Timeline, MemoryUse]:
     """The timeline of a run, with the parts of memory at each rank's peak."""
     unrolled = run.unrolled
     memory = follow_memory(
@@ -92,7 +94,7 @@ def record_run(program: Program, costs: ProgramCosts, run: Run) -> tuple[Timelin
     return record_spans(program, run, memory), memory
 
 
-def record_spans(program: Program, run: Run, memory: MemoryUse | None = None) -> Timeline:
+def record_spans(program: Program, run: SimulatedRun, memory: MemoryUse | None = None) -> Timeline:
     """The timeline of a run, with the memory that was followed, if any."""
     none = np.zeros(0, np.int64)
     return Timeline(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import Phase, SharedUnit, SharedUnits, backend_of
 from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
-from meshwright.program.sharding import Unit, find_units
+from meshwright.program.sharding import GatherUnit, find_units
 from meshwright.simulator.stage_costs import steps_on_host, weights_shares
 from meshwright.simulator.state_shards import ALONE, StateShards
 from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, StageSlice
@@ -183,7 +183,7 @@ def shared_units(
         return None
     numbers, parts, wide_bytes = plan.workload.numbers, 0 if shards.on_host else len(shards.ranks), _wide_bytes(plan)
 
-    def shared(unit: Unit) -> SharedUnit:
+    def shared(unit: GatherUnit) -> SharedUnit:
         trained = [i for i in unit.parameters if graph.tensors[i].requires_grad]
         elements = sum(graph.tensors[i].num_elements(0) for i in trained)
         own_bytes = elements * max(wide_bytes, numbers.gradient_bytes)

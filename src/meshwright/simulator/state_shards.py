@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
 from meshwright.cost.memory import backend_of
-from meshwright.program.sharding import Unit, find_units, padded_bytes
+from meshwright.program.sharding import GatherUnit, find_units, padded_bytes
 from meshwright.spec import Cluster, DeviceKind, Graph, Placement, Plan, StageSlice
 from meshwright.spec.collective import summing_axes
 
@@ -133,7 +133,7 @@ def gather_waits(
         copies[1, unit.last] += copy_s * (shards.zero == 3 and unit is not root)
     forward_s, backward_s = forward_s + copies[0], backward_s + copies[1]
 
-    def seconds(op: CollectiveOp, unit: Unit) -> float:
+    def seconds(op: CollectiveOp, unit: GatherUnit) -> float:
         gathers = op == "all_gather"
         # Parameters are cut among replicas alone; gradients are summed over all that hold the same part of them.
         over = {i: () if gathers else summed.get(i, ()) for i in unit.parameters}
@@ -147,7 +147,7 @@ def gather_waits(
             total += _host_copy_seconds(shards, num_bytes / len(shards.ranks), cost)
         return total
 
-    def across_seconds(unit: Unit) -> float:
+    def across_seconds(unit: GatherUnit) -> float:
         trained = [i for i in unit.parameters if graph.tensors[i].requires_grad]
         if not shards.across or not trained:
             return 0.0

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.program import Repeated, repeat_body
-from meshwright.simulator.layout import Layout, Part
+from meshwright.simulator.layout import SectionLayout, SectionPart
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions, streams_of
 from meshwright.simulator.network import Network
 from meshwright.simulator.program_costs import IssueCosts, ProgramCosts, SectionCosts
@@ -39,12 +39,12 @@ _NOTHING_ISSUED = IssueCosts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.ze
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unrolled:
-    """A network for the engine, and where its instructions come from (`Layout`), which is derived when asked for."""
+    """A network for the engine, and the origin of its instructions (`SectionLayout`), derived on demand."""
 
     network: Network
     num_links: int
     cost_class: Column
-    layout: Layout
+    layout: SectionLayout
 
     @property
     def stream(self) -> Column:
@@ -83,15 +83,15 @@ def unroll(program: Program, costs: ProgramCosts, num_steps: int) -> Unrolled:
     lengths = np.array([np.diff(made[k].section.stream_offsets) for k in which])
     stream_offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=0))])
     begins = stream_offsets[:-1] + np.cumsum(lengths, axis=0) - lengths
-    layout = Layout(made=made, which=which, begins=begins, stream_offsets=stream_offsets)
+    layout = SectionLayout(made=made, which=which, begins=begins, stream_offsets=stream_offsets)
     network = _assemble(costs, layout)
     return Unrolled(network=network, num_links=costs.num_links, cost_class=network.cost_class, layout=layout)
 
 
-def _make_part(program: Program, section: Section, costs: SectionCosts) -> Part:
+def _make_part(program: Program, section: Section, costs: SectionCosts) -> SectionPart:
     matches = match_section(program, section)
     wait_offsets, waits = _with_sends_awaited(section, matches)
-    return Part(section=section, costs=costs, matches=matches, wait_offsets=wait_offsets, waits=waits)
+    return SectionPart(section=section, costs=costs, matches=matches, wait_offsets=wait_offsets, waits=waits)
 
 
 def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
@@ -110,7 +110,7 @@ def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
     return section.wait_offsets + np.cumsum(added), waits
 
 
-def _assemble(costs: ProgramCosts, layout: Layout) -> Network:
+def _assemble(costs: ProgramCosts, layout: SectionLayout) -> Network:
     parts = layout.parts
     _check_size(layout)
     collective_route = np.concatenate([routes_of_collectives(part) for part in parts])
@@ -150,7 +150,7 @@ def _assemble(costs: ProgramCosts, layout: Layout) -> Network:
     )
 
 
-def _check_size(layout: Layout) -> None:
+def _check_size(layout: SectionLayout) -> None:
     num_instructions, num_waits = int(layout.stream_offsets[-1]), sum(len(part.waits) for part in layout.parts)
     if max(num_instructions, num_waits) >= _MOST:
         raise ProgramError(
@@ -159,7 +159,7 @@ def _check_size(layout: Layout) -> None:
         )
 
 
-def _place_parts(layout: Layout, num_routes: int) -> tuple[Column, Column, Column, Column]:
+def _place_parts(layout: SectionLayout, num_routes: int) -> tuple[Column, Column, Column, Column]:
     """The columns cost class, resource (with the routes of the costs), offsets of waits, and waits."""
     if layout.only is not None:
         return _take_columns(layout.only, num_routes)
@@ -183,7 +183,7 @@ def _place_parts(layout: Layout, num_routes: int) -> tuple[Column, Column, Colum
     return cost_class, resource, offsets, waits
 
 
-def _take_columns(part: Part, num_routes: int) -> tuple[Column, Column, Column, Column]:
+def _take_columns(part: SectionPart, num_routes: int) -> tuple[Column, Column, Column, Column]:
     """The same of the only part: nothing moves."""
     resource = part.costs.route.astype(np.int32)
     resource[part.matches.members] = num_routes + part.matches.numbers
@@ -222,7 +222,7 @@ def _place_waits(place: tuple[Ids, Column, int], given: tuple[Ids, Ids], made: t
             q += 1
 
 
-def _place_marks(layout: Layout, class_ps: Ids) -> tuple[Column, Ids]:
+def _place_marks(layout: SectionLayout, class_ps: Ids) -> tuple[Column, Ids]:
     """Which instruction raises each mark, and how long before its end (0 or less), in ps."""
     instructions, shifts_ps = [], []
     for p, part in enumerate(layout.parts):
@@ -232,7 +232,7 @@ def _place_marks(layout: Layout, class_ps: Ids) -> tuple[Column, Ids]:
     return np.concatenate(instructions), np.concatenate(shifts_ps)
 
 
-def _place_joins(layout: Layout) -> tuple[Column, Column]:
+def _place_joins(layout: SectionLayout) -> tuple[Column, Column]:
     """The joins in the order of the network, and how many of their waits they need."""
     ids = []
     for p, part in enumerate(layout.parts):
@@ -243,7 +243,7 @@ def _place_joins(layout: Layout) -> tuple[Column, Column]:
     return np.concatenate(ids)[order], need[order]
 
 
-def routes_of_collectives(part: Part) -> Column:
+def routes_of_collectives(part: SectionPart) -> Column:
     """The route of each collective: that of its lowest member."""
     route = np.empty(len(part.matches.sizes), np.int32)
     route[part.matches.numbers[::-1]] = part.costs.route[part.matches.members[::-1]]

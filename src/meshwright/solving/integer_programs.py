@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LARGE = 1e6
 
 
-class Rows:
+class SparseRows:
     """A sparse matrix in the making: entries by row, with the rows' bounds."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Optimum:
 def minimise(
     costs: Floats,
     upper: Floats,
-    rows: Rows,
+    rows: SparseRows,
     whole: NDArray[np.bool_],
     *,
     purpose: str,
@@ -104,7 +104,7 @@ def minimise(
     )
 
 
-def _model(highspy: Any, costs: Floats, upper: Floats, matrix: Rows, whole: NDArray[np.bool_]) -> Any:
+def _model(highspy: Any, costs: Floats, upper: Floats, matrix: SparseRows, whole: NDArray[np.bool_]) -> Any:
     rows, columns = (np.concatenate(parts) for parts in (matrix.rows, matrix.columns))
     order = np.lexsort((columns, rows))
     starts = np.searchsorted(rows[order], np.arange(matrix.count + 1))

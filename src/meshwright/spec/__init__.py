@@ -75,7 +75,7 @@ from meshwright.spec.instructions import (
     Sum,
     instruction_name,
 )
-from meshwright.spec.joint_models import Call, Head, Query, Trunk
+from meshwright.spec.joint_models import Head, ModelCall, Query, Trunk
 from meshwright.spec.latency import Latency
 from meshwright.spec.measurements import (
     MAX_SECONDS,
@@ -137,7 +137,6 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "BatchMeasurement",
-    "Call",
     "CaptureError",
     "Channel",
     "Cluster",
@@ -169,6 +168,7 @@ __all__ = [
     "Measurements",
     "Merge",
     "MeshwrightError",
+    "ModelCall",
     "ModelReferenceError",
     "NoFeasiblePlanError",
     "Node",

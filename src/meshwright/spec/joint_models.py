@@ -16,7 +16,7 @@ _check = partial(check_bounds, ServingError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ModelCall:
     """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes.
 
     ``memory`` and ``load`` as a model has them.
@@ -44,7 +44,7 @@ class Query:
     name: str
     slo: Seconds
     rate: float
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
 
     def __post_init__(self) -> None:
         what = f"Query {self.name!r}"

@@ -30,13 +30,13 @@ class Internal(NamedTuple):
     dtype: str = "float32"
 
 
-class Output(NamedTuple):
+class OwnOutput(NamedTuple):
     """An output of the op itself that its backward reads."""
 
     place: int = 0
 
 
-Saved = int | Internal | Output
+Saved = int | Internal | OwnOutput
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class GraphBuilder:
                 kept.append(self._add(f"{name}.saved{count}", item.shape, item.dtype, "saved"))
                 count += 1
             else:
-                kept.append(outputs[item.place] if isinstance(item, Output) else item)
+                kept.append(outputs[item.place] if isinstance(item, OwnOutput) else item)
         return tuple(kept)
 
 

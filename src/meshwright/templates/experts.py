@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from meshwright.templates.builder import B, GraphBuilder, Output, times
+from meshwright.templates.builder import B, GraphBuilder, OwnOutput, times
 from meshwright.templates.modules import (
     activation,
     add,
@@ -20,7 +20,7 @@ from meshwright.templates.modules import (
 
 if TYPE_CHECKING:
     from meshwright.templates.builder import Shape
-    from meshwright.templates.shapes import Experts
+    from meshwright.templates.shapes import ExpertLayers
 
 # router_aux_loss_coef of Mixtral's configuration.
 _BALANCE = 0.02
@@ -32,7 +32,7 @@ def start_balance(graph: GraphBuilder, value: int) -> int:
     return out
 
 
-def mix_experts(graph: GraphBuilder, experts: Experts, value: int, capacity_factor: float) -> tuple[int, int]:
+def mix_experts(graph: GraphBuilder, experts: ExpertLayers, value: int, capacity_factor: float) -> tuple[int, int]:
     """What the chosen experts make of each token, and the balance loss of each sequence."""
     tokens, count, chosen = graph.shape(value)[1].fixed, experts.num_experts, experts.top_k
     room = min(tokens, math.ceil(capacity_factor * chosen * tokens / count))
@@ -51,10 +51,12 @@ def balanced_loss(graph: GraphBuilder, logits: int, targets: int, balance: int, 
         return add(graph, loss, scale(graph, "mul", whole, _BALANCE))
 
 
-def _route(graph: GraphBuilder, experts: Experts, value: int, room: int) -> tuple[int, int, int]:
+def _route(graph: GraphBuilder, experts: ExpertLayers, value: int, room: int) -> tuple[int, int, int]:
     tokens, count, chosen = graph.shape(value)[1].fixed, experts.num_experts, experts.top_k
     scores = linear(graph, "gate", value, count, bias=False)
-    (shares,) = graph.op("aten.softmax.int", (scores,), graph.shape(scores), attributes={"dim": -1}, saved=(Output(),))
+    (shares,) = graph.op(
+        "aten.softmax.int", (scores,), graph.shape(scores), attributes={"dim": -1}, saved=(OwnOutput(),)
+    )
     few = (B, tokens, chosen)
     best, ids = graph.op(
         "aten.topk.default",
@@ -63,7 +65,7 @@ def _route(graph: GraphBuilder, experts: Experts, value: int, room: int) -> tupl
         few,
         dtypes=("float32", "int64"),
         attributes={"k": chosen},
-        saved=(Output(1),),
+        saved=(OwnOutput(1),),
     )
     (total,) = graph.op("aten.sum.dim_IntList", (best,), (B, tokens, 1), attributes={"dim": "[-1]", "keepdim": True})
     (weights,) = graph.op("aten.div.Tensor", (best, total), few, saved=(total, best))
@@ -94,7 +96,7 @@ def _route(graph: GraphBuilder, experts: Experts, value: int, room: int) -> tupl
     return kept, multiply(graph, weights, fits), balance
 
 
-def _compute(graph: GraphBuilder, experts: Experts, value: int, places: int, weights: int, room: int) -> int:
+def _compute(graph: GraphBuilder, experts: ExpertLayers, value: int, places: int, weights: int, room: int) -> int:
     batch, tokens, width = graph.shape(value)
     count, chosen = experts.num_experts, experts.top_k
     rows, held = times(tokens, chosen), count * room
@@ -139,7 +141,7 @@ def _compute(graph: GraphBuilder, experts: Experts, value: int, places: int, wei
     return out
 
 
-def _inner(graph: GraphBuilder, experts: Experts, grouped: int, width: int) -> int:
+def _inner(graph: GraphBuilder, experts: ExpertLayers, grouped: int, width: int) -> int:
     """What the experts compute between their first and their last product."""
     count, ffn = experts.num_experts, experts.ffn
     gate = activation(graph, "silu", batched_product(graph, grouped, graph.parameter("gate", count, width, ffn)))

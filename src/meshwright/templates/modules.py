@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.templates.builder import B, GraphBuilder, Internal, Output, times
+from meshwright.templates.builder import B, GraphBuilder, Internal, OwnOutput, times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +125,7 @@ def activation(graph: GraphBuilder, kind: str, value: int, **attributes: object)
 
 def relu(graph: GraphBuilder, value: int) -> int:
     """The positive part, whose backward reads the result."""
-    (out,) = graph.op("aten.relu.default", (value,), graph.shape(value), saved=(Output(),))
+    (out,) = graph.op("aten.relu.default", (value,), graph.shape(value), saved=(OwnOutput(),))
     return out
 
 
@@ -224,7 +224,7 @@ def attention(
         )
         backward_flops = times(2, product, width + value_width)
     else:
-        saved = (key, query, value, Internal((batch, heads, tokens)), Output())
+        saved = (key, query, value, Internal((batch, heads, tokens)), OwnOutput())
         backward_flops = times(product, times(3, width) + times(2, value_width))
     (mixed,) = graph.op(
         "aten.scaled_dot_product_attention.default",
@@ -271,7 +271,7 @@ def attention_by_products(graph: GraphBuilder, query: int, key: int, value: int,
         flops=flops,
         backward_flops=backward_flops,
     )
-    (shares,) = graph.op("aten.softmax.int", (raw,), scores, attributes={"dim": -1}, saved=(Output(),))
+    (shares,) = graph.op("aten.softmax.int", (raw,), scores, attributes={"dim": -1}, saved=(OwnOutput(),))
     shares = dropout(graph, "dropout", shares, dropout_share)
     (mixed,) = graph.op(
         "aten.matmul.default",

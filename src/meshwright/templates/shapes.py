@@ -35,7 +35,7 @@ class TransformerError(MeshwrightError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertLayers:
     """Feed-forward layers of which each token takes ``top_k``; every expert is ``ffn`` wide.
 
     ``num_shared`` experts are taken by all tokens; the first ``num_dense_layers`` layers have the plain feed-forward,
@@ -90,7 +90,7 @@ class TransformerShape:
     tied: bool = True
     dropout: bool = True
     max_positions: int = 0
-    experts: Experts | None = None
+    experts: ExpertLayers | None = None
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost import CostModel
-from meshwright.cost.calibration import Correction, apply_calibration, fit_calibration
+from meshwright.cost.calibration import StepCorrection, apply_calibration, fit_calibration
 from meshwright.planner import Choices, Limits, Problem, search_plans
 from meshwright.simulator import Simulation, simulate_plan
 from meshwright.spec import (
@@ -48,7 +48,7 @@ class Calibration:
     """
 
     table: Measurements
-    corrections: tuple[Correction, ...]
+    corrections: tuple[StepCorrection, ...]
     num_fitted: int
     num_judged: int
     measured_s: float

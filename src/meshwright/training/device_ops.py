@@ -19,7 +19,7 @@ from meshwright.cost.conversions import Move, moves_beside, op_type
 from meshwright.cost.traits import family_of, operator_name
 from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
-from meshwright.measurement import DeviceOp, Feed, Segment, covering_layers, make_move, materialised
+from meshwright.measurement import DeviceOp, InputSpec, Segment, covering_layers, make_move, materialised
 from meshwright.spec import Graph, Op, StageSlice, load_cluster
 from meshwright.spec.precision import Numbers
 from meshwright.spec.units import FLOAT_DTYPES
@@ -150,9 +150,9 @@ class ModelOps:
             training=training,
         )
 
-    def _feed(self, tensor: int, dtype: str) -> Feed:
+    def _feed(self, tensor: int, dtype: str) -> InputSpec:
         held = self._graph.tensors[tensor]
-        return Feed(
+        return InputSpec(
             shape=tuple(extent.at(self._size) for extent in held.shape),
             strides=self._strides.get(tensor),
             dtype=dtype,

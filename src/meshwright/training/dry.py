@@ -32,7 +32,7 @@ from meshwright.program import gradient_buckets, num_filling_steps
 from meshwright.program.expansion import Expansion
 from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
 from meshwright.runtime.rank_program import SectionName, arrange_rank
-from meshwright.runtime.teams import Grid
+from meshwright.runtime.teams import TeamPosition
 from meshwright.runtime.transport import MESSAGES, SUMS
 from meshwright.spec.collective import Axis
 from meshwright.spec.errors import PlanError, RunError
@@ -59,7 +59,7 @@ _KINDS = {
 EVERYBODY = -1
 
 
-class Call(NamedTuple):
+class Communication(NamedTuple):
     """Something that is exchanged: with the processes of a group, or with ``peer`` alone (`EVERYBODY`: with all)."""
 
     kind: str
@@ -81,8 +81,8 @@ class DryRun:
     stages: tuple[int, ...]
     num_steps: int
     instructions: dict[str, int]
-    issued: tuple[Call, ...]
-    inside: tuple[Call, ...]
+    issued: tuple[Communication, ...]
+    inside: tuple[Communication, ...]
     numbers: int
     ring_messages: int
 
@@ -213,8 +213,8 @@ class _Noting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.issued: list[Call] = []
-        self.inside: list[Call] = []
+        self.issued: list[Communication] = []
+        self.inside: list[Communication] = []
         self.numbers = self.ring_messages = 0
 
     def __torch_dispatch__(
@@ -238,7 +238,7 @@ class _Noting(TorchDispatchMode):
             peer = next(item for item in leaves if isinstance(item, int) and not isinstance(item, bool))
             ranks = dist.get_process_group_ranks(group)
             if group.group_desc in ("default_pg", MESSAGES):
-                self.issued.append(Call(kind, 2, ranks[peer], num_bytes))
+                self.issued.append(Communication(kind, 2, ranks[peer], num_bytes))
             else:
                 self.ring_messages += 1
         elif num_bytes <= _NUMBER_BYTES:
@@ -246,7 +246,7 @@ class _Noting(TorchDispatchMode):
         else:
             # Of an all-to-all a process has what it hands out.
             full = num_bytes * group.size() if kind == "all_to_all" else num_bytes
-            call = Call(kind, group.size(), EVERYBODY, full)
+            call = Communication(kind, group.size(), EVERYBODY, full)
             (self.issued if group.group_desc in ("default_pg", SUMS) else self.inside).append(call)
 
 
@@ -265,7 +265,7 @@ def _instructions(session: Session) -> list[tuple[Instruction, tuple[int, ...]]]
 
 def _predict(
     session: Session, instructions: Iterable[tuple[Instruction, tuple[int, ...]]]
-) -> tuple[list[Call], list[Call]]:
+) -> tuple[list[Communication], list[Communication]]:
     """The calls of instructions that are exchanges, and of those inside of others."""
     plan, grid = session.model.plan, session.grid
     assert isinstance(plan, Plan), "dry runs are of plans"
@@ -274,17 +274,17 @@ def _predict(
     channels = {(item.source, item.target): item for stage in session.stages for item in stage.outgoing}
     channels |= {(item.source, item.target): item for stage in session.stages for item in stage.incoming}
     buckets = {bucket.index: bucket for bucket in gradient_buckets(graph, plan)}
-    issued: list[Call] = []
-    inside: list[Call] = []
+    issued: list[Communication] = []
+    inside: list[Communication] = []
 
-    def messages(item: Send | Receive, kind: str, other: int) -> Iterator[Call]:
+    def messages(item: Send | Receive, kind: str, other: int) -> Iterator[Communication]:
         is_forward = item.payload == "activation"
         there, back = (item.stage, item.peer) if kind == "send" else (item.peer, item.stage)
         channel = channels[(there, back) if is_forward else (back, there)]
         for tensor in channel.tensors if is_forward else channel.gradients:
-            yield Call(kind, 2, grid.process_of(other), graph.tensors[tensor].num_bytes(plan.microbatch_size))
+            yield Communication(kind, 2, grid.process_of(other), graph.tensors[tensor].num_bytes(plan.microbatch_size))
         if is_forward and channel.carries_rng:
-            yield Call(kind, 2, grid.process_of(other), torch.get_rng_state().nbytes)
+            yield Communication(kind, 2, grid.process_of(other), torch.get_rng_state().nbytes)
 
     for item, ranks in instructions:
         match item:
@@ -305,16 +305,16 @@ def _predict(
                     # Groups that share states sum what each of their members keeps.
                     total = -(-elements // (plan.exchange.shard_size if plan.exchange.shard_optimizer else 1))
                 kind = {AllReduce: "all_reduce", ReduceScatter: "reduce_scatter", AllGather: "all_gather"}[type(item)]
-                issued.append(Call(kind, count, EVERYBODY, total * width))
+                issued.append(Communication(kind, count, EVERYBODY, total * width))
             case _:
                 for each in expansion.expand(item):
                     size = _num_processes(plan, item.stage, each.axis, grid)
                     if each.kind != "send":
-                        inside.append(Call(each.kind, size, EVERYBODY, each.num_bytes))
+                        inside.append(Communication(each.kind, size, EVERYBODY, each.num_bytes))
     return issued, inside
 
 
-def _num_processes(plan: Plan, stage: int, axis: Axis | Literal["replicas", "across"], grid: Grid) -> int:
+def _num_processes(plan: Plan, stage: int, axis: Axis | Literal["replicas", "across"], grid: TeamPosition) -> int:
     """How many exchange with each other on an axis."""
     if axis != "replicas" and axis != "across":
         return grid.axes[axis].size
@@ -322,7 +322,7 @@ def _num_processes(plan: Plan, stage: int, axis: Axis | Literal["replicas", "acr
     return len(groups[0]) if axis == "replicas" else len(groups)
 
 
-def _compare(what: str, found: list[Call], wanted: list[Call], process: int) -> None:
+def _compare(what: str, found: list[Communication], wanted: list[Communication], process: int) -> None:
     """Raise RunError at the first difference."""
     if found == wanted:
         return

@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
-from meshwright.runtime.coming import Made
+from meshwright.runtime.coming import Prefetched
 from meshwright.runtime.session import to_device
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.placement import Placement
@@ -180,7 +180,7 @@ class MicrobatchQueue:
         self._changed = threading.Condition()
         self._counts: deque[int] = deque()
         self._tickets: deque[_Ticket] = deque()
-        self._made: dict[tuple[int, int], Made | BaseException] = {}
+        self._made: dict[tuple[int, int], Prefetched | BaseException] = {}
         self._num_read = self._num_begun = self._num_taken = 0
         self._taken: set[tuple[int, int]] = set()
         self._making: set[tuple[int, int]] = set()
@@ -218,7 +218,7 @@ class MicrobatchQueue:
                 raise _failed("reading it", self._failure)
             return self._counts.popleft() if self._counts else None
 
-    def take(self, batch: int, microbatch: int) -> Made:
+    def take(self, batch: int, microbatch: int) -> Prefetched:
         """A microbatch of this rank's; waits for it. Raises RunError with what the data set raised."""
         key = batch, microbatch
         with self._changed:
@@ -305,10 +305,10 @@ class MicrobatchQueue:
             if ticket is None:
                 return
             start = time.perf_counter_ns()
-            found: Made | BaseException
+            found: Prefetched | BaseException
             try:
                 tensors = self._make(ticket.fetch())
-                found = Made(tensors, start, time.perf_counter_ns())
+                found = Prefetched(tensors, start, time.perf_counter_ns())
             except BaseException as error:
                 found = error
             with self._changed:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.runtime import PeakMemory
+from meshwright.runtime import ProcessPeak
 
 _STATUS = Path("/proc/self/status")
 # Writing 5 here resets the high-water mark of the resident set (Linux, proc(5), clear_refs).
@@ -41,16 +41,16 @@ class MemoryMeter:
         self._start_bytes, self._beside = _read_status("VmRSS"), beside
         self._beside_bytes = beside()
 
-    def peak(self) -> PeakMemory:
+    def peak(self) -> ProcessPeak:
         """The most of training so far; 0 where the platform does not tell."""
         if self._device.type == "cuda":
             in_use, reserved = (
                 read(self._device) for read in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
             )
-            return PeakMemory(in_use, reserved)
+            return ProcessPeak(in_use, reserved)
         peak = _read_status("VmHWM")
         peak -= min(self._beside() - self._beside_bytes, peak)
-        return PeakMemory(max(peak - self._start_bytes, 0) + self._resident_bytes if peak else 0, 0)
+        return ProcessPeak(max(peak - self._start_bytes, 0) + self._resident_bytes if peak else 0, 0)
 
 
 def _read_status(field: str) -> int:

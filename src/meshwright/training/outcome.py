@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.cost import load_cost_model
 from meshwright.planner import predict_step_interval
-from meshwright.report import Straggler, explain_difference, explain_stragglers, find_stragglers
+from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.spec import Graph, Plan, Timeline, load_cluster
 from meshwright.spec.units import format_seconds
@@ -29,7 +29,7 @@ class Outcome:
     measured_s: float
     is_measured: bool
     difference: str
-    stragglers: tuple[Straggler, ...]
+    stragglers: tuple[SlowRank, ...]
     first_step: int
 
     @property

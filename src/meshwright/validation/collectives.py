@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.collectives import CollectiveModel, CollectiveOp, Group
+    from meshwright.cost.collectives import CollectiveGroup, CollectiveModel, CollectiveOp
     from meshwright.cost.prediction import Floats, Predictions
     from meshwright.records import Records
 
-    Terms = Callable[[CollectiveOp, Group], tuple[list[float], list[float]]]
+    Terms = Callable[[CollectiveOp, CollectiveGroup], tuple[list[float], list[float]]]
 
 # The project's targets in per cent: of the cluster never profiled by op, of the NCCL tables.
 _CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0, "all_to_all": 10.0}
@@ -166,12 +166,12 @@ def _score(part: str, dataset: str, model: CollectiveModel, rows: Records, targe
     return score_rows(dataset, part, "ours", rows.seconds, predict_rows(model, rows), target=target)
 
 
-def _line_terms(op: CollectiveOp, group: Group) -> tuple[list[float], list[float]]:
+def _line_terms(op: CollectiveOp, group: CollectiveGroup) -> tuple[list[float], list[float]]:
     """Terms of the baseline in seconds, and in seconds per byte."""
     return [count_steps(op, group)], [port_share(op, group)]
 
 
-def _five_terms(op: CollectiveOp, group: Group) -> tuple[list[float], list[float]]:
+def _five_terms(op: CollectiveOp, group: CollectiveGroup) -> tuple[list[float], list[float]]:
     through_nic = port_share(op, group)
     return [1.0, count_steps(op, group), float(np.log2(group.num_ranks))], [
         through_nic / group.num_sharing,

@@ -57,7 +57,7 @@ _RESOLUTION_S = 2e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answers:
+class OpPredictions:
     """One pass of ops that were left out; arrays of shape (ops,). ``arms`` are the seconds that the baselines say.
 
     ``num_timeless``: ops besides these whose measured time is zero; nearly all of them have nothing to do in the pass.
@@ -104,7 +104,9 @@ def rows_by_model() -> dict[str, Records]:
     return {model: records.select(model_of == model) for model in sorted(set(model_of))}
 
 
-def answer_left_out(models: dict[str, Records], left_out: Sequence[str], asked: Sequence[str]) -> dict[Pass, Answers]:
+def answer_left_out(
+    models: dict[str, Records], left_out: Sequence[str], asked: Sequence[str]
+) -> dict[Pass, OpPredictions]:
     """Every arm on the ops of the models ``asked``, fitted without those ``left_out`` and all relatives of their keys.
 
     Raises MeasurementError if a row is to be scored that was fitted on.
@@ -179,11 +181,11 @@ def _answer(
     training: Sequence[OpMeasurement],
     regressor: OpRegressor,
     with_roles: OpRegressor,
-) -> Answers:
+) -> OpPredictions:
     asked, known = _timed(part, rows, regressor), _timed(part, training, regressor)
     efficiency = np.log(known.seconds / known.roofline_s)
     constant, keys = float(np.median(efficiency)), [row.key for row in asked.rows]
-    return Answers(
+    return OpPredictions(
         num_timeless=len(rows) - len(asked.rows),
         keys=tuple(keys),
         measured_s=asked.seconds,
@@ -210,11 +212,11 @@ def _nearest(asked: _Timed, known: _Timed, efficiency: Floats, constant: float) 
     return found
 
 
-def _two_passes(answers: dict[Pass, Answers]) -> tuple[Answers, Answers]:
+def _two_passes(answers: dict[Pass, OpPredictions]) -> tuple[OpPredictions, OpPredictions]:
     return answers["forward"], answers["backward"]
 
 
-def _score(part: str, answers: Sequence[Answers], target: float | None = None) -> list[Score]:
+def _score(part: str, answers: Sequence[OpPredictions], target: float | None = None) -> list[Score]:
     measured = np.concatenate([answer.measured_s for answer in answers])
     ours = join_predictions([answer.ours for answer in answers])
     timeless = sum(answer.num_timeless for answer in answers)
@@ -230,7 +232,7 @@ def _score(part: str, answers: Sequence[Answers], target: float | None = None) -
     return scores
 
 
-def _score_totals(part: str, answers: Sequence[Answers]) -> Score:
+def _score_totals(part: str, answers: Sequence[OpPredictions]) -> Score:
     """One row per model and pass."""
     totals = [
         add_intervals(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.kernels.demand import Demand
-    from meshwright.cost.kernels.fit import Part
+    from meshwright.cost.kernels.fit import FitRows
     from meshwright.cost.prediction import Floats
 
 
@@ -36,7 +36,7 @@ class Regressor(Protocol):
         """What the target would be."""
 
 
-Arm = tuple[str, "Callable[[Part, Part], Floats]"]
+Arm = tuple[str, "Callable[[FitRows, FitRows], Floats]"]
 
 # Features are taken for one where they rank the rows alike.
 _ALIKE = 0.95
@@ -45,14 +45,14 @@ _MAX_VECTORS = 2000
 _CONSTANTS = np.exp(np.linspace(-2.0, 5.0, 701))
 
 
-def roofline_seconds(part: Part) -> Floats:
+def roofline_seconds(part: FitRows) -> Floats:
     """The datasheet's roofline of every row, without a launch."""
     demand = _demand(part)
     bound: Floats = np.maximum(demand.flops, demand.memory)
     return bound
 
 
-def best_constant(parts: Iterable[Part]) -> float:
+def best_constant(parts: Iterable[FitRows]) -> float:
     """The factor on the roofline with the smallest mean relative error on all rows of the parts."""
     ratios = np.concatenate([roofline_seconds(part) / part.seconds for part in parts])
     return float(_CONSTANTS[np.argmin([np.abs(factor * ratios - 1).mean() for factor in _CONSTANTS])])
@@ -81,7 +81,7 @@ def fitted_arms(*, slow: bool) -> tuple[Arm, ...]:
     )
 
 
-def _line(train: Part, test: Part) -> Floats:
+def _line(train: FitRows, test: FitRows) -> Floats:
     here, there = _demand(train).flops, _demand(test).flops
     slope, start = np.polyfit(here, train.seconds, 1) if len(here) > 1 else (0.0, train.seconds[0])
     # A line that goes below zero says the smallest time that was seen.
@@ -89,13 +89,13 @@ def _line(train: Part, test: Part) -> Floats:
     return predicted
 
 
-def _bulk(train: Part, test: Part) -> Floats:
+def _bulk(train: FitRows, test: FitRows) -> Floats:
     here, there = (demand.flops + demand.memory for demand in (_demand(train), _demand(test)))
     predicted: Floats = np.median(train.seconds / here) * there
     return predicted
 
 
-def _learned(train: Part, test: Part, regressor: Regressor, most: int | None = None) -> Floats:
+def _learned(train: FitRows, test: FitRows, regressor: Regressor, most: int | None = None) -> Floats:
     from sklearn.pipeline import make_pipeline  # noqa: PLC0415
     from sklearn.preprocessing import StandardScaler  # noqa: PLC0415
 
@@ -125,7 +125,7 @@ def select_features(features: Floats, target: Floats) -> NDArray[np.int64]:
     return varied[sorted(best)]
 
 
-def _features(part: Part) -> Floats:
+def _features(part: FitRows) -> Floats:
     demand = _demand(part)
     widest = demand.each("waves").min(axis=0), demand.each("waves").max(axis=0), demand.each("fill")[-1]
     shares = (demand.flops, demand.memory, demand.flops / demand.memory, demand.cached, *widest)
@@ -135,6 +135,6 @@ def _features(part: Part) -> Floats:
     return features
 
 
-def _demand(part: Part) -> Demand:
+def _demand(part: FitRows) -> Demand:
     kernel = part.kernel
     return demand_of(kernel.op, part.sizes, kernel.dtype, kernel.family, kernel.device)

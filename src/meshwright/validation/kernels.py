@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.kernels.fit import Part
+    from meshwright.cost.kernels.fit import FitRows
     from meshwright.cost.kernels.model import Kernel, KernelModel
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
@@ -55,7 +55,7 @@ GIVEN_TARGET = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
+class KernelPredictions:
     """Some rows of one fold or draw: measured seconds, our predictions, and those of the other arms by name."""
 
     fold: int
@@ -101,7 +101,7 @@ def score_kernels(*, quick: bool = False) -> tuple[Score, ...]:
 def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow_arms: bool = True) -> Iterator[Score]:
     """Rows left out fold by fold on measured devices, per device, dtype and kernel family."""
     fold_of = folds_of(rows, op)
-    parts: dict[str, list[Outcome]] = {}
+    parts: dict[str, list[KernelPredictions]] = {}
     for fold in folds:
         train, test = rows.select(fold_of != fold), rows.select(fold_of == fold)
         model = fit_kernels(train, kinds())
@@ -113,7 +113,9 @@ def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow
                 for arm, predict in fitted_arms(slow=slow_arms)
                 if _name(part.kernel) in known
             }
-            outcome = Outcome(fold=fold, measured=part.seconds, ours=model.predict(part.kernel, part.sizes), arms=arms)
+            outcome = KernelPredictions(
+                fold=fold, measured=part.seconds, ours=model.predict(part.kernel, part.sizes), arms=arms
+            )
             parts.setdefault(_name(part.kernel), []).append(outcome)
     for name, outcomes in sorted(parts.items()):
         yield from _score(op, name, outcomes, "median", MEDIAN_TARGET)
@@ -138,7 +140,9 @@ def score_devices(rows: Records, op: str, devices: Sequence[str] = DEVICES) -> I
                 yield from _score(op, f"{device} {dtype}, {num_given} rows given", outcomes, "mape", target)
 
 
-def _draw(op: str, model: KernelModel, mine: Records, kin: list[Part], draw: int, num_given: int) -> Iterator[Outcome]:
+def _draw(
+    op: str, model: KernelModel, mine: Records, kin: list[FitRows], draw: int, num_given: int
+) -> Iterator[KernelPredictions]:
     """What is said of the rows that a draw does not give; baselines: constants from other devices and from the rows."""
     given = given_rows(list(mine.shapes), draw, num_given)
     adapted = adapt_kernels(model, mine.select(given), kinds()) if num_given else model
@@ -152,7 +156,7 @@ def _draw(op: str, model: KernelModel, mine: Records, kin: list[Part], draw: int
         arms["constant of the given rows x roofline"] = best_constant(own)
     for part in split_parts(rest, kinds()):
         bound = roofline_seconds(part)
-        yield Outcome(
+        yield KernelPredictions(
             fold=draw,
             measured=part.seconds,
             ours=adapted.predict(part.kernel, part.sizes),
@@ -160,7 +164,7 @@ def _draw(op: str, model: KernelModel, mine: Records, kin: list[Part], draw: int
         )
 
 
-def _score(op: str, part: str, outcomes: list[Outcome], judged: str, target: float | None) -> Iterator[Score]:
+def _score(op: str, part: str, outcomes: list[KernelPredictions], judged: str, target: float | None) -> Iterator[Score]:
     measured, ours = _join(outcomes)
     touched = any(outcome.fold != UNTOUCHED_FOLD for outcome in outcomes) or judged == "mape"
     note = NOTE if touched else ""
@@ -171,7 +175,7 @@ def _score(op: str, part: str, outcomes: list[Outcome], judged: str, target: flo
         yield score_rows(op, part, arm, measured, np.concatenate([outcome.arms[arm] for outcome in some]))
 
 
-def _join(outcomes: list[Outcome]) -> tuple[Floats, Predictions]:
+def _join(outcomes: list[KernelPredictions]) -> tuple[Floats, Predictions]:
     ours = join_predictions([outcome.ours for outcome in outcomes])
     return np.concatenate([outcome.measured for outcome in outcomes]), ours
 

@@ -71,7 +71,7 @@ class PublishedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unsaid:
+class OmittedRun:
     """A run that people know and that no command of ``plan`` says today, and why."""
 
     title: str
@@ -84,7 +84,7 @@ class PublishedRuns:
 
     runs: tuple[PublishedRun, ...]
     causes: tuple[str, ...] = ()
-    left_out: tuple[Unsaid, ...] = ()
+    left_out: tuple[OmittedRun, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

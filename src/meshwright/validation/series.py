@@ -52,7 +52,7 @@ LINES, ONE_LINE = "piecewise linear", "pipeDejavu's line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Table:
+class SeriesTable:
     """Rows of one op with their folds: each a size of a series; rows of one ``repeated`` number measure the same.
 
     All columns have the shape (rows,). ``size`` is what a straight line goes over: bytes, or operations of a product.
@@ -95,7 +95,7 @@ def fold_keys(rows: Records) -> list[str]:
     return keys
 
 
-def _collectives(measured: Records, op: str) -> Table:
+def _collectives(measured: Records, op: str) -> SeriesTable:
     """Rows of a collective."""
     usable = collective_rows(measured)
     keys = fold_keys(usable)
@@ -108,7 +108,7 @@ def _collectives(measured: Records, op: str) -> Table:
         *(rows.size(name).tolist() for name in ("nodes", "devices_per_node")),
         strict=True,
     )
-    return Table(
+    return SeriesTable(
         rows=rows,
         size=rows.size("bytes").astype(np.float64),
         series=number_labels(list(meshes)),
@@ -117,14 +117,14 @@ def _collectives(measured: Records, op: str) -> Table:
     )
 
 
-def _products(measured: Records) -> Table:
+def _products(measured: Records) -> SeriesTable:
     """Square products, over their operations (2·n³)."""
     products = measured.where(op="matmul")
     products = products.select(~products.has_flag("noop"))
     keys = [f"n={size}" for size in products.size("n")]
     kept = np.flatnonzero(~products.has_flag("plateau"))
     rows = products.select(kept)
-    return Table(
+    return SeriesTable(
         rows=rows,
         size=2.0 * rows.size("n").astype(np.float64) ** 3,
         series=number_labels(list(rows.dtype)),
@@ -133,7 +133,7 @@ def _products(measured: Records) -> Table:
     )
 
 
-def _say(op: str, table: Table, fitted: Indices, scored: Indices) -> dict[str, Predictions]:
+def _say(op: str, table: SeriesTable, fitted: Indices, scored: Indices) -> dict[str, Predictions]:
     """What we say of the scored rows, having seen the fitted ones: with all that a row tells, and with less."""
     if op != "matmul":
         model, asked = fit_collectives(table.rows.select(fitted)), table.rows.select(scored)
@@ -148,7 +148,7 @@ def _say(op: str, table: Table, fitted: Indices, scored: Indices) -> dict[str, P
     return {OURS: Predictions(seconds=found.seconds, low_s=low_s, high_s=high_s, basis=_BASIS * len(scored))}
 
 
-def _score_op(op: str, table: Table, chosen: Sequence[int]) -> list[Score]:
+def _score_op(op: str, table: SeriesTable, chosen: Sequence[int]) -> list[Score]:
     """Our score and the baselines' on the same rows, inner sizes and end sizes."""
     hashes, seconds = table.rows.row_hashes(), table.rows.seconds
     asked: list[Indices] = []

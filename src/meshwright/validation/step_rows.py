@@ -21,7 +21,7 @@ from meshwright.cost.software import Software, find_software
 from meshwright.spec import MAX_SECONDS, load_cluster
 from meshwright.spec.cluster import shipped_kinds
 from meshwright.templates.shapes import (
-    Experts,
+    ExpertLayers,
     LatentAttention,
     ResidualShape,
     TrainingSetup,
@@ -234,12 +234,12 @@ _GPT2_VOCAB = 50257
 # Models whose columns cannot hold their blocks (DeepSeek-AI, config.json of DeepSeek-V2 and DeepSeek-V3).
 _LATENT = LatentAttention(query_rank=1536, kv_rank=512, content_dim=128, rotary_dim=64, value_dim=128)
 _DEEPSEEK = {
-    "deepseekv2": Experts(num_experts=160, top_k=6, ffn=1536, num_shared=2, num_dense_layers=1),
-    "deepseekv3": Experts(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=1),
+    "deepseekv2": ExpertLayers(num_experts=160, top_k=6, ffn=1536, num_shared=2, num_dense_layers=1),
+    "deepseekv3": ExpertLayers(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=1),
 }
 # Alpa's mixture of experts: every second layer, from the first, two of its experts for each of 1024 tokens, all
 # matrices eight times as wide as the model (parax/model/moe.py and benchmark_2d_one_case_moe.py of alpa-projects/alpa).
-_GSHARD, _GSHARD_WIDTH = Experts(num_experts=1, top_k=2, ffn=1, period=2, gated=False, group=1024), 8
+_GSHARD, _GSHARD_WIDTH = ExpertLayers(num_experts=1, top_k=2, ffn=1, period=2, gated=False, group=1024), 8
 # Blocks of the stages of a residual network by its layers (He et al., CVPR 2016, table 1); Alpa's take images of 224
 # pixels, have 1024 classes and inner convolutions twice as wide (exp_intra_ablation.py, parax/model/wide_resnet.py).
 _BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}

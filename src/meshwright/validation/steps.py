@@ -50,7 +50,7 @@ UNDERSPECIFIED = UNDERSPECIFIED_ZERO + UNDERSPECIFIED_PLANS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RunSet:
     """Rows that are scored together: their ids start so; their kind and bandwidth are these, where given.
 
     ``without``: beginnings of ids that are left out. ``target``: the mean error to reach, in per cent. ``note``: what a
@@ -83,28 +83,28 @@ _PLANS = (
 )
 _ZERO = "under-specified: which version of DeepSpeed gathered what beside what is not said"
 PARTS = (
-    Part(name="vTrain, one node", ids=("vtrain-single",), target=10.0, note=_HOST),
-    Part(name="vTrain, many nodes", ids=("vtrain-multi",), target=10.0),
-    Part(name="SC'21", ids=("sc21-t1", "sc21-t2-PTD"), target=10.0),
-    Part(name="SC'21, ZeRO-3", ids=UNDERSPECIFIED_ZERO, note=_ZERO),
-    Part(name="Korthikanti, Table 5", ids=("korth-t5",), target=10.0),
-    Part(name="Korthikanti, section 6.3", ids=("korth-s63",)),
-    Part(name="Zero Bubble, Table 4", ids=("zb-",), target=10.0),
-    Part(name="FSDP: llm-foundry and torchtitan", ids=("mpt-", "tt-"), target=10.0),
-    Part(name="llm-foundry, A100 80 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=2039e9),
-    Part(name="llm-foundry, A100 40 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=1555e9),
-    Part(name="llm-foundry, H100", ids=("mpt-",), device="H100"),
-    Part(name="torchtitan, H100", ids=("tt-",), device="H100", note=_TITAN),
-    Part(name="torchtitan, H200", ids=("tt-",), device="H200", note=_TITAN),
-    Part(name="SimuMax, B200", ids=("simumax-",), target=10.0, note=_SIMUMAX),
-    Part(name="Alpa, one node", ids=("alpa-node",), without=UNDERSPECIFIED_PLANS, target=10.0),
-    Part(name="Alpa, GPT on one node", ids=("alpa-node-gpt",), target=10.0),
-    Part(name="Alpa, Wide-ResNet on one node", ids=("alpa-node-wresnet",), without=UNDERSPECIFIED_PLANS),
-    Part(name="Alpa, plans not stated", ids=UNDERSPECIFIED_PLANS, note=_PLANS),
-    Part(name="Alpa, GPT end to end", ids=("alpa-e2e",), target=10.0),
-    Part(name="all on A100", device="A100"),
-    Part(name="all on H100 and H200", device="H"),
-    Part(name="all", note="{memory}"),
+    RunSet(name="vTrain, one node", ids=("vtrain-single",), target=10.0, note=_HOST),
+    RunSet(name="vTrain, many nodes", ids=("vtrain-multi",), target=10.0),
+    RunSet(name="SC'21", ids=("sc21-t1", "sc21-t2-PTD"), target=10.0),
+    RunSet(name="SC'21, ZeRO-3", ids=UNDERSPECIFIED_ZERO, note=_ZERO),
+    RunSet(name="Korthikanti, Table 5", ids=("korth-t5",), target=10.0),
+    RunSet(name="Korthikanti, section 6.3", ids=("korth-s63",)),
+    RunSet(name="Zero Bubble, Table 4", ids=("zb-",), target=10.0),
+    RunSet(name="FSDP: llm-foundry and torchtitan", ids=("mpt-", "tt-"), target=10.0),
+    RunSet(name="llm-foundry, A100 80 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=2039e9),
+    RunSet(name="llm-foundry, A100 40 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=1555e9),
+    RunSet(name="llm-foundry, H100", ids=("mpt-",), device="H100"),
+    RunSet(name="torchtitan, H100", ids=("tt-",), device="H100", note=_TITAN),
+    RunSet(name="torchtitan, H200", ids=("tt-",), device="H200", note=_TITAN),
+    RunSet(name="SimuMax, B200", ids=("simumax-",), target=10.0, note=_SIMUMAX),
+    RunSet(name="Alpa, one node", ids=("alpa-node",), without=UNDERSPECIFIED_PLANS, target=10.0),
+    RunSet(name="Alpa, GPT on one node", ids=("alpa-node-gpt",), target=10.0),
+    RunSet(name="Alpa, Wide-ResNet on one node", ids=("alpa-node-wresnet",), without=UNDERSPECIFIED_PLANS),
+    RunSet(name="Alpa, plans not stated", ids=UNDERSPECIFIED_PLANS, note=_PLANS),
+    RunSet(name="Alpa, GPT end to end", ids=("alpa-e2e",), target=10.0),
+    RunSet(name="all on A100", device="A100"),
+    RunSet(name="all on H100 and H200", device="H"),
+    RunSet(name="all", note="{memory}"),
 )
 
 

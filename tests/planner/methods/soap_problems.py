@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.planner.methods.flexflow.assemble import Edge, LayerTable, Machine, Weight, assemble
+from meshwright.planner.methods.flexflow.assemble import Edge, LayerTable, SoapMachine, Weight, assemble
 
 SIZE = 12
 
@@ -64,7 +64,7 @@ def draw_machine(random, num_devices, num_nodes, num_kinds):
             hops[a, b, 0] = a * num_devices + b
         elif a != b:
             hops[a, b] = num_devices**2 + 2 * node[a], num_devices**2 + 2 * node[b] + 1
-    return Machine(
+    return SoapMachine(
         kind=random.integers(0, num_kinds, num_devices),
         limit_bytes=random.integers(0, 30, num_devices),
         latency_ps=random.integers(0, 4, (num_devices, num_devices)),

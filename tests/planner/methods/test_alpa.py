@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner.methods.alpa import Amounts, amounts_of, closed_form_mesh, mesh_of_cluster, place_ops
-from meshwright.planner.methods.alpa.conversions import Have, ProgramCosts
+from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have
 from meshwright.planner.methods.alpa.groups import Want
-from meshwright.planner.methods.alpa.integer_program import Node, Tensor, cost_of, solve_choices
+from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategyNode, cost_of, solve_choices
 from meshwright.planner.methods.alpa.repeats import fold
 from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.marks import examples
@@ -40,7 +40,7 @@ def programs(draw):
     numbers = st.integers(0, 12).map(float)
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     nodes = [
-        Node(seconds=np.array(draw(row)), memory_bytes=np.array(draw(row)))
+        StrategyNode(seconds=np.array(draw(row)), memory_bytes=np.array(draw(row)))
         for row in (st.lists(numbers, min_size=size, max_size=size) for size in sizes)
     ]
     tensors = []
@@ -56,7 +56,7 @@ def programs(draw):
 
         producer, *readers = draw(st.lists(st.integers(0, len(sizes) - 1), min_size=2, max_size=4))
         tensors.append(
-            Tensor(
+            RoutedTensor(
                 producer=producer,
                 have=layouts(producer, haves),
                 readers=tuple((reader, layouts(reader, wants)) for reader in readers),
@@ -141,7 +141,7 @@ def test_chains_of_products_cost_what_the_oracle_finds(widths, batch, shape, alp
 def test_conversions_over_two_axes_take_the_cheaper_order(alphas, betas):
     shape, size = (2, 4), 1000.0
     axes = [Axis(*facts) for facts in zip(shape, alphas, betas, strict=True)]
-    costs = ProgramCosts(closed_form_mesh(shape, alphas, betas))
+    costs = ConversionCosts(closed_form_mesh(shape, alphas, betas))
     places = (None, (0, 1), (1, 1))
     haves = [*itertools.product([Have(place) for place in places] + [Have(None, True)], repeat=2)]
     wants = [*itertools.product([Want(place) for place in places] + [Want(None, True)], repeat=2)]

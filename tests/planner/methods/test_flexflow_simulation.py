@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.methods.flexflow.arrays import COUNT, END, READY, ROW, empty_schedule, empty_strategy
-from meshwright.planner.methods.flexflow.assemble import LayerTable, Machine, Weight, assemble
+from meshwright.planner.methods.flexflow.assemble import LayerTable, SoapMachine, Weight, assemble
 from meshwright.planner.methods.flexflow.configure import configure, configure_all
 from meshwright.planner.methods.flexflow.delta import (
     begin_change,
@@ -128,7 +128,7 @@ def test_a_ring_moves_twice_all_but_one_share():
         held_bytes=np.zeros(2, np.int64),
         trains=True,
     )
-    machine = Machine(
+    machine = SoapMachine(
         kind=np.zeros(2, np.int64),
         limit_bytes=np.zeros(2, np.int64),
         latency_ps=np.full((2, 2), 7),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.planner.methods.pipedream import (
     Level,
-    Options,
+    PipeDreamOptions,
     PipedreamPlan,
     Profile,
     count_states,
@@ -61,7 +61,7 @@ def describe(row: dict[str, Any]) -> str:
 @pytest.mark.parametrize("row", PRINTED["ratio_1"], ids=describe)
 @pytest.mark.matrix
 def test_what_pipedreams_optimizer_prints_is_met(row: dict[str, Any]) -> None:
-    plan = plan_profile(load(row["profile"]), levels(*row["levels"]), Options(compression_ratio=1.0))
+    plan = plan_profile(load(row["profile"]), levels(*row["levels"]), PipeDreamOptions(compression_ratio=1.0))
     assert plan.bottleneck_s == pytest.approx(row["seconds"], abs=0.5001e-4)
     for name, found in {
         "speedup": plan.speedup,
@@ -83,7 +83,7 @@ def test_transfers_that_take_no_time(row: dict[str, Any]) -> None:
 
 
 def test_the_shipped_configurations_that_the_optimizer_reproduces() -> None:
-    ratio = Options(compression_ratio=1.0)
+    ratio = PipeDreamOptions(compression_ratio=1.0)
     for machines, bandwidth, replicas in ((4, 1e9, [3, 1]), (8, 1e9, [7, 1]), (16, 3.125e9, [15, 1])):
         plan = plan_profile(load("vgg16"), levels((machines, bandwidth)), ratio)
         assert [stage.num_machines for stage in plan.stages] == replicas
@@ -144,7 +144,7 @@ def test_states_behind_one_source_are_all_closed_sets(layers: Layers) -> None:
 
 
 OPTIONS = st.builds(
-    Options,
+    PipeDreamOptions,
     compression_ratio=st.sampled_from([None, 1.0, 3.0]),
     replicas=st.sampled_from([None, None, (1,), (1, 2), (2, 3)]),
     fewer_machines=st.booleans(),
@@ -155,19 +155,21 @@ BANDWIDTHS = st.sampled_from([1e6, 1e8, 1e9])
 
 @settings(max_examples=examples(200), deadline=None)
 @given(graphs(most=5).filter(is_connected), st.integers(1, 5), BANDWIDTHS, OPTIONS)
-def test_no_plan_is_better_on_one_level(layers: Layers, machines: int, bandwidth: float, options: Options) -> None:
+def test_no_plan_is_better_on_one_level(
+    layers: Layers, machines: int, bandwidth: float, options: PipeDreamOptions
+) -> None:
     check_best(layers, ((machines, bandwidth),), options)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(graphs(most=4).filter(is_connected), st.integers(1, 3), st.integers(1, 3), BANDWIDTHS, BANDWIDTHS, OPTIONS)
 def test_no_plan_is_better_on_two_levels(
-    layers: Layers, devices: int, hosts: int, inside: float, between: float, options: Options
+    layers: Layers, devices: int, hosts: int, inside: float, between: float, options: PipeDreamOptions
 ) -> None:
     check_best(layers, ((devices, inside), (hosts, between)), options)
 
 
-def check_best(layers: Layers, given_levels: tuple[tuple[int, float], ...], options: Options) -> None:
+def check_best(layers: Layers, given_levels: tuple[tuple[int, float], ...], options: PipeDreamOptions) -> None:
     profile = parse_profile(layers.text(), source="test")
     memory = math.inf if options.memory_bytes is None else options.memory_bytes
     search = Search(layers, given_levels, options.compression_ratio, options.replicas, options.fewer_machines, memory)
@@ -217,15 +219,15 @@ def test_a_graph_with_too_many_states_is_cut_along_orders() -> None:
 
 def test_fewer_states_find_no_better_plan_and_say_so() -> None:
     profile, machines = load("gnmt"), levels((8, 1e9))
-    best = plan_profile(profile, machines, Options(compression_ratio=1.0))
-    some = plan_profile(profile, machines, Options(compression_ratio=1.0), max_states=50)
+    best = plan_profile(profile, machines, PipeDreamOptions(compression_ratio=1.0))
+    some = plan_profile(profile, machines, PipeDreamOptions(compression_ratio=1.0), max_states=50)
     assert best.is_complete
     assert not some.is_complete
     assert some.bottleneck_s >= best.bottleneck_s >= best.bound_s == some.bound_s
 
 
 def test_rows_and_explanation_say_what_was_found() -> None:
-    plan = plan_profile(load("vgg16"), levels((4, 1e9)), Options(compression_ratio=1.0))
+    plan = plan_profile(load("vgg16"), levels((4, 1e9)), PipeDreamOptions(compression_ratio=1.0))
     rows = plan.rows()
     assert [row["machines"] for row in rows] == [3, 1]
     assert sum(row["compute_s"] for row in rows) == pytest.approx(plan.single_s)
@@ -287,34 +289,34 @@ def test_layers_that_have_nothing_to_do_with_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given_levels", "options", "message"),
     [
-        ((), Options(), "No levels"),
-        (((0, 1e9),), Options(), "0 machines"),
-        (((4, 0.0),), Options(), "0 B/s"),
-        (((4, 1e9),), Options(replicas=(0,)), r"Stages of \[0\] replicas"),
-        (((4, 1e9),), Options(compression_ratio=0.0), "compression ratio of 0"),
-        (((4, 1e9),), Options(memory_bytes=-1.0), "memory of -1"),
+        ((), PipeDreamOptions(), "No levels"),
+        (((0, 1e9),), PipeDreamOptions(), "0 machines"),
+        (((4, 0.0),), PipeDreamOptions(), "0 B/s"),
+        (((4, 1e9),), PipeDreamOptions(replicas=(0,)), r"Stages of \[0\] replicas"),
+        (((4, 1e9),), PipeDreamOptions(compression_ratio=0.0), "compression ratio of 0"),
+        (((4, 1e9),), PipeDreamOptions(memory_bytes=-1.0), "memory of -1"),
         (
             ((64, 1e9),),
-            Options(replicas=(1,)),
+            PipeDreamOptions(replicas=(1,)),
             r"No pipeline of 22 layers on 64 machines uses all of them with stages of \[1\]",
         ),
-        (((4, 1e9),), Options(replicas=(1,), memory_bytes=1e6), "No plan of 22 layers on 4 machines keeps to"),
+        (((4, 1e9),), PipeDreamOptions(replicas=(1,), memory_bytes=1e6), "No plan of 22 layers on 4 machines keeps to"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(
-    given_levels: tuple[tuple[int, float], ...], options: Options, message: str
+    given_levels: tuple[tuple[int, float], ...], options: PipeDreamOptions, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
         plan_profile(load("alexnet"), levels(*given_levels), options)
 
 
 def test_fewer_machines_may_do() -> None:
-    everything = plan_profile(load("vgg16"), levels((16, 1e7)), Options(compression_ratio=1.0))
-    fewer = plan_profile(load("vgg16"), levels((16, 1e7)), Options(compression_ratio=1.0, fewer_machines=True))
+    everything = plan_profile(load("vgg16"), levels((16, 1e7)), PipeDreamOptions(compression_ratio=1.0))
+    fewer = plan_profile(load("vgg16"), levels((16, 1e7)), PipeDreamOptions(compression_ratio=1.0, fewer_machines=True))
     assert fewer.bottleneck_s <= everything.bottleneck_s
     assert fewer.num_machines < everything.num_machines == 16
     # 22 layers are too few for 64 machines that each have a stage of their own.
-    straight = plan_profile(load("alexnet"), levels((64, 1e9)), Options(replicas=(1,), fewer_machines=True))
+    straight = plan_profile(load("alexnet"), levels((64, 1e9)), PipeDreamOptions(replicas=(1,), fewer_machines=True))
     assert len(straight.stages) == straight.num_machines <= 22
     check_stages(straight)
 
@@ -322,7 +324,7 @@ def test_fewer_machines_may_do() -> None:
 def test_of_equal_bottlenecks_the_fewest_stages_are_taken() -> None:
     # What ships with PipeDream for 16 machines and alexnet is 15-1; its optimizer prints 14-1-1, which takes as long.
     for machines in (8, 16):
-        plan = plan_profile(load("alexnet"), levels((machines, 1e9)), Options(compression_ratio=1.0))
+        plan = plan_profile(load("alexnet"), levels((machines, 1e9)), PipeDreamOptions(compression_ratio=1.0))
         assert [stage.num_machines for stage in plan.stages] == [machines - 1, 1]
 
 
@@ -332,18 +334,20 @@ CHAIN = ((), (0,), (1,))
 def test_what_leaves_a_stage_counts_for_its_own_machines() -> None:
     # Replicas of the first two layers are dear. Layer 1 sends 3 us worth from one machine, to two: 1.5 us for each.
     layers = Layers(CHAIN, (2_000_000, 2_000_000, 4_000_000), (0, 1500, 0), (9000, 9000, 0))
-    check_best(layers, ((4, 1e9),), Options(compression_ratio=1.0))
-    plan = plan_profile(parse_profile(layers.text(), source="test"), levels((4, 1e9)), Options(compression_ratio=1.0))
+    check_best(layers, ((4, 1e9),), PipeDreamOptions(compression_ratio=1.0))
+    plan = plan_profile(
+        parse_profile(layers.text(), source="test"), levels((4, 1e9)), PipeDreamOptions(compression_ratio=1.0)
+    )
     assert plan.bottleneck_s == pytest.approx(3e-6)
 
 
 def test_minibatches_in_flight_are_rounded_up() -> None:
     # 2-2-1 would take 1 us, but each replica of the second stage stashes for the machine behind it.
     layers = Layers(CHAIN, (2_000_000, 2_000_000, 1_000_000), (100, 900, 0), (0, 0, 900))
-    check_best(layers, ((5, 1e6),), Options(memory_bytes=500.0))
+    check_best(layers, ((5, 1e6),), PipeDreamOptions(memory_bytes=500.0))
     profile = parse_profile(layers.text(), source="test")
     assert plan_profile(profile, levels((5, 1e6))).bottleneck_s == pytest.approx(1e-6)
-    assert plan_profile(profile, levels((5, 1e6)), Options(memory_bytes=500.0)).bottleneck_s > 2e-6
+    assert plan_profile(profile, levels((5, 1e6)), PipeDreamOptions(memory_bytes=500.0)).bottleneck_s > 2e-6
 
 
 def test_a_tied_parameter_weighs_once() -> None:
@@ -366,6 +370,6 @@ def test_a_captured_graph_has_a_profile() -> None:
     assert profile.parameter_bytes.sum() == sum(tensor.num_bytes(0) for tensor in trained)
     assert set(profile.names) <= {layer.name for layer in graph.layers}
     assert np.all(profile.activation_bytes[:-1] > 0)
-    plan = plan_profile(profile, levels((8, 1e11)), Options(compression_ratio=1.0))
+    plan = plan_profile(profile, levels((8, 1e11)), PipeDreamOptions(compression_ratio=1.0))
     assert plan.num_machines == 8
     check_stages(plan)

@@ -13,7 +13,7 @@ from meshwright.cost import CostModel
 from meshwright.planner import Plans
 from meshwright.planner.choices import Choices
 from meshwright.planner.method import Proposal, SearchState
-from meshwright.planner.methods.pipedream import Level, Options, load_profile, pipedream, plan_profile
+from meshwright.planner.methods.pipedream import Level, PipeDreamOptions, load_profile, pipedream, plan_profile
 from meshwright.planner.methods.pipedream.method import place_stages
 from meshwright.planner.problem import Problem
 from meshwright.spec import Cluster, Graph, PlanError, Workload, load_cluster, load_shipped_graph
@@ -88,7 +88,9 @@ def test_an_even_chain_becomes_a_pipeline_whose_step_is_what_pipedream_says() ->
 def test_a_microbatch_stays_in_its_node() -> None:
     # 4 nodes of 4 devices, each with a pipeline of its own: stages of 2, 1 and 1 devices in each.
     levels = [Level(num_machines=4, bandwidth_bytes_per_s=1e10), Level(num_machines=4, bandwidth_bytes_per_s=1.25e9)]
-    plan = plan_profile(load_profile(PROFILES / "resnet50.graph.txt.gz"), levels, Options(compression_ratio=1.0))
+    plan = plan_profile(
+        load_profile(PROFILES / "resnet50.graph.txt.gz"), levels, PipeDreamOptions(compression_ratio=1.0)
+    )
     assert [stage.replicas for stage in plan.stages] == [(2, 4), (1, 4), (1, 4)]
     stages = place_stages(plan)
     assert [stage.ranks for stage in stages] == [(0, 4, 8, 12, 1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
@@ -98,7 +100,7 @@ def test_a_microbatch_stays_in_its_node() -> None:
 
 def test_stages_of_whole_nodes_follow_each_other() -> None:
     levels = [Level(num_machines=8, bandwidth_bytes_per_s=3e10), Level(num_machines=2, bandwidth_bytes_per_s=3.125e9)]
-    plan = plan_profile(load_profile(PROFILES / "vgg16.graph.txt.gz"), levels, Options(compression_ratio=1.0))
+    plan = plan_profile(load_profile(PROFILES / "vgg16.graph.txt.gz"), levels, PipeDreamOptions(compression_ratio=1.0))
     assert [stage.replicas for stage in plan.stages] == [(8, 1), (5, 1), (2, 1), (1, 1)]
     ranks = [stage.ranks for stage in place_stages(plan)]
     assert ranks == [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9, 10, 11, 12), (13, 14), (15,)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.serving.load.answers import Answer, MalformedError, decode_outputs, is_for_another, read_answer
+from meshwright.serving.load.answers import MalformedError, Response, decode_outputs, is_for_another, read_answer
 
 BODIES = st.binary(max_size=300)
 
@@ -76,7 +76,7 @@ def test_any_bytes_are_a_response_or_not(data):
             found = read_answer(prefix + data, ended=True)
         except MalformedError:
             continue
-        assert found is None or isinstance(found, Answer)
+        assert found is None or isinstance(found, Response)
 
 
 def answer(body, headers=b""):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.serving.load.answers import Tensor
+from meshwright.serving.load.answers import TensorMetadata
 from meshwright.serving.load.bodies import build_requests, draw_inputs
-from meshwright.serving.load.target import ModelFacts, Target
+from meshwright.serving.load.target import ModelSignature, Target
 from meshwright.spec import ServingError
 from tests.serving.load.stub import FORMATS, Request
 
@@ -15,8 +15,8 @@ TARGET = Target(host="127.0.0.1", port=80)
 
 
 def model(*tensors):
-    inputs = tuple(Tensor(name=f"x{n}", datatype=kind, shape=shape) for n, (kind, shape) in enumerate(tensors))
-    return ModelFacts(name="a b", inputs=inputs, outputs=())
+    inputs = tuple(TensorMetadata(name=f"x{n}", datatype=kind, shape=shape) for n, (kind, shape) in enumerate(tensors))
+    return ModelSignature(name="a b", inputs=inputs, outputs=())
 
 
 def read(request):

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.serving import draw_arrivals
 from meshwright.serving.load import (
-    Stream,
+    RequestStream,
     decode_outputs,
     deployment_streams,
     draw_inputs,
@@ -19,7 +19,7 @@ from meshwright.serving.load import (
     run_load,
 )
 from meshwright.serving.load import run as running
-from meshwright.serving.load.job import Outcome
+from meshwright.serving.load.job import UnansweredReason
 from meshwright.serving.load.loop import Loop
 from meshwright.spec import Gamma, Poisson, ServedModel, ServingError, Trace, read_deployment
 from meshwright.spec.quantities import Seconds
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def cat(rate=300.0, **options):
-    return [Stream(model="cat", arrivals=Poisson(rate=rate), **options)]
+    return [RequestStream(model="cat", arrivals=Poisson(rate=rate), **options)]
 
 
 def served(streams):
@@ -62,8 +62,8 @@ def records(monkeypatch):
 
 def test_the_requests_are_those_of_the_simulator(records):
     streams = [
-        Stream(model="cat", arrivals=Poisson(rate=200)),
-        Stream(model="dog", arrivals=Gamma(rate=100, shape=0.2), copies=2),
+        RequestStream(model="cat", arrivals=Poisson(rate=200)),
+        RequestStream(model="dog", arrivals=Gamma(rate=100, shape=0.2), copies=2),
     ]
     with Stub(models={"cat": MODELS["cat"], "dog-0": MODELS["cat"], "dog-1": MODELS["cat"]}) as stub:
         result = run_load(stub.url, streams, 1.0, seed=4, scale=1.5)
@@ -145,7 +145,7 @@ def test_a_trace_is_replayed(tmp_path):
     file = tmp_path / "moments.txt"
     file.write_text("\n".join(map(str, np.linspace(0.01, 0.5, 40).tolist())))
     with Stub() as stub:
-        result = run_load(stub.url, [Stream(model="cat", arrivals=Trace(file=str(file)))], 0.6)
+        result = run_load(stub.url, [RequestStream(model="cat", arrivals=Trace(file=str(file)))], 0.6)
     assert result.total.num_in_time == len(stub.requests) == 40
 
 
@@ -338,7 +338,7 @@ def test_what_cannot_be_is_refused(url, options, message):
 
 def test_a_model_that_is_not_there_is_told_from_those_that_are():
     with Stub() as stub, pytest.raises(ServingError, match="did you mean 'cat'"):
-        run_load(stub.url, [Stream(model="cats", arrivals=Poisson(rate=1))], 1.0)
+        run_load(stub.url, [RequestStream(model="cats", arrivals=Poisson(rate=1))], 1.0)
 
 
 def test_a_model_is_asked_once():
@@ -347,4 +347,4 @@ def test_a_model_is_asked_once():
 
 
 def test_outcomes_are_no_statuses():
-    assert all(outcome <= 0 for outcome in Outcome)
+    assert all(outcome <= 0 for outcome in UnansweredReason)

@@ -5,12 +5,12 @@ import socket
 import numpy as np
 import pytest
 
-from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect, listen
+from meshwright.serving.server.channel import MOST_CELLS, Closed, Kind, MessageChannel, connect, listen
 
 
 @pytest.fixture
 def pair():
-    ends = [Channel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+    ends = [MessageChannel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
     yield ends
     for end in ends:
         end.close()
@@ -90,7 +90,7 @@ def test_nobody_listens_then_somebody_does(tmp_path):
     with listen(place) as listener:
         channel = connect(place)
         assert channel is not None
-        other = Channel(listener.accept()[0])
+        other = MessageChannel(listener.accept()[0])
         channel.send_text("hello")
         assert list(other.receive()) == [(Kind.TEXT, "hello")]
         channel.close()

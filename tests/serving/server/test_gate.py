@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshwright.serving.server import channel, front_process
-from meshwright.serving.server.channel import Channel, Kind, connect, listen
+from meshwright.serving.server.channel import Kind, MessageChannel, connect, listen
 from meshwright.serving.server.gate import Fate, Gate, ModelFacts, Ticket
 from meshwright.spec import Server, ServingError
 from tests.serving.server.fakes import facts
@@ -28,7 +28,7 @@ class Scheduled:
 
     def connect(self):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.gate._channel, self.scheduler = Channel(ours), Channel(theirs)
+        self.gate._channel, self.scheduler = MessageChannel(ours), MessageChannel(theirs)
         self.gate._by_number = {0: self.model}
 
     def answer(self, count):
@@ -131,7 +131,7 @@ def test_a_front_that_cannot_have_its_memory_fails_so_that_another_one_is_starte
             while True:
                 await asyncio.sleep(0.01)
                 with contextlib.suppress(BlockingIOError):
-                    scheduler = Channel(listener.accept()[0])
+                    scheduler = MessageChannel(listener.accept()[0])
                     break
             gate._folder = tmp_path / "gone"  # where no slab can be made
             model = {"number": 0, "name": "m", "version": "1", "platform": "", "slo_ns": 1, "most": 1, "inputs": []}

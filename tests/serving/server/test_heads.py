@@ -7,7 +7,7 @@ import re
 import pytest
 
 from meshwright.serving.server.connection import Connection
-from meshwright.serving.server.front import Front
+from meshwright.serving.server.front import Frontend
 from meshwright.serving.server.heads import LONGEST_HEAD, Heads
 from meshwright.serving.server.http import HttpServer
 from meshwright.spec import Server
@@ -71,7 +71,7 @@ def play(gate, scenario, *, heads=None, token=None, **limits):
 
     async def main():
         settings = Server(**limits)
-        server = HttpServer(Front(gate, settings, token), settings)
+        server = HttpServer(Frontend(gate, settings, token), settings)
         if heads is not None:
             server.heads = heads
         return await scenario(server)

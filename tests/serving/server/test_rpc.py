@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.serving.server import messages
-from meshwright.serving.server.front import Front
+from meshwright.serving.server.front import Frontend
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.http import HttpServer
 from meshwright.serving.server.messages import SERVICE, SERVICE_NAME, classes_of
@@ -47,7 +47,7 @@ def run(gate, scenario, loop="uvloop", token=None, **limits):
 
     async def main():
         settings = Server(**limits)
-        server = await serve_rpc(Front(gate, settings, token), settings, port=0)
+        server = await serve_rpc(Frontend(gate, settings, token), settings, port=0)
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
                 return await asyncio.wait_for(scenario(server, channel), 30)

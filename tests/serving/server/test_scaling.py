@@ -7,7 +7,7 @@ import tomllib
 import numpy as np
 import pytest
 
-from meshwright.serving.server.fleet import Fleet
+from meshwright.serving.server.fleet import DeviceFleet
 from meshwright.serving.server.replay import replay_log
 from meshwright.spec import Deployment
 from meshwright.spec.codec import decode_document
@@ -88,7 +88,7 @@ def reported(capsys):
 
 def test_a_fleet_hires_and_hands_back(capsys):
     given = decode_document(Deployment, tomllib.loads(SCALED), "scaled")
-    fleet = Fleet(given)
+    fleet = DeviceFleet(given)
     # The supervisor of a scheduler before this one may have kept others.
     assert reported(capsys) == [("hire", 0)]
     fleet.meet(2)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright.serving.server.begun import Begun
-from meshwright.serving.server.channel import Channel
-from meshwright.serving.server.peers import SLOT_BITS, Batch, Worker
+from meshwright.serving.server.channel import MessageChannel
+from meshwright.serving.server.peers import SLOT_BITS, WorkerBatch, WorkerPeer
 from meshwright.serving.server.suspects import Suspects
 
 FRONT, OTHER = 1 << SLOT_BITS, 2 << SLOT_BITS
@@ -21,9 +21,9 @@ def lost(tmp_path):
     def lose(*batches, begun, pid=1):
         here, there = socket.socketpair()
         sides.extend([here, there])
-        worker = Worker(Channel(here), device=0, pid=pid)
+        worker = WorkerPeer(MessageChannel(here), device=0, pid=pid)
         for number, requests in enumerate(batches):
-            worker.give(Batch(number, 7, np.array(requests, np.int64), len(requests), 1, True), 0)
+            worker.give(WorkerBatch(number, 7, np.array(requests, np.int64), len(requests), 1, True), 0)
         if begun is not None:
             Begun(tmp_path, pid).note(begun)
         return worker

@@ -18,9 +18,9 @@ from meshwright.cli.main import invoke
 from meshwright.serving.policies.pool import RUN
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.live import ARRIVE, WAKE
-from meshwright.serving.server.recording import WIDTHS, Recorded, Recorder, Recording
+from meshwright.serving.server.recording import WIDTHS, Recorded, Recording, RecordingControl
 from meshwright.serving.server.timeline import timeline_pieces
-from meshwright.serving.server.timeline_facts import Facts
+from meshwright.serving.server.timeline_facts import RecordedRun
 from tests.serving.server.fakes import FakeGate, post, request
 from tests.serving.server.fakes import run as run_http
 from tests.serving.server.servers import EMULATED, Load, connect, infer, serving
@@ -364,7 +364,7 @@ def test_a_request_is_put_together_from_what_each_has_noted(tmp_path):
         tmp_path / "b", 10, batches=[(1, 0, 5 * MS, 21 * MS, 50 * MS, 1)], samples=[(place | other, deadline, 0)]
     )
     processes = {"front-0": fronts, "scheduler": scheduler, "worker-0": first, "worker-10": second}
-    facts = Facts(begin_ns=0, end_ns=70 * MS, models=["<m>"], processes=processes)
+    facts = RecordedRun(begin_ns=0, end_ns=70 * MS, models=["<m>"], processes=processes)
     drawn = Drawn(b"".join(timeline_pieces(facts)))
     done, under_way = drawn.of("front", "request")
     assert (done["name"], done["ts"], done["dur"]) == ("<m>", 10_000, 50_000)
@@ -388,7 +388,7 @@ def test_a_batch_that_ends_late_or_passes_over_is_seen_so(tmp_path):
         batches=[(4, 0, 5 * MS, 10 * MS, 20 * MS, 4)],
         samples=[(1, 30 * MS, 0), (2, 19 * MS, 0), (3, 1 * MS, 1), (4, 30 * MS, 2)],
     )
-    facts = Facts(begin_ns=0, end_ns=70 * MS, models=["m"], processes={"worker-0": worker}, missing=["front-0"])
+    facts = RecordedRun(begin_ns=0, end_ns=70 * MS, models=["m"], processes={"worker-0": worker}, missing=["front-0"])
     drawn = Drawn(b"".join(timeline_pieces(facts)))
     (span,) = drawn.of("device", "batch")
     assert span["name"] == "m × 4, 1 late, 1 passed over, 1 failed"
@@ -412,7 +412,7 @@ def test_no_more_is_kept_than_was_asked_for(tmp_path):
 
 def test_orders_set_and_unset_what_notes(tmp_path):
     part = SimpleNamespace(recording=None)
-    recorder = Recorder(lambda: [part, None])
+    recorder = RecordingControl(lambda: [part, None])
     recorder.obey([{"another": 1}])
     assert part.recording is None
     recorder.obey([{"record": 5}])

@@ -104,7 +104,7 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-class Found(NamedTuple):
+class CommandPlans(NamedTuple):
     """Plans, with what they were made from and what there is to say about them."""
 
     plans: Plans
@@ -116,7 +116,7 @@ class Found(NamedTuple):
     shares: Shares | None = None
 
 
-def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
+def find_plans(request: PlanRequest, events: EventSink | None) -> CommandPlans:
     """Search the layouts that the request allows."""
     from meshwright.planner import Limits, find_shares, search_plans
 
@@ -141,7 +141,7 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
             shares = find_shares(problem, plans, events)
         except KeyboardInterrupt:
             remarks.append("An interrupt ended the comparison of choices: their shares are not known.")
-    return Found(plans, graph_for, problem.cost, request.measurements, remarks, request.software, shares)
+    return CommandPlans(plans, graph_for, problem.cost, request.measurements, remarks, request.software, shares)
 
 
 def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:
@@ -195,7 +195,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
     )
 
 
-def _replan(request: PlanRequest, events: EventSink | None) -> Found:
+def _replan(request: PlanRequest, events: EventSink | None) -> CommandPlans:
     """Find a plan anew for the machines as they are now, from one for the machines as they were."""
     from meshwright.planner import Limits, replan
     from meshwright.planner.replanning import DEADLINE_S
@@ -212,7 +212,7 @@ def _replan(request: PlanRequest, events: EventSink | None) -> Found:
     deadline_s = DEADLINE_S if request.deadline is None else request.deadline
     limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
     plans = replan(moved, graph_for, cost, memory=request.memory, prices=read_prices(request.prices), limits=limits)
-    return Found(mark_rewritten(plans, moved.rewritten), graph_for, cost, measurements, predicted_for=software)
+    return CommandPlans(mark_rewritten(plans, moved.rewritten), graph_for, cost, measurements, predicted_for=software)
 
 
 def plan_rewritten(
@@ -226,12 +226,12 @@ def plan_rewritten(
 
     ``graphs`` gives the graph by microbatch size, with ``target`` that of the rewritten model.
     """
-    from meshwright.rewrite.planned import Target
+    from meshwright.rewrite.planned import RewriteTarget
     from meshwright.spec.units import format_seconds
 
     kind = machine.device_kind(0)
     size = plans.best.plan.microbatch_size
-    rewritten = graphs(target=Target(machine, kind))
+    rewritten = graphs(target=RewriteTarget(machine, kind))
     before_s = plans.best.step_time_s
     if rewritten(size).content_hash == graph_for(size).content_hash:
         return plans, graph_for, [f"No rule leads to a cheaper graph on {kind.name}."]

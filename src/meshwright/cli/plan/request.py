@@ -22,7 +22,7 @@ from meshwright.cli.models import (
 )
 from meshwright.cli.pages import HtmlOption, OpenOption
 from meshwright.cli.planning import GRADIENT_HELP, PRECISION_HELP, TF32_HELP, GradientType
-from meshwright.cli.requests import Of, Request
+from meshwright.cli.requests import CommandRequest, Of
 from meshwright.cli.schedules import FindOrdersOption, WholeOption
 from meshwright.spec.cluster import MAX_RANKS, Cluster, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, WAVES
@@ -81,7 +81,7 @@ def _unless_json(request: PlanRequest) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(Request):
+class PlanRequest(CommandRequest):
     """A search for plans (``search``), one from an earlier plan (``from``), or a placement of ops (``place``)."""
 
     FORMS: ClassVar[Mapping[str, str]] = {

@@ -13,7 +13,7 @@ import typer
 from meshwright.cli.exchanges import ExchangeOption
 from meshwright.cli.models import CompiledOption, JsonOption, MeasurementsOption, SoftwareOption
 from meshwright.cli.pages import HtmlOption, OpenOption
-from meshwright.cli.requests import Of, Request
+from meshwright.cli.requests import CommandRequest, Of
 from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, WholeOption
 from meshwright.cli.simulate.serving import is_deployment
 from meshwright.cli.traces import TraceOption, TraceRanksOption
@@ -43,7 +43,7 @@ def _unless_printed(request: SimulateRequest) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateRequest(Request):
+class SimulateRequest(CommandRequest):
     """A plan on the virtual clock, a placement of single ops, many cases of either (``sweep``), or a deployment."""
 
     FORMS: ClassVar[Mapping[str, str]] = {

@@ -3,15 +3,15 @@
 from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp
 from meshwright.cost.collectives.fitted import CollectiveModel
 from meshwright.cost.collectives.fitting import fit_collectives
-from meshwright.cost.collectives.groups import Group, group_in_mesh, place_group
-from meshwright.cost.collectives.topologies import Topology, load_topology
+from meshwright.cost.collectives.groups import CollectiveGroup, group_in_mesh, place_group
+from meshwright.cost.collectives.topologies import LinkCounts, load_topology
 
 __all__ = [
     "COLLECTIVE_OPS",
+    "CollectiveGroup",
     "CollectiveModel",
     "CollectiveOp",
-    "Group",
-    "Topology",
+    "LinkCounts",
     "fit_collectives",
     "group_in_mesh",
     "load_topology",

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from meshwright.cost.collectives.groups import Group
+from meshwright.cost.collectives.groups import CollectiveGroup
 from meshwright.spec import MeasurementError, suggest
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def check_messages(op: str, num_bytes: ArrayLike) -> None:
         )
 
 
-def count_steps(op: CollectiveOp, group: Group, algorithm: Algorithm = "ring") -> float:
+def count_steps(op: CollectiveOp, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
     """Messages that follow one another, per rank."""
     num_ranks = group.num_ranks
     if op == "send":
@@ -69,7 +69,7 @@ def count_steps(op: CollectiveOp, group: Group, algorithm: Algorithm = "ring") -
 
 
 def port_share(
-    op: CollectiveOp, group: Group, *, num_lanes: float | None = None, algorithm: Algorithm = "ring"
+    op: CollectiveOp, group: CollectiveGroup, *, num_lanes: float | None = None, algorithm: Algorithm = "ring"
 ) -> float:
     """Bytes through the busiest port, one way, per byte of the full tensor (see the module's table); 0 for one rank.
 
@@ -99,7 +99,7 @@ def port_share(
 
 def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
     """A ring all-reduce of ``num_bytes`` over links of one latency and bandwidth; 0 for a single rank."""
-    group = Group(num_ranks=num_ranks)
+    group = CollectiveGroup(num_ranks=num_ranks)
     share = port_share("all_reduce", group)
     return count_steps("all_reduce", group) * latency_s + share * num_bytes / bandwidth_bytes_per_s
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.collectives.datasheet import Tariff
     from meshwright.cost.collectives.fitted import CollectiveModel
-    from meshwright.cost.collectives.groups import Group
+    from meshwright.cost.collectives.groups import CollectiveGroup
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import Cluster
 
@@ -166,7 +166,7 @@ class CollectiveCosts:
         ranks: tuple[int, ...],
         concurrent: Groups,
         algorithm: Algorithm | None = None,
-    ) -> tuple[Group, Tariff]:
+    ) -> tuple[CollectiveGroup, Tariff]:
         """The place of a group, and what it pays by the datasheet of a cluster that differs in links alone."""
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
         key = ("tariff", cluster is self.changed, op, ranks, concurrent, algorithm)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import count_steps, port_share
-from meshwright.cost.collectives.groups import Group
+from meshwright.cost.collectives.groups import CollectiveGroup
 from meshwright.spec import ClusterError, decode_document
 from meshwright.spec.parsing import read_data
 
@@ -93,7 +93,7 @@ class Tariff:
 
 
 def quote_collective(
-    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group, algorithm: Algorithm | None = None
+    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: CollectiveGroup, algorithm: Algorithm | None = None
 ) -> Tariff:
     """The tariff of an op among ``ranks``, placed as ``group``, by one algorithm or all that its devices have.
 
@@ -166,7 +166,7 @@ def _most_leaving(counts: Mapping[int, int], num_ranks: int) -> float:
     return max(count * (num_ranks - count) for count in counts.values()) / num_ranks**2
 
 
-def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
+def quote_ring(op: CollectiveOp, group: CollectiveGroup, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
     """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all.
 
     ``counts``: ranks on each node. What other groups take of the NICs is in the bandwidth of ``ways``.
@@ -174,20 +174,20 @@ def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways
     # On its way round a message leaves each node once.
     crossing = len(counts) / group.num_ranks if len(counts) > 1 else 0.0
     latency_s = count_steps(op, group) * (crossing * ways.across_s + (1.0 - crossing) * ways.inside_s)
-    outward = port_share(op, Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
+    outward = port_share(op, CollectiveGroup(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
     if op == "all_to_all":
         # Nodes with unlike numbers of ranks send unlike shares out.
         outward = _most_leaving(dict(enumerate(counts)), group.num_ranks)
-    within = port_share(op, Group(num_ranks=group.num_ranks))
+    within = port_share(op, CollectiveGroup(num_ranks=group.num_ranks))
     return latency_s, _busiest(ways, within, outward)
 
 
 def _list_ways(
-    op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways, algorithm: Algorithm | None
+    op: CollectiveOp, group: CollectiveGroup, counts: Sequence[int], ways: Ways, algorithm: Algorithm | None
 ) -> list[tuple[float, float]]:
     """(latency, seconds per byte) of every algorithm that the op and the place allow, or of one of them."""
-    inside = Group(num_ranks=max(counts))
-    across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
+    inside = CollectiveGroup(num_ranks=max(counts))
+    across = CollectiveGroup(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
     found = [quote_ring(op, group, counts, ways)]
     if algorithm == "ring":
         return found

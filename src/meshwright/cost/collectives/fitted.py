@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages, count_steps, port_share
-from meshwright.cost.collectives.groups import Group
-from meshwright.cost.collectives.topologies import Topology
+from meshwright.cost.collectives.groups import CollectiveGroup
+from meshwright.cost.collectives.topologies import LinkCounts
 from meshwright.cost.curves import Curve
 from meshwright.cost.prediction import Interval, Predictions
 from meshwright.spec import DTYPE_BYTES
@@ -55,7 +55,7 @@ class Series:
     """
 
     op: CollectiveOp
-    group: Group
+    group: CollectiveGroup
     dtype: str
     num_groups: int
     measured: tuple[float, ...]
@@ -68,10 +68,10 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MeasuredPlace:
     """What was measured of one op in one place: the mean of its series."""
 
-    group: Group
+    group: CollectiveGroup
     series: tuple[Series, ...]
 
     @property
@@ -94,7 +94,7 @@ class Place:
         mean: Floats = np.mean([one.at(sizes) for one in self.series], axis=0)
         return mean
 
-    def narrow(self, dtype: str, num_groups: int) -> Place:
+    def narrow(self, dtype: str, num_groups: int) -> MeasuredPlace:
         """The series of a dtype, else of one as wide, else all; of these those of so many groups at once, if any."""
         width, chosen = DTYPE_BYTES.get(dtype, 0), self.series
         chosen = tuple(one for one in chosen if DTYPE_BYTES.get(one.dtype) == width) or chosen
@@ -123,13 +123,13 @@ class CollectiveModel:
     interpolated: ErrorScale
     moved_inside: ErrorScale
     moved_across: ErrorScale
-    topology: Topology | None = None
+    topology: LinkCounts | None = None
     row_hashes: tuple[str, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def predict(
-        self, op: CollectiveOp, group: Group, num_bytes: Floats, *, dtype: str = "", num_groups: int = 0
+        self, op: CollectiveOp, group: CollectiveGroup, num_bytes: Floats, *, dtype: str = "", num_groups: int = 0
     ) -> Predictions | None:
         """Seconds for messages of ``num_bytes`` (shape (n,), bytes of the full tensor); a single rank takes no time.
 
@@ -163,7 +163,12 @@ class CollectiveModel:
         return with_interval(moved.seconds, moved.latency_s, scale, sqrt(moved.octaves), _TRANSFERRED * len(num_bytes))
 
     def _from_smaller(
-        self, op: CollectiveOp, own: Place, places: Sequence[Place], num_bytes: Floats, found: Predictions
+        self,
+        op: CollectiveOp,
+        own: MeasuredPlace,
+        places: Sequence[MeasuredPlace],
+        num_bytes: Floats,
+        found: Predictions,
     ) -> Predictions:
         """Messages smaller than any that the place's curves know are answered by places that know such sizes.
 
@@ -187,7 +192,7 @@ class CollectiveModel:
             basis=tuple(b if is_below else a for a, b, is_below in zip(found.basis, away.basis, below, strict=True)),
         )
 
-    def _find(self, places: Sequence[Place], group: Group) -> Place | None:
+    def _find(self, places: Sequence[MeasuredPlace], group: CollectiveGroup) -> MeasuredPlace | None:
         """The place of a group if it was measured; where no topology says otherwise, its stride may be another."""
         exact = next((place for place in places if place.group == group), None)
         if exact is not None or self.topology is not None:
@@ -196,12 +201,12 @@ class CollectiveModel:
         return next((place for place in places if replace(place.group, stride=1) == level), None)
 
 
-def list_places(series: Iterable[Series]) -> list[Place]:
+def list_places(series: Iterable[Series]) -> list[MeasuredPlace]:
     """Series of one op by place, in order of appearance."""
-    found: dict[Group, list[Series]] = {}
+    found: dict[CollectiveGroup, list[Series]] = {}
     for one in series:
         found.setdefault(one.group, []).append(one)
-    return [Place(group=group, series=tuple(mine)) for group, mine in found.items()]
+    return [MeasuredPlace(group=group, series=tuple(mine)) for group, mine in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +218,12 @@ class Transfer:
     octaves: float
 
 
-def comparable(known: Sequence[Place], group: Group) -> list[Place]:
+def comparable(known: Sequence[MeasuredPlace], group: CollectiveGroup) -> list[MeasuredPlace]:
     """The places of groups that cross nodes if the group does, and do not if it does not."""
     return [one for one in known if (one.group.num_nodes > 1) == (group.num_nodes > 1)]
 
 
-def latency_exponent(alike: Sequence[Place]) -> float | None:
+def latency_exponent(alike: Sequence[MeasuredPlace]) -> float | None:
     """γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; None where only one number of ranks was measured."""
     ranks = np.log2([place.group.num_ranks for place in alike])
     if not len(ranks) or np.ptp(ranks) == 0:
@@ -230,11 +235,11 @@ def latency_exponent(alike: Sequence[Place]) -> float | None:
 
 def transfer(
     op: CollectiveOp,
-    group: Group,
+    group: CollectiveGroup,
     num_bytes: Floats,
-    alike: Sequence[Place],
+    alike: Sequence[MeasuredPlace],
     exponent: float | None,
-    topology: Topology | None,
+    topology: LinkCounts | None,
 ) -> Transfer | None:
     """The time of a group from comparable places of the op, None without any; γ is None for the steps of a ring."""
     if not alike:
@@ -259,14 +264,18 @@ def transfer(
     return Transfer(latency + wires[0] ** (1 - inverse) * wires[1] ** inverse, latency, octaves)
 
 
-def _wire_seconds(op: CollectiveOp, place: Place, group: Group, num_bytes: Floats, topology: Topology | None) -> Floats:
+def _wire_seconds(
+    op: CollectiveOp, place: MeasuredPlace, group: CollectiveGroup, num_bytes: Floats, topology: LinkCounts | None
+) -> Floats:
     """Seconds above the latency that a measured group takes for as many bytes through its busiest port."""
     here, there = _port_share(op, group, place.group, topology), _port_share(op, place.group, place.group, topology)
     wire: Floats = np.maximum(place.at(num_bytes * here / there) - place.latency_s, 0.0)
     return wire
 
 
-def _port_share(op: CollectiveOp, group: Group, measured: Group, topology: Topology | None) -> float:
+def _port_share(
+    op: CollectiveOp, group: CollectiveGroup, measured: CollectiveGroup, topology: LinkCounts | None
+) -> float:
     """Bytes through the busiest port per byte, if the group runs the algorithm that the measured one does."""
     if group.num_nodes > 1:
         return port_share(op, group, algorithm="tree" if measured.num_nodes == 2 else "ring")
@@ -277,11 +286,11 @@ def _port_share(op: CollectiveOp, group: Group, measured: Group, topology: Topol
     return port_share(op, group, num_lanes=count, algorithm=algorithm)
 
 
-def _sharing_octaves(place: Place, group: Group) -> float:
+def _sharing_octaves(place: MeasuredPlace, group: CollectiveGroup) -> float:
     return abs(log2(place.group.num_sharing / group.num_sharing))
 
 
-def _remoteness(place: Place, group: Group) -> tuple[float, int]:
+def _remoteness(place: MeasuredPlace, group: CollectiveGroup) -> tuple[float, int]:
     """How far a place is from a group: octaves of ranks and nodes, then a different stride."""
     here = place.group
     octaves = abs(log2(here.num_ranks / group.num_ranks)) + abs(log2(here.num_nodes / group.num_nodes))

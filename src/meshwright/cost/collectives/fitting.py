@@ -22,13 +22,13 @@ from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS
 from meshwright.cost.collectives.fitted import (
     CollectiveModel,
     ErrorScale,
-    Place,
+    MeasuredPlace,
     comparable,
     latency_exponent,
     list_places,
     transfer,
 )
-from meshwright.cost.collectives.groups import Group, group_in_mesh
+from meshwright.cost.collectives.groups import CollectiveGroup, group_in_mesh
 from meshwright.cost.collectives.smoothing import draw_series
 from meshwright.cost.prediction import Interval, fit_interval
 from meshwright.spec import MeasurementError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.collectives.algorithms import CollectiveOp
-    from meshwright.cost.collectives.topologies import Topology
+    from meshwright.cost.collectives.topologies import LinkCounts
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
 
@@ -50,7 +50,7 @@ UNKNOWN = Interval(low=0.5, high=2.0)
 _FEWEST = 10
 
 
-def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: str = "") -> CollectiveModel:
+def fit_collectives(rows: Records, topology: LinkCounts | None = None, *, phase: str = "") -> CollectiveModel:
     """Fit the collectives of one cluster. ``topology``: the links of its nodes where they differ from pair to pair.
 
     ``phase``: "" for seconds, "host" for those of the processor.
@@ -111,14 +111,14 @@ def collective_rows(rows: Records, phase: str = "") -> Records:
     return ours.select(~flagged & (ours.seconds > 0) & (ours.size("ranks") > 1))
 
 
-def groups_of(rows: Records) -> list[Group]:
+def groups_of(rows: Records) -> list[CollectiveGroup]:
     """The place of each row's group in its mesh."""
     columns = (rows.size(name).tolist() for name in ("ranks", "stride", "devices_per_node", "groups", "nodes"))
     return [group_in_mesh(*sizes) for sizes in zip(*columns, strict=True)]
 
 
 def _left_out_place(
-    op: CollectiveOp, place: Place, known: Sequence[Place], topology: Topology | None
+    op: CollectiveOp, place: MeasuredPlace, known: Sequence[MeasuredPlace], topology: LinkCounts | None
 ) -> tuple[Floats, Floats, float, float] | None:
     """(measured, predicted, √h, latency) at a place's sizes from the other places of the op; None without any."""
     alike = comparable(known, place.group)

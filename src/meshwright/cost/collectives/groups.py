@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class CollectiveGroup:
     """The place of a collective; two groups of one place take the same time. Raises ClusterError if it cannot be."""
 
     num_ranks: int
@@ -42,21 +42,23 @@ class Group:
         return self.num_ranks / self.num_nodes
 
 
-def group_in_mesh(num_ranks: int, stride: int, devices_per_node: int, num_groups: int, num_nodes: int) -> Group:
+def group_in_mesh(
+    num_ranks: int, stride: int, devices_per_node: int, num_groups: int, num_nodes: int
+) -> CollectiveGroup:
     """One of the groups {i, i + stride, ...} that a mesh of equal nodes is cut into, all of which run at once."""
     if (num_ranks - 1) * stride < devices_per_node:
-        return Group(
+        return CollectiveGroup(
             num_ranks=num_ranks, stride=stride if num_ranks > 1 else 1, num_sharing=max(-(-num_groups // num_nodes), 1)
         )
     per_node = max(devices_per_node // stride, 1)
-    return Group(
+    return CollectiveGroup(
         num_ranks=num_ranks,
         num_nodes=-(-num_ranks // per_node),
         num_sharing=devices_per_node // min(per_node, num_ranks),
     )
 
 
-def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Sequence[int]] = ()) -> Group:
+def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Sequence[int]] = ()) -> CollectiveGroup:
     """The place of a group of ranks while other groups run the same collective.
 
     Of the ``concurrent`` groups those share that use the same kind of way from a node that this one touches: out of it
@@ -75,6 +77,6 @@ def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Seq
     alike = [touched for touched in others if (len(touched) > 1) == (len(nodes) > 1)]
     sharing = 1 + max(sum(node in touched for touched in alike) for node in nodes)
     gaps = {after - before for before, after in pairwise(sorted(ranks))} if len(nodes) == 1 else set()
-    return Group(
+    return CollectiveGroup(
         num_ranks=len(ranks), num_nodes=len(nodes), num_sharing=sharing, stride=gaps.pop() if len(gaps) == 1 else 1
     )

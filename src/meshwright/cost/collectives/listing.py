@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, parameter_server_seconds, port_share
-from meshwright.cost.collectives.groups import Group
+from meshwright.cost.collectives.groups import CollectiveGroup
 from meshwright.cost.collectives.rings import best_ring, best_tree, link_matrix
 from meshwright.report import make_table
 from meshwright.spec import ClusterError
@@ -69,7 +69,7 @@ def _estimate(cost: CostModel, op: Any, ranks: Sequence[int]) -> list[Row]:
     """Rows of one op, a size each; a send is that between the first two ranks."""
     members = ranks[:2] if op == "send" else ranks
     found = cost.predict_collective(op, members, np.array(LISTED_BYTES, np.float64))
-    share = port_share(op, Group(num_ranks=len(members)))
+    share = port_share(op, CollectiveGroup(num_ranks=len(members)))
     columns = (column.tolist() for column in (found.seconds, found.low_s, found.high_s))
     return [
         {

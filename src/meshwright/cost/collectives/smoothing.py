@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.collectives.groups import Group
+    from meshwright.cost.collectives.groups import CollectiveGroup
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
 
@@ -38,7 +38,7 @@ _CELLS_PER_OCTAVE = 8
 _BEYOND = 4
 
 
-def draw_series(rows: Records, groups: Sequence[Group]) -> tuple[tuple[Series, ...], Floats]:
+def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple[Series, ...], Floats]:
     """The series of usable rows, and seconds of each row as if its size had been left out, shape (rows,).
 
     The latter are nan for the smallest and the largest size of a series.
@@ -61,7 +61,7 @@ def number_labels(labels: Sequence[Hashable]) -> NDArray[np.int64]:
     return np.array([known.setdefault(label, len(known)) for label in labels], np.int64)
 
 
-def _draw_alike(rows: Records, groups: Sequence[Group]) -> tuple[list[Series], Floats]:
+def _draw_alike(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[list[Series], Floats]:
     """As `draw_series`, for rows of one op that all cross nodes, or none does."""
     sizes = rows.size("bytes").astype(np.float64)
     labels = list(zip(groups, rows.dtype, rows.size("groups").tolist(), strict=True))

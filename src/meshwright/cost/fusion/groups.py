@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost.fusion.lowering import Read, Stored
-    from meshwright.cost.fusion.values import Device, Value
+    from meshwright.cost.fusion.values import Device, FusedValue
 
 # torch/_inductor/config.py, choices.py: max_fusion_size; how far apart loops may be that only read the same.
 _MOST_LOOPS, _MOST_BETWEEN, _ROUNDS = 64, 64, 10
@@ -29,7 +29,7 @@ _MIXED_ELEMENTS, _MIXED_ROWS, _MIXED_RATIO, _MIXED_COLUMNS = 5 * 2**20, 4096, 2,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class FusedKernel:
     """One kernel of a pass: the ops and passes that are computed in it, in the order of the unit's ops.
 
     ``members``: ops from the start of the unit, each with whether it is its backward (in a kernel of the backward,
@@ -77,8 +77,8 @@ class _Group:
 
 
 def fuse(
-    values: Sequence[Value], loops: list[Stored], kept: set[int], start: int, device: Device, *, backward: bool
-) -> tuple[Kernel, ...]:
+    values: Sequence[FusedValue], loops: list[Stored], kept: set[int], start: int, device: Device, *, backward: bool
+) -> tuple[FusedKernel, ...]:
     """The kernels of a pass in an order in which they can run; ``kept``: buffers that leave it."""
     writers: dict[int, list[int]] = {}
     before: list[set[int]] = []
@@ -226,7 +226,7 @@ def _cycles(groups: dict[int, _Group], of: list[int], first: int, second: int) -
 
 
 def _kernel(
-    values: Sequence[Value],
+    values: Sequence[FusedValue],
     group: _Group,
     groups: dict[int, _Group],
     kept: set[int],
@@ -234,7 +234,7 @@ def _kernel(
     fresh: set[int],
     *,
     backward: bool,
-) -> Kernel:
+) -> FusedKernel:
     elsewhere = {buffer for other in groups.values() if other is not group for buffer, _ in other.reads}
     read: dict[int, int] = {}
     for (buffer, _), size in group.reads.items():
@@ -248,7 +248,7 @@ def _kernel(
     narrow = sum(size for width, size in moved if width <= _NARROW)
     computed = {i for loop in group.loops for i in loop.values if values[i].op >= 0}
     sums = [loop for loop in group.loops if loop.rnumel > 1]
-    return Kernel(
+    return FusedKernel(
         backward=backward,
         members=frozenset((values[i].op - start, values[i].backward) for i in computed),
         read=float(sum(read.values())),

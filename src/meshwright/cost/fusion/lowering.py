@@ -16,9 +16,9 @@ from meshwright.cost.fusion.values import EXTERNS, IMAGE_DIMS, ORDERED, REDUCTIO
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from meshwright.cost.fusion.values import Device, Value
+    from meshwright.cost.fusion.values import Device, FusedValue
 
-# What is read: a buffer, and how a view looks at it (`Value.turn`s, outermost last).
+# What is read: a buffer, and how a view looks at it (`FusedValue.turn`s, outermost last).
 Read = tuple[int, tuple[object, ...]]
 
 # torch/_inductor/config.py: realize_reads_threshold; by device realize_acc_reads_threshold, realize_opcount_threshold.
@@ -63,7 +63,7 @@ class _Storage:
 
 
 def lower(
-    values: Sequence[Value],
+    values: Sequence[FusedValue],
     order: Sequence[int],
     given: Collection[int],
     yielded: Sequence[int],
@@ -88,7 +88,7 @@ def lower(
 class _Lowering:
     def __init__(
         self,
-        values: Sequence[Value],
+        values: Sequence[FusedValue],
         order: Sequence[int],
         yielded: Sequence[int],
         device: Device,
@@ -140,7 +140,7 @@ class _Lowering:
                 self.store(self.of[index][0])
         self._store_if_reused(index)
 
-    def _read_by(self, index: int, value: Value) -> tuple[int, ...]:
+    def _read_by(self, index: int, value: FusedValue) -> tuple[int, ...]:
         """What a kernel that is not generated reads.
 
         On GPUs a bias is left to what is computed with the product, where that is all element by element
@@ -169,7 +169,7 @@ class _Lowering:
         loop.writes[storage.buffer, ()] = value.num_bytes
         self.loops.append(loop)
 
-    def _over(self, value: Value) -> int:
+    def _over(self, value: FusedValue) -> int:
         """Of how many elements a reduction makes one."""
         return max(self.values[value.inputs[0]].elements // max(value.elements, 1), 1)
 
@@ -225,7 +225,7 @@ class _Lowering:
     def _seen(self, storage: _Storage, source: int) -> int:
         return min(self.values[storage.buffer].num_bytes, self.values[source].num_bytes)
 
-    def _join(self, index: int, value: Value) -> None:
+    def _join(self, index: int, value: FusedValue) -> None:
         whole = _Storage(index, buffer=index)
         for place, source in enumerate(value.inputs):
             storage, turns = self.of[source]
@@ -239,7 +239,7 @@ class _Lowering:
             self.loops.append(loop)
         self.of[index] = (whole, ())
 
-    def _scatter(self, index: int, value: Value) -> None:
+    def _scatter(self, index: int, value: FusedValue) -> None:
         """Zeros, or a copy, into which elements are added."""
         target = self.of[value.inputs[0]][0]
         self.store(target)
@@ -257,7 +257,7 @@ class _Lowering:
         self.of[index] = (_Storage(index, buffer=index), ())
 
 
-def _turned(turns: tuple[object, ...], value: Value) -> tuple[object, ...]:
+def _turned(turns: tuple[object, ...], value: FusedValue) -> tuple[object, ...]:
     """How a view of a view looks at memory; a gradient's view of its op's view is as it was before."""
     if not value.turn:
         return turns

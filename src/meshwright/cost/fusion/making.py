@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.values import REDUCTIONS, VIEWS, Value
+from meshwright.cost.fusion.values import REDUCTIONS, VIEWS, FusedValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.fusion.rules import Made, Steps
+    from meshwright.cost.fusion.rules import RuleValue, Steps
     from meshwright.cost.fusion.values import Shape, Turn
 
 # Sums of statistics are float32 whatever they are of.
@@ -26,7 +26,7 @@ class Maker:
     """A growing list of values, made for one op and pass after the other."""
 
     def __init__(self) -> None:
-        self.values: list[Value] = []
+        self.values: list[FusedValue] = []
         self.op, self.backward = -1, False
         # Shapes and widths that rules name before there is a value: outputs, what an op keeps.
         self.shapes: dict[str, tuple[Shape, int]] = {}
@@ -40,7 +40,7 @@ class Maker:
                 if name in self.shapes and self.values[value].op == self.op:
                     self.values[value].width = self.shapes[name][1]
 
-    def _make(self, made: Made, names: dict[str, int]) -> int | None:
+    def _make(self, made: RuleValue, names: dict[str, int]) -> int | None:
         found = [names.get(item) if isinstance(item, str) else self._make(item, names) for item in made.inputs]
         inputs = tuple(value for value in found if value is not None)
         if (not inputs and made.sort != "fill") or (made.like and made.like not in names.keys() | self.shapes.keys()):
@@ -53,7 +53,7 @@ class Maker:
         sort = "view" if made.sort in ("beside", "spread") else made.sort
         return self.add(sort, inputs, shape, width, ops=made.ops, heavy=made.heavy)
 
-    def _sizes(self, made: Made, inputs: Sequence[int], names: dict[str, int]) -> tuple[Shape, int]:
+    def _sizes(self, made: RuleValue, inputs: Sequence[int], names: dict[str, int]) -> tuple[Shape, int]:
         """Shape and width of what a rule makes."""
         given = [self.values[i] for i in inputs]
         if made.sort == "to":
@@ -92,7 +92,7 @@ class Maker:
         turn: Turn = (),
     ) -> int:
         """One more value of the present op and pass; returns its number."""
-        value = Value(
+        value = FusedValue(
             op=self.op,
             backward=self.backward,
             sort=sort,
@@ -152,7 +152,7 @@ def _summed_to(sort: str, shape: Shape) -> Shape:
             return ()
 
 
-def _broadcast(values: Sequence[Value]) -> tuple[Shape, int]:
+def _broadcast(values: Sequence[FusedValue]) -> tuple[Shape, int]:
     """Shape and width of what is made from some values, element by element."""
     if not values:
         return (), _SINGLE_BYTES

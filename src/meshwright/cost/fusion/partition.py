@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from meshwright.cost.fusion.values import EXTERNS, ORDERED, REDUCTIONS, VIEWS
 
 if TYPE_CHECKING:
-    from meshwright.cost.fusion.values import Value, Written
+    from meshwright.cost.fusion.values import FusedValue, Written
 
 _SEEN_THROUGH = VIEWS | {ORDERED}
 _RECOMPUTED = frozenset({"point", "copy", "gather", "fill"}) | REDUCTIONS | _SEEN_THROUGH
@@ -76,7 +76,7 @@ class _Cut:
             if not self.late[index] and 2 * index not in behind and 2 * index + 1 in behind
         }
 
-    def _weight(self, index: int, value: Value) -> float:
+    def _weight(self, index: int, value: FusedValue) -> float:
         if value.parameter:
             return 0.0
         if value.sort in ("several", "random", ORDERED):
@@ -100,7 +100,7 @@ class _Cut:
                 self._ban_far_readers(index, found)
         return found
 
-    def _dear(self, index: int, value: Value) -> bool:
+    def _dear(self, index: int, value: FusedValue) -> bool:
         """Whether it is not computed again."""
         if value.sort not in _RECOMPUTED or self._stored_later(index):
             return True

@@ -12,7 +12,7 @@ from meshwright.spec.parsing import read_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class FusionRule:
     """A row of the table, as text."""
 
     names: str
@@ -21,25 +21,25 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class RuleValue:
     """One value of a rule: its sort, what it is made from (names, or values without one), and its options."""
 
     sort: str
-    inputs: tuple[str | Made, ...]
+    inputs: tuple[str | RuleValue, ...]
     like: str = ""
     ops: int = 1
     num_bytes: int = 0
     heavy: bool = False
 
 
-Steps = tuple[tuple[str, Made], ...]
+Steps = tuple[tuple[str, RuleValue], ...]
 
 
 @cache
 def fusion_rules() -> dict[str, tuple[Steps, Steps]]:
     """Of every operator that the table knows the values of its forward and of its backward, by name, in order."""
     with resources.as_file(resources.files("meshwright.cost.fusion") / "rules.toml") as path:
-        rows = decode(tuple[Rule, ...], read_data(path)["rules"], path.name)
+        rows = decode(tuple[FusionRule, ...], read_data(path)["rules"], path.name)
     return {name: (_steps(row.forward), _steps(row.backward)) for row in rows for name in row.names.split()}
 
 
@@ -51,12 +51,12 @@ def _steps(text: str) -> Steps:
     )
 
 
-def _made(node: ast.expr) -> Made:
+def _made(node: ast.expr) -> RuleValue:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise TypeError(f"a rule of fusion has {ast.unparse(node)!r}; expected a value such as point(x0, x1)")
     options = {word.arg: word.value for word in node.keywords}
     like, number = options.get("like"), {key: ast.literal_eval(options[key]) for key in options if key != "like"}
-    return Made(
+    return RuleValue(
         sort=node.func.id,
         inputs=tuple(item.id if isinstance(item, ast.Name) else _made(item) for item in node.args),
         like=like.id if isinstance(like, ast.Name) else "",

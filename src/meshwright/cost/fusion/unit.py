@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.groups import Kernel, fuse
+from meshwright.cost.fusion.groups import FusedKernel, fuse
 from meshwright.cost.fusion.lowering import lower
 from meshwright.cost.fusion.partition import kept_values
 from meshwright.cost.fusion.values import ORDERED
@@ -14,18 +14,18 @@ from meshwright.cost.fusion.written import write_unit
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from meshwright.cost.fusion.values import Device, Value
+    from meshwright.cost.fusion.values import Device, FusedValue
     from meshwright.cost.widths import Widths
     from meshwright.spec import Graph
     from meshwright.spec.precision import Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class FusedUnit:
     """The kernels of a unit in the order in which they are launched, forward and backward."""
 
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
+    forward: tuple[FusedKernel, ...]
+    backward: tuple[FusedKernel, ...]
 
 
 def fuse_unit(
@@ -37,7 +37,7 @@ def fuse_unit(
     widths: Widths,
     later: frozenset[int],
     device: Device = "cuda",
-) -> Unit:
+) -> FusedUnit:
     """The kernels of ops ``start:stop`` compiled together. ``later``: tensors of theirs that others read."""
     written = write_unit(graph, start, stop, batch_size, numbers, widths, later, device)
     values, late, leaving = written.values, written.is_late(), written.forward_yields
@@ -51,10 +51,12 @@ def fuse_unit(
     held, yields = given | set(own), list(dict.fromkeys(written.backward_yields))
     order = _order(values, yields, held, [i for i, is_late in enumerate(late) if is_late])
     backward = fuse(values, *lower(values, order, held, yields, device), start, device, backward=True)
-    return Unit(forward=forward, backward=backward)
+    return FusedUnit(forward=forward, backward=backward)
 
 
-def _order(values: Sequence[Value], wanted: Sequence[int], held: Collection[int], first: Sequence[int]) -> list[int]:
+def _order(
+    values: Sequence[FusedValue], wanted: Sequence[int], held: Collection[int], first: Sequence[int]
+) -> list[int]:
     """What has to be made for some values: those of ``first`` in order, each thing right before it is needed."""
     needed: set[int] = set()
     todo = [i for i in wanted if i not in held]

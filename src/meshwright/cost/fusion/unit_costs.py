@@ -25,7 +25,7 @@ from meshwright.cost.gpu.launches import sum_of
 from meshwright.cost.gpu.rates import Launch
 from meshwright.cost.host_issue import kernel_issue_seconds, unit_issue_seconds
 from meshwright.cost.prediction import BASES
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.table import TRANSFERRED
 from meshwright.cost.traits import operator_name, passes_of
 from meshwright.spec.compiled_units import compiled_units
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from meshwright.cost.classes import OpClasses
-    from meshwright.cost.fusion.groups import Kernel
-    from meshwright.cost.fusion.unit import Unit
+    from meshwright.cost.fusion.groups import FusedKernel
+    from meshwright.cost.fusion.unit import FusedUnit
     from meshwright.cost.fusion.values import Device
     from meshwright.cost.gpu.rates import GpuModel
     from meshwright.cost.prediction import Basis
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Graph
     from meshwright.spec.precision import Numbers
 
-_NONE = OpSeconds(forward_s=0.0, backward_s=0.0, accumulate_s=0.0)
+_NONE = RooflineSeconds(forward_s=0.0, backward_s=0.0, accumulate_s=0.0)
 # Row sums by the rate of the op that has them.
 _ROW_SORTS = {"rms_norm": "rms_norm", "softmax": "softmax", "log_softmax": "softmax", "cross_entropy_loss": "softmax"}
 # torch/_inductor/choices.py, reduction_split_factor: sums of fewer columns per multiprocessor are split, if of so many
@@ -61,7 +61,7 @@ class ClassCosts(NamedTuple):
     alone: Sequence[OpCost]
     dense: Sequence[OpCost]
     widened: Sequence[OpCost | None]
-    issued: Sequence[OpSeconds]
+    issued: Sequence[RooflineSeconds]
     measured: Sequence[bool]
 
 
@@ -70,7 +70,7 @@ class CompiledCosts:
     """Costs of all ops, and what the host takes for them; empty of a device that is its own host."""
 
     costs: list[OpCost]
-    issued: list[OpSeconds]
+    issued: list[RooflineSeconds]
 
 
 class UnitEstimator:
@@ -100,7 +100,7 @@ class UnitEstimator:
         self.last_reader.update(dict.fromkeys(graph.outputs, len(graph.ops)))
         self.read: set[int] = set()
         self.host_factor = host_factor
-        self.units: dict[Hashable, Unit] = {}
+        self.units: dict[Hashable, FusedUnit] = {}
 
     def estimate_all(self) -> CompiledCosts:
         """The costs of all units, and of ops that are in none."""
@@ -139,7 +139,7 @@ class UnitEstimator:
         if self.issued:
             self._issue(unit, start, stop)
 
-    def _fused(self, start: int, stop: int) -> Unit:
+    def _fused(self, start: int, stop: int) -> FusedUnit:
         ops = self.graph.ops[start:stop]
         later = frozenset(i for op in ops for i in op.outputs if self.last_reader.get(i, -1) >= stop)
         local: dict[int, int] = {}
@@ -172,7 +172,7 @@ class UnitEstimator:
         assert self.gpu is not None
         seconds = self.gpu.seconds(launches, self.kind)
         basis, interval = self.gpu.basis_on(self.kind)
-        passes = OpSeconds(
+        passes = RooflineSeconds(
             forward_s=0.0 if backward else seconds, backward_s=seconds if backward else 0.0, accumulate_s=0
         )
         return op_cost_around(passes, interval, basis)
@@ -183,12 +183,12 @@ class UnitEstimator:
         passes = passes_of(self.graph, op, self.batch_size, self.types[self.of[index]])
         return passes.backward.num_bytes if backward else passes.forward.num_bytes
 
-    def is_measured(self, kernel: Kernel, start: int) -> bool:
+    def is_measured(self, kernel: FusedKernel, start: int) -> bool:
         """Whether all that a kernel computes in its pass was measured."""
         own = [op for op, backward in kernel.members if backward == kernel.backward]
         return bool(own) and all(self.known.measured[self.of[start + op]] for op in own)
 
-    def launched(self, kernel: Kernel, start: int) -> OpCost:
+    def launched(self, kernel: FusedKernel, start: int) -> OpCost:
         """The cost of a generated kernel on a GPU."""
         width, hot = 2 if kernel.narrow else 4, kernel.fresh
         cold = kernel.read + kernel.written - hot
@@ -206,14 +206,14 @@ class UnitEstimator:
             launches.append(Launch(sort="pointwise"))
         return self._launched(launches, backward=kernel.backward)
 
-    def _is_split(self, kernel: Kernel) -> bool:
+    def _is_split(self, kernel: FusedKernel) -> bool:
         few = kernel.columns < _COLUMNS_EACH * max(self.kind.num_multiprocessors, 1)
         return bool(kernel.columns) and few and kernel.summed >= _LEAST_SPLIT
 
     def _add(self, op: int, cost: OpCost) -> None:
         self.costs[op] = _added(self.costs[op], cost)
 
-    def _issue(self, unit: Unit, start: int, stop: int) -> None:
+    def _issue(self, unit: FusedUnit, start: int, stop: int) -> None:
         factor = self.host_factor
         for op in range(start, stop):
             self.issued[op] = replace(_NONE, accumulate_s=self.known.issued[self.of[op]].accumulate_s)
@@ -229,7 +229,7 @@ class UnitEstimator:
 class _Shares:
     """Which part of an op's own seconds is with each kernel, where kernels have no rates of their own."""
 
-    def __init__(self, estimator: UnitEstimator, unit: Unit, start: int, dense: set[tuple[int, bool]]) -> None:
+    def __init__(self, estimator: UnitEstimator, unit: FusedUnit, start: int, dense: set[tuple[int, bool]]) -> None:
         self.estimator, self.start, self.dense = estimator, start, dense
         self.total: dict[tuple[int, bool], float] = {}
         for kernel in (*unit.forward, *unit.backward):
@@ -239,7 +239,7 @@ class _Shares:
                         key = (op, backward)
                         self.total[key] = self.total.get(key, 0.0) + kernel.read + kernel.written
 
-    def estimate(self, kernel: Kernel) -> OpCost:
+    def estimate(self, kernel: FusedKernel) -> OpCost:
         """The cost of a generated kernel."""
         if self.estimator.gpu is not None and not self.estimator.is_measured(kernel, self.start):
             return self.estimator.launched(kernel, self.start)
@@ -265,7 +265,7 @@ class _Shares:
         )
 
 
-def _home(kernel: Kernel, stop: int) -> int:
+def _home(kernel: FusedKernel, stop: int) -> int:
     """The op of a unit with which a kernel's time stands."""
     own = [op for op, backward in kernel.members if backward == kernel.backward]
     if kernel.backward:
@@ -273,7 +273,7 @@ def _home(kernel: Kernel, stop: int) -> int:
     return max(own, default=stop - 1)
 
 
-def _part(dense: OpSeconds, alone: OpSeconds, here: tuple[float, float]) -> OpSeconds:
+def _part(dense: RooflineSeconds, alone: RooflineSeconds, here: tuple[float, float]) -> RooflineSeconds:
     return replace(dense.scaled(*here, 0.0), accumulate_s=alone.accumulate_s)
 
 
@@ -288,8 +288,8 @@ def _added(cost: OpCost, more: OpCost) -> OpCost:
     )
 
 
-def _each(choose: Callable[[float, float], float], one: OpSeconds, two: OpSeconds) -> OpSeconds:
-    return OpSeconds(
+def _each(choose: Callable[[float, float], float], one: RooflineSeconds, two: RooflineSeconds) -> RooflineSeconds:
+    return RooflineSeconds(
         forward_s=choose(one.forward_s, two.forward_s),
         backward_s=choose(one.backward_s, two.backward_s),
         accumulate_s=choose(one.accumulate_s, two.accumulate_s),

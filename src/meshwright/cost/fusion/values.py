@@ -22,7 +22,7 @@ IMAGE_DIMS = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Value:
+class FusedValue:
     """A value: the op and pass that make it (``op`` -1: none), how, from what, and how large it is.
 
     ``shape`` in elements of ``width`` bytes; ``ops`` counts the operations of an element, of which ``heavy`` ones are
@@ -55,7 +55,7 @@ class Value:
 class Written:
     """The values of a unit in order, first ``num_forward`` of the forward, and what leaves each pass."""
 
-    values: list[Value] = field(default_factory=list)
+    values: list[FusedValue] = field(default_factory=list)
     num_forward: int = 0
     forward_yields: list[int] = field(default_factory=list)
     backward_yields: list[int] = field(default_factory=list)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.autocast import cast_inputs, compute_type
 from meshwright.cost.fusion.making import Maker
-from meshwright.cost.fusion.rules import Made, fusion_rules
-from meshwright.cost.fusion.values import IMAGE_DIMS, ORDERED, Value, Written
+from meshwright.cost.fusion.rules import RuleValue, fusion_rules
+from meshwright.cost.fusion.values import IMAGE_DIMS, ORDERED, FusedValue, Written
 from meshwright.cost.traits import family_of, is_view, operator_name
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
@@ -97,7 +97,7 @@ class _Writer(Maker):
         else:
             self._name_shapes(op)
             rules, rule = fusion_rules(), self._rule_name(op)
-            alone = (("y0", Made(sort="extern", inputs=tuple(names), like="y0")),)
+            alone = (("y0", RuleValue(sort="extern", inputs=tuple(names), like="y0")),)
             self.run(rules[rule][0] if rule in rules else alone, names)
         for place, i in enumerate(op.outputs):
             if f"y{place}" not in names:
@@ -140,7 +140,9 @@ class _Writer(Maker):
         shape, width = self._sizes_of(tensor)
         held = self.graph.tensors[tensor].role in ("parameter", "buffer", "constant")
         self.values.append(
-            Value(op=-1, backward=backward, sort="given", inputs=(), shape=shape, width=width, ops=0, parameter=held)
+            FusedValue(
+                op=-1, backward=backward, sort="given", inputs=(), shape=shape, width=width, ops=0, parameter=held
+            )
         )
         return len(self.values) - 1
 
@@ -192,8 +194,8 @@ class _Writer(Maker):
             steps = _needed(rules[rule][1], {f"d{place}" for place in wanted})
         else:
             read = tuple(name for name in names if name[0] in "xg")
-            parts = [(f"d{place}", Made(sort="part", inputs=("e",), like=f"x{place}")) for place in wanted]
-            steps = (("e", Made(sort="several", inputs=read)), *parts)
+            parts = [(f"d{place}", RuleValue(sort="part", inputs=("e",), like=f"x{place}")) for place in wanted]
+            steps = (("e", RuleValue(sort="several", inputs=read)), *parts)
         self._name_shapes(op)
         self.run(steps, names)
         made = {place: names[f"d{place}"] for place in wanted if f"d{place}" in names}
@@ -268,7 +270,7 @@ def _needed(steps: Steps, wanted: set[str]) -> Steps:
     return tuple(reversed(kept))
 
 
-def _names(made: Made) -> set[str]:
+def _names(made: RuleValue) -> set[str]:
     found = {made.like} if made.like else set()
     for item in made.inputs:
         found |= {item} if isinstance(item, str) else _names(item)

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.gpu.products import between
 from meshwright.cost.prediction import Interval
-from meshwright.cost.roofline import LAUNCH_S, OpSeconds, peak_flops
+from meshwright.cost.roofline import LAUNCH_S, RooflineSeconds, peak_flops
 from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.work import ATTENTION_BACKWARD
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright.cost.work.calls import Call
+    from meshwright.cost.work.calls import OpCall
     from meshwright.spec import DeviceKind, Graph, Op
 
 # Figures of others, on other versions of the libraries.
@@ -70,7 +70,7 @@ _FLASH_1 = 0.615 / 0.325
 _WIDEST = 256
 
 
-def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, software: Software = PYTORCH) -> str:
+def kernel_of(graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, software: Software = PYTORCH) -> str:
     """Which kernel the software takes: cudnn, flash, flash 8, efficient or math."""
     if len(op.inputs) > _NUM_UNMASKED:
         mask = graph.tensors[op.inputs[_NUM_UNMASKED]]
@@ -86,8 +86,8 @@ def kernel_of(graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, so
 
 
 def attention_seconds(
-    graph: Graph, op: Op, call: Call, dtype: str, kind: DeviceKind, *, trained: bool, software: Software = PYTORCH
-) -> OpSeconds:
+    graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, *, trained: bool, software: Software = PYTORCH
+) -> RooflineSeconds:
     """Seconds of one attention; ``call``: its sizes."""
     query, keys = call.shapes[0], call.shapes[1][-2]
     heads, width = math.prod(query[:-2]), query[-1]
@@ -105,7 +105,7 @@ def attention_seconds(
             + kernels * LAUNCH_S
             for many, count, kernels, part in zip(_HEADS, _SCORES, _KERNELS, (1.0, 2.0), strict=True)
         ]
-        return OpSeconds(forward_s=times[0], backward_s=times[1] if trained else 0.0, accumulate_s=0.0)
+        return RooflineSeconds(forward_s=times[0], backward_s=times[1] if trained else 0.0, accumulate_s=0.0)
     slower, fused = _FLASH_1 if software.attention == "flash-1" and name.startswith("flash") else 1.0, name
     if name == "efficient":
         slower = _EFFICIENT * (_EFFICIENT_FLOAT32 if element > 2 else 1.0)
@@ -119,9 +119,9 @@ def attention_seconds(
         computing = slower * times_flops * (1 + short / keys) / (share * peak)
         moving = (1 + backward) * moved / kind.memory_bandwidth_bytes_per_s
         parts.append(_FIXED_S + max(computing, moving))
-    return OpSeconds(forward_s=parts[0], backward_s=parts[1] if trained else 0.0, accumulate_s=0.0)
+    return RooflineSeconds(forward_s=parts[0], backward_s=parts[1] if trained else 0.0, accumulate_s=0.0)
 
 
-def _is_part(call: Call) -> bool:
+def _is_part(call: OpCall) -> bool:
     """Whether a rank computes causal attention of its part of each sequence."""
     return call.attributes.get("is_causal") == "True" and call.shapes[0][-2] < call.shapes[1][-2]

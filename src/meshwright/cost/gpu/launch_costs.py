@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from meshwright.cost.costs import op_cost_around
 from meshwright.cost.gpu.attention import ATTENTION, attention_seconds
 from meshwright.cost.gpu.launches import launches_of, sum_of
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.traits import passes_of
 from meshwright.cost.work import read_work
 from meshwright.cost.work.calls import read_call
@@ -25,7 +25,7 @@ from meshwright.spec.units import DTYPE_BYTES
 if TYPE_CHECKING:
     from meshwright.cost.costs import OpCost
     from meshwright.cost.gpu.rates import GpuModel
-    from meshwright.cost.kernels import Asked
+    from meshwright.cost.kernels import KernelQueries
     from meshwright.cost.software import Software
     from meshwright.cost.widths import Widths
     from meshwright.spec import DeviceKind, Op
@@ -35,7 +35,7 @@ _DENSE = ("product", "convolution", "recurrent")
 
 def estimate_launches(
     model: GpuModel,
-    asked: Asked,
+    asked: KernelQueries,
     predicted: list[OpCost],
     dtypes: list[str],
     widths: Widths,
@@ -52,7 +52,7 @@ def estimate_launches(
 
 def _estimate(
     model: GpuModel,
-    asked: Asked,
+    asked: KernelQueries,
     op: Op,
     key: str,
     dtype: str,
@@ -77,7 +77,7 @@ def _estimate(
     launched = launches_of(graph, op, batch_size, key, passes, widths, kind.num_multiprocessors)
     extra = [sum_of(0.0, width)] * (passes.accumulate.num_kernels - 1)
     accumulate = [sum_of(accumulated, width), *extra] if passes.accumulate.num_kernels else []
-    seconds = OpSeconds(
+    seconds = RooflineSeconds(
         forward_s=model.seconds(launched.forward, kind),
         backward_s=model.seconds(launched.backward, kind),
         accumulate_s=model.seconds(accumulate, kind),
@@ -88,5 +88,5 @@ def _estimate(
     return replace(beside, low=_kept(beside.low), high=_kept(beside.high)).plus(seconds, interval)
 
 
-def _kept(seconds: OpSeconds) -> OpSeconds:
+def _kept(seconds: RooflineSeconds) -> RooflineSeconds:
     return replace(seconds, accumulate_s=0.0)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from meshwright.cost.widths import Widths
-    from meshwright.cost.work.calls import Call
-    from meshwright.cost.work.operators import Operator
+    from meshwright.cost.work.calls import OpCall
+    from meshwright.cost.work.operators import WorkRow
     from meshwright.spec import Graph, Op
 
     _Kernels = Callable[["_Counted"], tuple[Launch, ...]]
@@ -98,8 +98,8 @@ class _Counted:
         graph: Graph,
         op: Op,
         batch_size: int,
-        call: Call,
-        operator: Operator | None,
+        call: OpCall,
+        operator: WorkRow | None,
         widths: Widths,
         units: int,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.gpu.products import alignment
 from meshwright.cost.gpu.rates import Launch
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.work.calls import read_call
 from meshwright.cost.work.products import product_sizes
 from meshwright.spec.units import ARITHMETIC_BYTES
@@ -55,7 +55,7 @@ def estimate_padded(odd: OpCost, aligned: OpCost, key: str, dtype: str, model: G
         for own, padded in ((odd.seconds.forward_s, forward), (odd.seconds.backward_s, backward))
     ]
 
-    def scaled(seconds: OpSeconds) -> OpSeconds:
+    def scaled(seconds: RooflineSeconds) -> RooflineSeconds:
         return seconds.scaled(factors[0], factors[1], 1.0)
 
     return replace(odd, seconds=scaled(odd.seconds), low=scaled(odd.low), high=scaled(odd.high))

@@ -2,14 +2,14 @@
 
 from meshwright.cost.kernels.checks import is_tiled
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
-from meshwright.cost.kernels.kernel_costs import Asked, estimate_kernels
+from meshwright.cost.kernels.kernel_costs import KernelQueries, estimate_kernels
 from meshwright.cost.kernels.model import Kernel, KernelModel
 from meshwright.cost.kernels.store import read_model, shipped_model, write_model
 
 __all__ = [
-    "Asked",
     "Kernel",
     "KernelModel",
+    "KernelQueries",
     "adapt_kernels",
     "estimate_kernels",
     "fit_kernels",

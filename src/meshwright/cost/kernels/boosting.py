@@ -28,7 +28,7 @@ _BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BoostingSettings:
     """How trees are grown. ``holding``: r above; the shares are those of rows and features that a tree may look at."""
 
     num_trees: int = 500
@@ -56,7 +56,7 @@ class Trees:
         return total.astype(np.float64)
 
 
-def fit_trees(columns: NDArray[np.float32], target: Floats, settings: Settings) -> Trees:
+def fit_trees(columns: NDArray[np.float32], target: Floats, settings: BoostingSettings) -> Trees:
     """Trees for features of shape (features, rows) and what is to be explained, shape (rows,), at least one row."""
     rng = np.random.default_rng(settings.seed)
     edges, bins = _bin(columns, settings.num_bins)

@@ -2,8 +2,8 @@
 
 Every interval rests on rows that the figures behind it did not see: a fifth of the keys of the training rows is left
 out once (`regressed`), and every device alone and with those like it (`transferred`; `cost.kernels.transfers`). Then
-all rows are used. Hyper-parameters are those of `boosting.Settings` and `law.FACTORS`; none is chosen here by looking
-at rows.
+all rows are used. Hyper-parameters are those of `boosting.BoostingSettings` and `law.FACTORS`; none is chosen here by
+looking at rows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.kernels.boosting import Settings, fit_trees
+from meshwright.cost.kernels.boosting import BoostingSettings, fit_trees
 from meshwright.cost.kernels.checks import SIZES, check_sizes, has_rate
 from meshwright.cost.kernels.correction import Scale, fit_correction
 from meshwright.cost.kernels.demand import demand_of
 from meshwright.cost.kernels.features import NUM_PLACED
 from meshwright.cost.kernels.law import first_prior, fit_law, shared_prior
-from meshwright.cost.kernels.model import MIN_ROWS, Group, Kernel, KernelModel, OpModel, explain, prior_of
+from meshwright.cost.kernels.model import MIN_ROWS, Kernel, KernelGroup, KernelModel, OpModel, explain, prior_of
 from meshwright.cost.kernels.tiles import dispatch_of, family_of
 from meshwright.cost.kernels.transfers import (
     fit_transfers,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
 
 
-DEFAULTS = Settings()
+DEFAULTS = BoostingSettings()
 # One key in so many is left out for the intervals.
 _FOLDS = 5
 # Fewer residuals say too little of an interval.
@@ -58,7 +58,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class FitRows:
     """The rows of one group: what was asked, sizes and seconds of shape (rows,), and their keys."""
 
     kernel: Kernel
@@ -66,9 +66,9 @@ class Part:
     seconds: Floats
     keys: NDArray[np.object_]
 
-    def take(self, mask: NDArray[np.bool_]) -> Part:
+    def take(self, mask: NDArray[np.bool_]) -> FitRows:
         """Some of the rows."""
-        return Part(
+        return FitRows(
             kernel=self.kernel,
             sizes={name: column[mask] for name, column in self.sizes.items()},
             seconds=self.seconds[mask],
@@ -88,14 +88,14 @@ class Part:
         return demand_of(self.kernel.op, self.sizes, self.kernel.dtype, self.kernel.family, self.kernel.device)
 
 
-def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: Settings = DEFAULTS) -> KernelModel:
+def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: BoostingSettings = DEFAULTS) -> KernelModel:
     """The predictor from rows of ops in `checks.SIZES` on devices of ``kinds``; other rows are not looked at.
 
     Raises MeasurementError if no group has MIN_ROWS rows.
     """
     parts = split_parts(rows, kinds)
     families = tuple(sorted({family_of(part.kernel.family) for part in parts}))
-    groups: list[Group] = []
+    groups: list[KernelGroup] = []
     ops = {}
     for op in SIZES:
         mine = [part for part in parts if part.kernel.op == op]
@@ -133,7 +133,7 @@ def _name_families(model: KernelModel, rows: Records, kinds: Mapping[str, Device
     return replace(rows, kernel=np.array(names, object))
 
 
-def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
+def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[FitRows]:
     """The rows by op, dtype, device and kernel family, sorted.
 
     Flagged rows are left out, and those of other ops, of other devices and of dtypes that a datasheet has no rate of.
@@ -145,7 +145,7 @@ def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
         some = rows.select(np.array([name == group for name in names], np.bool_))
         op, dtype, device, family = group
         parts.append(
-            Part(
+            FitRows(
                 kernel=Kernel(op=op, dtype=dtype, device=kinds[device], family=family),
                 sizes=check_sizes(op, {name: some.size(name) for name in SIZES[op]}),
                 seconds=some.seconds,
@@ -167,7 +167,9 @@ def _usable(rows: Records, kinds: Mapping[str, DeviceKind]) -> NDArray[np.bool_]
     return usable
 
 
-def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) -> tuple[list[Group], OpModel]:
+def _fit_op(
+    parts: list[FitRows], families: tuple[str, ...], settings: BoostingSettings
+) -> tuple[list[KernelGroup], OpModel]:
     groups = _fit_laws(parts)
     explained = [part.explain(group.factors, families) for part, group in zip(parts, groups, strict=True)]
     trees = _fit_trees(explained, settings)
@@ -189,11 +191,11 @@ def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) ->
     return fitted, OpModel(trees=trees, scale=scale, transfers=transfers)
 
 
-def _fit_laws(parts: list[Part]) -> list[Group]:
+def _fit_laws(parts: list[FitRows]) -> list[KernelGroup]:
     """Groups with their factors: large ones by their rows alone, small ones with large ones as prior."""
     nothing = Interval(low=1.0, high=1.0)
     groups = [
-        Group(
+        KernelGroup(
             op=part.kernel.op,
             dtype=part.kernel.dtype,
             device=part.kernel.device.name,
@@ -214,12 +216,14 @@ def _fit_laws(parts: list[Part]) -> list[Group]:
     ]
 
 
-def _fit_trees(explained: list[tuple[Floats, NDArray[np.float32]]], settings: Settings) -> Trees:
+def _fit_trees(explained: list[tuple[Floats, NDArray[np.float32]]], settings: BoostingSettings) -> Trees:
     columns = np.ascontiguousarray(np.concatenate([columns for _, columns in explained], axis=1))
     return fit_trees(columns, np.concatenate([rests for rests, _ in explained]), settings)
 
 
-def _left_out_rows(parts: list[Part], families: tuple[str, ...], settings: Settings) -> tuple[list[Floats], Floats]:
+def _left_out_rows(
+    parts: list[FitRows], families: tuple[str, ...], settings: BoostingSettings
+) -> tuple[list[Floats], Floats]:
     """Residuals of a fifth of the keys, by part, from a fit without them; and those of the law alone, all together."""
     keys = sorted({key for part in parts for key in part.keys})
     chosen = np.random.default_rng(_SEED).permutation(len(keys))[: len(keys) // _FOLDS]
@@ -239,11 +243,11 @@ def _left_out_rows(parts: list[Part], families: tuple[str, ...], settings: Setti
 
 
 def _left_out_devices(
-    parts: list[Part],
-    groups: list[Group],
+    parts: list[FitRows],
+    groups: list[KernelGroup],
     explained: list[tuple[Floats, NDArray[np.float32]]],
     families: tuple[str, ...],
-    settings: Settings,
+    settings: BoostingSettings,
 ) -> list[tuple[Step, Floats]]:
     """Residuals of large parts of devices, from fits without these devices, by how large a step it is to them."""
     samples: list[tuple[Step, Floats]] = []
@@ -262,7 +266,7 @@ def _left_out_devices(
     return samples
 
 
-def _adapt(model: KernelModel, part: Part) -> Group:
+def _adapt(model: KernelModel, part: FitRows) -> KernelGroup:
     """One group moved by further rows, with an interval from folds of them."""
     shared = model.ops.get(part.kernel.op)
     if shared is None:
@@ -275,7 +279,7 @@ def _adapt(model: KernelModel, part: Part) -> Group:
         alone = shared.transfers[step]
     folds = np.random.default_rng(_SEED).permutation(len(part.seconds)) % min(_FOLDS, len(part.seconds))
 
-    def rests_of(train: Part, test: Part) -> tuple[Floats, Floats, Correction]:
+    def rests_of(train: FitRows, test: FitRows) -> tuple[Floats, Floats, Correction]:
         factors = train.law(prior)
         law, columns = train.explain(factors, model.families)
         places = shared.scale.place(columns)
@@ -294,7 +298,7 @@ def _adapt(model: KernelModel, part: Part) -> Group:
     interval = interval_of(np.concatenate(left)) if left else alone
     if len(part.seconds) < _MIN_OWN:
         interval = join_intervals(interval, alone)
-    return Group(
+    return KernelGroup(
         op=part.kernel.op,
         dtype=part.kernel.dtype,
         device=part.kernel.device.name,

@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright.cost.kernels.checks import has_rate, wrong_sizes
 from meshwright.cost.kernels.model import Kernel
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.work import read_work
 from meshwright.cost.work.calls import read_call
 from meshwright.cost.work.products import time_steps
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from meshwright.cost.gpu.products import ProductRates
     from meshwright.cost.kernels.model import KernelModel
     from meshwright.cost.prediction import Basis, Floats, Predictions
-    from meshwright.cost.work.calls import Call
+    from meshwright.cost.work.calls import OpCall
     from meshwright.spec import DeviceKind, Graph, Op
 
 # How a kernel is to those that were measured.
@@ -63,7 +63,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class KernelQueries:
     """Ops of a graph at a batch size with their costs so far.
 
     ``keys`` are those in the measurement table, ``types`` those that products are computed in.
@@ -78,7 +78,7 @@ class Asked:
 
 
 def estimate_kernels(
-    model: KernelModel, rates: ProductRates, asked: Sequence[Asked], kind: DeviceKind
+    model: KernelModel, rates: ProductRates, asked: Sequence[KernelQueries], kind: DeviceKind
 ) -> list[list[OpCost]]:
     """The costs of some ops, those of products that rest on a roofline replaced where the predictor knows the kernel.
 
@@ -149,7 +149,7 @@ def _calls(place: tuple[int, int], cost: OpCost, graph: Graph, op: Op, key: str,
     ]
 
 
-def _recurrent_calls(place: tuple[int, int], call: Call, dtype: str, *, trained: bool) -> list[_Call]:
+def _recurrent_calls(place: tuple[int, int], call: OpCall, dtype: str, *, trained: bool) -> list[_Call]:
     """The products of a recurrent layer: inputs of all time steps at once, states step by step."""
     steps, batch = time_steps(call)
     matrices = [shape for shape in call.shapes if len(shape) == 2]
@@ -201,7 +201,8 @@ def _gather(
         times = call.times * _factor(call, seconds, predicted.basis[row], rates, kind)
         sums[:, int(call.backward)] += times * np.array([seconds, low, high])
     found, lowest, highest = (
-        OpSeconds(forward_s=float(forward), backward_s=float(backward), accumulate_s=0.0) for forward, backward in sums
+        RooflineSeconds(forward_s=float(forward), backward_s=float(backward), accumulate_s=0.0)
+        for forward, backward in sums
     )
     return replace(cost, seconds=found, low=lowest, high=highest, basis=basis)
 

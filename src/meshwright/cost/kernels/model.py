@@ -61,7 +61,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Group:
+class KernelGroup:
     """What was learned of one op, dtype, device and family: the law's factors (logarithms) and how far they go."""
 
     op: str
@@ -94,11 +94,11 @@ class OpModel:
 class KernelModel:
     """The fitted predictor. ``row_hashes``: those of the rows that it was fitted on."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[KernelGroup, ...]
     ops: Mapping[str, OpModel]
     families: tuple[str, ...]
     row_hashes: NDArray[np.uint64]
-    _by_key: dict[tuple[str, str, str, str], Group] = field(init=False, repr=False, default_factory=dict)
+    _by_key: dict[tuple[str, str, str, str], KernelGroup] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._by_key.update((group.key, group) for group in self.groups)
@@ -156,7 +156,7 @@ class KernelModel:
         return ""
 
     def _chunk(
-        self, kernel: Kernel, sizes: Mapping[str, Floats], family: str, factors: Floats, group: Group | None
+        self, kernel: Kernel, sizes: Mapping[str, Floats], family: str, factors: Floats, group: KernelGroup | None
     ) -> Floats:
         shared = self.ops[kernel.op]
         # Datasheets that nobody could write lead beyond what numbers hold; `predict` refuses them by the result.
@@ -170,7 +170,7 @@ class KernelModel:
         return seconds
 
 
-def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> tuple[Prior, Step]:
+def prior_of(groups: Iterable[KernelGroup], kernel: Kernel, family: str) -> tuple[Prior, Step]:
     """What other devices say of a kernel family, the nearest kin with MIN_ROWS; and how large a step it is to them.
 
     Raises MeasurementError if nothing of the op was measured so often.
@@ -196,7 +196,7 @@ def explain(
     )
 
 
-def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[Group], bool]]:
+def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[KernelGroup], bool]]:
     """Tests of kinship, nearest first; without a family, those by which the usual one is found."""
     arithmetic = split_dtype(kernel.dtype)[0]
     if family is None:

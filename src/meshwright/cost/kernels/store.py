@@ -22,7 +22,7 @@ from meshwright.cost.kernels.checks import SIZES
 from meshwright.cost.kernels.correction import Correction, Scale
 from meshwright.cost.kernels.features import num_features
 from meshwright.cost.kernels.law import FACTORS
-from meshwright.cost.kernels.model import Group, KernelModel, OpModel
+from meshwright.cost.kernels.model import KernelGroup, KernelModel, OpModel
 from meshwright.cost.kernels.transfers import STEPS
 from meshwright.cost.prediction import Interval
 from meshwright.spec import DocumentError
@@ -85,7 +85,7 @@ def _encode_op(shared: OpModel) -> dict[str, Any]:
     }
 
 
-def _encode_group(group: Group) -> dict[str, Any]:
+def _encode_group(group: KernelGroup) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: getattr(group, name) for name in ("op", "dtype", "device", "family", "dispatch", "capability", "num_rows")
     }
@@ -134,13 +134,13 @@ def _decode_op(op: str, found: dict[str, Any]) -> OpModel:
     return OpModel(trees=trees, scale=scale, transfers=transfers)
 
 
-def _decode_group(found: dict[str, Any]) -> Group:
+def _decode_group(found: dict[str, Any]) -> KernelGroup:
     correction = None
     if "points" in found:
         correction = Correction(points=_finite(found["points"]), weights=_finite(found["weights"]))
         if correction.points.shape[:1] != correction.weights.shape:
             raise ValueError("a correction with as many weights as points is expected")
-    return Group(
+    return KernelGroup(
         op=str(found["op"]),
         dtype=str(found["dtype"]),
         device=str(found["device"]),

@@ -39,7 +39,7 @@ def passes_on(graph: Graph, op: Op, tensor: int, input_elements: int, output_ele
     return operator is not None and operator.passes_on(op.inputs.index(tensor), input_elements, output_elements)
 
 
-class Sizes(Protocol):
+class TensorSizes(Protocol):
     """Bytes by tensor."""
 
     def __getitem__(self, tensor: int, /) -> int: ...
@@ -54,7 +54,7 @@ def library_workspaces(device: Backend, *, trains: bool) -> tuple[int, ...]:
     return (CUBLAS_BYTES,) * (2 if trains else 1) if device == "cuda" else ()
 
 
-def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend) -> int:
+def backward_workspace_bytes(graph: Graph, op: Op, sizes: TensorSizes, device: Backend) -> int:
     """Bytes that the op's backward needs beside the gradients that it makes; ``sizes`` are those of all tensors."""
     if not op.inputs or not op.outputs:
         return 0
@@ -69,7 +69,7 @@ def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend
     return output + _copied_input(graph, op, sizes) if device == "cpu" else _relaid_bytes(op, sizes)
 
 
-def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend) -> int:
+def forward_workspace_bytes(graph: Graph, op: Op, sizes: TensorSizes, device: Backend) -> int:
     """Bytes that the op's forward needs beside its outputs and what it saves."""
     if not _is_convolution(graph, op):
         return 0
@@ -78,7 +78,7 @@ def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sizes, device: Backend)
     return sizes[op.outputs[0]] + sizes[op.inputs[1]] + _copied_input(graph, op, sizes)
 
 
-def _relaid_bytes(op: Op, sizes: Sizes) -> int:
+def _relaid_bytes(op: Op, sizes: TensorSizes) -> int:
     """Copies of input, weight and output, or of their gradients, in another layout."""
     return sizes[op.inputs[0]] + sizes[op.inputs[1]] + sizes[op.outputs[0]]
 
@@ -119,7 +119,7 @@ def _is_convolution(graph: Graph, op: Op) -> bool:
     return known and len(graph.tensors[op.inputs[0]].shape) > 1
 
 
-def _copied_input(graph: Graph, op: Op, sizes: Sizes) -> int:
+def _copied_input(graph: Graph, op: Op, sizes: TensorSizes) -> int:
     """Images are read as they are, deeper inputs are copied (oneDNN, is_1stconv in jit_avx512_common_conv_kernel)."""
     channels = graph.tensors[op.inputs[0]].shape[1].fixed
     return sizes[op.inputs[0]] if channels > _MAX_IMAGE_CHANNELS else 0

@@ -63,7 +63,7 @@ def find_peak(events: MemoryEvents) -> Peak:
     )
 
 
-class Stretch(NamedTuple):
+class LedgerStretch(NamedTuple):
     """Events ``start:stop`` of a ledger; they take the blocks ``first:last``.
 
     ``live`` are those of them that are in use at the end, as (block, (bytes, part)). ``others`` are blocks that were
@@ -112,14 +112,14 @@ class Ledger:
         """Where a stretch begins: the number of events and of blocks so far."""
         return len(self._rows), self._count
 
-    def since(self, mark: tuple[int, int]) -> Stretch:
+    def since(self, mark: tuple[int, int]) -> LedgerStretch:
         """The events from a mark on."""
         start, first = mark
         live = tuple((block, self._live[block]) for block in range(first, self._count) if block in self._live)
         others = tuple(row[0] for row in self._rows[start:] if row[0] < first)
-        return Stretch(start, len(self._rows), first, self._count, live, others)
+        return LedgerStretch(start, len(self._rows), first, self._count, live, others)
 
-    def repeat(self, stretch: Stretch, instead: Mapping[int, int] | None = None) -> int:
+    def repeat(self, stretch: LedgerStretch, instead: Mapping[int, int] | None = None) -> int:
         """Write a stretch again, with new blocks; says by how much their numbers are higher.
 
         ``instead`` has, for each earlier block that the stretch frees, the block that is freed this time.

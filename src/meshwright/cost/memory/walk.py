@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.cost.memory.away_blocks import follow_away
 from meshwright.cost.memory.backward import Backend, library_workspaces
 from meshwright.cost.memory.kept import as_kept
-from meshwright.cost.memory.ledger import Ledger, Stretch
+from meshwright.cost.memory.ledger import Ledger, LedgerStretch
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.memory.op_memory import OpMemory, op_memories
 from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
@@ -99,12 +99,12 @@ class StageWalk:
         self._parameter_gradients: dict[int, int] = {}
         self._in_buckets: set[int] = set()
         # The first forward: its events, and the values that it left.
-        self._forward: tuple[Stretch, dict[int, int]] | None = None
+        self._forward: tuple[LedgerStretch, dict[int, int]] | None = None
         # Backwards of the step so far; the first later one of a step: its events, and the values at its start.
         self._num_backwards = 0
-        self._later: tuple[Stretch, dict[int, int]] | None = None
+        self._later: tuple[LedgerStretch, dict[int, int]] | None = None
         # The first step up to its optimizer: its events, and blocks of gradients by parameter and by unit.
-        self._passes: tuple[Stretch, dict[int, int], dict[tuple[int, ...], int]] | None = None
+        self._passes: tuple[LedgerStretch, dict[int, int], dict[tuple[int, ...], int]] | None = None
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
         """What is there all the time: the stage's state, workspaces of libraries, a step's inputs."""

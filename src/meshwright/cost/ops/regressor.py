@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from meshwright.cost.costs import OpCost
 from meshwright.cost.ops.explain import bound_amounts, explain, fit_explanation
 from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Floats, Predictions
-from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.spec import DeviceKind, OpMeasurement
 
@@ -134,7 +134,9 @@ class OpRegressor:
         """All passes of one op that `knows` is true for."""
         parts = [self.predict((key,), part) for part in PASSES]
         seconds, low, high = (
-            OpSeconds(**{f"{part}_s": float(getattr(found, end)[0]) for part, found in zip(PASSES, parts, strict=True)})
+            RooflineSeconds(
+                **{f"{part}_s": float(getattr(found, end)[0]) for part, found in zip(PASSES, parts, strict=True)}
+            )
             for end in ("seconds", "low_s", "high_s")
         )
         return OpCost(seconds=seconds, low=low, high=high, basis="regressed")

@@ -3,7 +3,7 @@
 from meshwright.cost.work.amounts import Amount
 from meshwright.cost.work.calls import key_in, relatives
 from meshwright.cost.work.count import OpWork, read_work
-from meshwright.cost.work.operators import Family, Operator, find_operator, name_in, operators
+from meshwright.cost.work.operators import Family, WorkRow, find_operator, name_in, operators
 from meshwright.cost.work.products import ATTENTION_BACKWARD
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Amount",
     "Family",
     "OpWork",
-    "Operator",
+    "WorkRow",
     "find_operator",
     "key_in",
     "name_in",

@@ -25,7 +25,7 @@ _FLOAT_IN_KEY = re.compile(r"(?<=[:=])(?:float64|float32|float16|bfloat16)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class OpCall:
     """The parts of a key; what is asked of an input that is not there is 0."""
 
     operator: str
@@ -62,7 +62,7 @@ def key_in(dtype: str, graph: Graph, op: Op, batch_size: int) -> str:
 
 
 @lru_cache(maxsize=65536)
-def read_call(key: str) -> Call | None:
+def read_call(key: str) -> OpCall | None:
     """The parts of a key; None if it is none. Raises ValueError for sizes that nobody can read."""
     match = _KEY.fullmatch(key)
     if match is None:
@@ -71,7 +71,7 @@ def read_call(key: str) -> Call | None:
     if any(dtype not in DTYPE_BYTES for _, _, dtype in tensors):
         return None
     attributes = (text.partition("=") for text in match["attributes"].split(";") if text)
-    return Call(
+    return OpCall(
         operator=name_in(match["kind"]),
         shapes=tuple(tuple(int(size) for size in sizes.split("x") if size) for sizes, _, _ in tensors),
         dtypes=tuple(dtype for _, _, dtype in tensors),
@@ -96,7 +96,7 @@ def relatives(key: str) -> str:
     return f"{call.operator}({kept};{sorted(attributes.items())}|{call.grads})"
 
 
-def parameter_places(call: Call) -> range:
+def parameter_places(call: OpCall) -> range:
     """The inputs that are parameters where the operator is used as a layer."""
     operator = operators().get(call.operator)
     if call.operator == "embedding":

@@ -29,9 +29,9 @@ from meshwright.spec.graph_checks import MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
-    from meshwright.cost.work.calls import Call
-    from meshwright.cost.work.operators import Family, Operator
-    from meshwright.cost.work.outputs import Output
+    from meshwright.cost.work.calls import OpCall
+    from meshwright.cost.work.operators import Family, WorkRow
+    from meshwright.cost.work.outputs import OpOutput
     from meshwright.cost.work.products import Described, Sizes
 
 # What no op of a graph reaches (`spec.graph`): a key that says more is damaged.
@@ -65,7 +65,7 @@ def read_work(key: str) -> OpWork | None:
         return None  # of a damaged table; its rows are still found by their keys
 
 
-def _count(call: Call) -> OpWork | None:
+def _count(call: OpCall) -> OpWork | None:
     operator = find_operator(call.operator, call.attributes, call.dtypes)
     if operator is None or _SIZE_OF_BATCH.search(call.attributes.get("size", "")):
         return None
@@ -96,7 +96,7 @@ def _count(call: Call) -> OpWork | None:
     )
 
 
-def _qualities(call: Call, family: Family) -> list[str]:
+def _qualities(call: OpCall, family: Family) -> list[str]:
     """What makes an operator take another road through torch."""
     found = []
     if family == "attention":
@@ -115,7 +115,7 @@ def _qualities(call: Call, family: Family) -> list[str]:
     return found
 
 
-def _traffic(call: Call, operator: Operator, outputs: tuple[Output, ...], written: float) -> Described:
+def _traffic(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], written: float) -> Described:
     """Ops that read their inputs and write their outputs."""
     count, elements = len(call.shapes), outputs[0].elements
     largest = max((call.elements(i) for i in range(count)), default=elements)
@@ -133,7 +133,7 @@ def _traffic(call: Call, operator: Operator, outputs: tuple[Output, ...], writte
     return forward, _backward(call, operator, outputs, written), sizes
 
 
-def _backward(call: Call, operator: Operator, outputs: tuple[Output, ...], written: float) -> Amount:
+def _backward(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], written: float) -> Amount:
     """Sums over the gradients that are wanted."""
     wanted = _wanted(call, operator)
     made = [i for i in wanted if not operator.passes_on(i, call.elements(i), outputs[0].elements)]
@@ -152,14 +152,14 @@ def _backward(call: Call, operator: Operator, outputs: tuple[Output, ...], writt
     return Amount(num_bytes=moved, num_kernels=len(made) + bool(operator.between), num_views=views)
 
 
-def _wanted(call: Call, operator: Operator) -> list[int]:
+def _wanted(call: OpCall, operator: WorkRow) -> list[int]:
     """Inputs that get a gradient."""
     if operator.gradient == "none":
         return []
     return [place for place in call.wanted() if operator.wants == "all" or place == 0]
 
 
-def _read_bytes(call: Call, operator: Operator, outputs: tuple[Output, ...], written: float, gradient: int) -> float:
+def _read_bytes(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], written: float, gradient: int) -> float:
     """What the gradient of an input is made from."""
     kept = {place for name in operator.keeps for place in _places(call, name, gradient)}
     read = written + sum(call.num_bytes(place) for place in kept)
@@ -167,7 +167,7 @@ def _read_bytes(call: Call, operator: Operator, outputs: tuple[Output, ...], wri
     return read + _made_bytes(call, operator, outputs) * ("made" in operator.keeps)
 
 
-def _places(call: Call, name: str, gradient: int) -> tuple[int, ...]:
+def _places(call: OpCall, name: str, gradient: int) -> tuple[int, ...]:
     """Inputs that the gradient of one of them is made from."""
     if name == "others":
         return tuple(i for i in range(len(call.shapes)) if i != gradient)
@@ -175,7 +175,7 @@ def _places(call: Call, name: str, gradient: int) -> tuple[int, ...]:
     return (places[name],) if name in places else ()
 
 
-def _made_bytes(call: Call, operator: Operator, outputs: tuple[Output, ...]) -> float:
+def _made_bytes(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...]) -> float:
     """What the forward makes for its backward alone."""
     if operator.makes == "index":
         return float(outputs[0].elements * _INDEX_BYTES)

@@ -19,7 +19,7 @@ Kept = Literal["first", "second", "others", "output", "made"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
+class WorkRow:
     """A row of the table: operators that do the same."""
 
     family: Family
@@ -42,15 +42,15 @@ class Operator:
 
 
 @cache
-def operators() -> dict[str, Operator]:
+def operators() -> dict[str, WorkRow]:
     """The rows by the names of their operators."""
     text = resources.files("meshwright.cost.work").joinpath("operators.toml")
     with resources.as_file(text) as path:
-        rows = decode(tuple[Operator, ...], read_data(path)["operators"], "operators.toml")
+        rows = decode(tuple[WorkRow, ...], read_data(path)["operators"], "operators.toml")
     return {name: row for row in rows for name in row.names.split()}
 
 
-def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str]) -> Operator | None:
+def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str]) -> WorkRow | None:
     """The row of a call's operator, or of what it does where it is a view elsewhere: drop elements, convert them.
 
     ``dtypes``: those of its inputs. None if the table does not know it.

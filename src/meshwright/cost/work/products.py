@@ -16,7 +16,7 @@ from meshwright.cost.work.amounts import Amount
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright.cost.work.calls import Call
+    from meshwright.cost.work.calls import OpCall
 
 # (m, n, k, count): what tells ops of one family apart.
 Sizes = tuple[float, float, float, float]
@@ -34,7 +34,7 @@ _SCORES_FORWARD, _SCORES_BACKWARD = 8, 10
 _FIRST_WEIGHT = 3
 
 
-def product_sizes(call: Call) -> Sizes:
+def product_sizes(call: OpCall) -> Sizes:
     """(m, n, k, count) of count products of (m, k) by (k, n)."""
     if "conv" in call.operator:
         return _convolution_sizes(call)
@@ -51,7 +51,7 @@ def product_sizes(call: Call) -> Sizes:
     return left[-2] if len(left) > 1 else 1, right[-1], left[-1], math.prod(left[:-2])
 
 
-def _convolution_sizes(call: Call) -> Sizes:
+def _convolution_sizes(call: OpCall) -> Sizes:
     given, kernel = call.shapes[0], call.shapes[1]
     spatial = len(kernel) - 2
     stride, dilation = call.numbers("stride", spatial, 1), call.numbers("dilation", spatial, 1)
@@ -65,7 +65,7 @@ def _convolution_sizes(call: Call) -> Sizes:
     return given[0] * math.prod(places), kernel[0] / groups, math.prod(kernel[1:]), groups
 
 
-def product(call: Call, written_bytes: float) -> Described:
+def product(call: OpCall, written_bytes: float) -> Described:
     """Products and convolutions. Where a product starts is a matter of the call: `addmm` has its bias in front."""
     m, n, k, count = product_sizes(call)
     first = 1 if call.operator in ("addmm", "baddbmm") else 0
@@ -82,18 +82,18 @@ def product(call: Call, written_bytes: float) -> Described:
     return forward, backward, (m, n, k, count)
 
 
-def attended(call: Call) -> tuple[int, int, int, int]:
+def attended(call: OpCall) -> tuple[int, int, int, int]:
     """Heads of the batch, queries, keys and the width of a head."""
     query, key = call.shapes[0], call.shapes[1]
     return math.prod(query[:-2]), query[-2], key[-2], query[-1]
 
 
-def drops(call: Call) -> bool:
+def drops(call: OpCall) -> bool:
     """Whether an attention drops some of its probabilities."""
     return call.attributes.get("dropout_p", "0.0") != "0.0"
 
 
-def attention(call: Call, written_bytes: float) -> Described:
+def attention(call: OpCall, written_bytes: float) -> Described:
     """Fused, or step by step where it drops."""
     heads, queries, keys, width = attended(call)
     flops = 4.0 * heads * queries * keys * width
@@ -105,13 +105,13 @@ def attention(call: Call, written_bytes: float) -> Described:
     return forward, backward, (queries, keys, width, heads)
 
 
-def time_steps(call: Call) -> tuple[int, int]:
+def time_steps(call: OpCall) -> tuple[int, int]:
     """Time steps and batch of a recurrent layer; ``batch_first`` says which dim is which."""
     first, second = call.shapes[0][:2]
     return (second, first) if call.attributes.get("batch_first") == "True" else (first, second)
 
 
-def recurrent(call: Call, written_bytes: float) -> Described:
+def recurrent(call: OpCall, written_bytes: float) -> Described:
     """A layer over a sequence: its products run one after the other."""
     steps, batch = time_steps(call)
     matrices = [shape for shape in call.shapes[_FIRST_WEIGHT:] if len(shape) == 2]

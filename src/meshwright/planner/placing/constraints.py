@@ -22,7 +22,7 @@ class Constraints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class AllowedDevices:
     """Per task: the devices that it may be on, as indices of the devices given, and its group, whose device it shares.
 
     Groups are numbered by their first task.
@@ -32,7 +32,7 @@ class Choices:
     groups: tuple[int, ...]
 
 
-def find_choices(graph: Graph, tasks: Tasks, devices: Sequence[int], constraints: Constraints) -> Choices:
+def find_choices(graph: Graph, tasks: Tasks, devices: Sequence[int], constraints: Constraints) -> AllowedDevices:
     """What the constraints leave of the devices.
 
     Raises PlanError for names and devices that there are not, NoFeasiblePlanError where no device is left.
@@ -58,7 +58,9 @@ def find_choices(graph: Graph, tasks: Tasks, devices: Sequence[int], constraints
                 )
     places = {device: index for index, device in enumerate(devices)}
     groups = tuple(sets.find(task) for task in range(len(tasks.ops)))
-    return Choices(allowed=tuple(tuple(sorted(places[d] for d in left[group])) for group in groups), groups=groups)
+    return AllowedDevices(
+        allowed=tuple(tuple(sorted(places[d] for d in left[group])) for group in groups), groups=groups
+    )
 
 
 def _named_ops(graph: Graph, name: str) -> list[int]:

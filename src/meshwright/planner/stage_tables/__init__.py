@@ -4,14 +4,14 @@
 `make_tables`      their seconds on every kind of device, and their bytes, at one microbatch size
 """
 
-from meshwright.planner.stage_tables.bytes import StageBytes, as_kept_least, sent_to_several, weigh_alone
-from meshwright.planner.stage_tables.seconds import StageSeconds
+from meshwright.planner.stage_tables.bytes import StageBytesTable, as_kept_least, sent_to_several, weigh_alone
+from meshwright.planner.stage_tables.seconds import StageSecondsTable
 from meshwright.planner.stage_tables.structure import Structure, find_structure
 from meshwright.planner.stage_tables.tables import Tables, make_tables, settle_stage
 
 __all__ = [
-    "StageBytes",
-    "StageSeconds",
+    "StageBytesTable",
+    "StageSecondsTable",
     "Structure",
     "Tables",
     "as_kept_least",

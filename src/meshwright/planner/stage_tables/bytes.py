@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageBytes:
+class StageBytesTable:
     """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
 
     ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, there for all of a step's.
@@ -74,7 +74,7 @@ def stage_bytes(
     cost: CostModel,
     *,
     activations_away: bool = False,
-) -> StageBytes:
+) -> StageBytesTable:
     """Bytes of all stages, none above what a walk finds; ``structure`` is that of the graph `as_kept_least`.
 
     ``activations_away``: what layers keep is on the host between forward and backward (`cost.memory.away`).
@@ -100,7 +100,7 @@ def stage_bytes(
     needing = [[i for i in tensors if training and graph.tensors[i].requires_grad] for tensors in structure.crossing]
     parameters, held = structure.parameters.table(sizes), structure.parameters.table(states)
     static = parameters + held + structure.buffers.table(sizes)
-    return StageBytes(
+    return StageBytesTable(
         static=static.astype(np.float64),
         parameters=parameters.astype(np.float64),
         states=held.astype(np.float64),

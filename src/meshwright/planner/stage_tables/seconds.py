@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageSeconds:
+class StageSecondsTable:
     """Seconds of stages i:j on one kind of device, (L, L + 1): one microbatch, its backward, the optimizer step.
 
     ``accumulate`` is the part of ``backward`` that the first microbatch of a step does not take.
@@ -47,7 +47,7 @@ def stage_seconds(
     cost: CostModel,
     kind: DeviceKind,
     offload: Offload = ON_DEVICE,
-) -> StageSeconds:
+) -> StageSecondsTable:
     """Seconds of all stages on one kind of device; an optimizer elsewhere takes what all devices stepping allow."""
     costs = cost.estimate_ops(graph, batch_size, kind)
     forward, accumulate = structure.op_picoseconds(costs.forward_s), structure.op_picoseconds(costs.accumulate_s)
@@ -57,7 +57,7 @@ def stage_seconds(
     if workload.kind == "inference":
         backward, accumulate = np.zeros_like(backward), np.zeros_like(accumulate)
         num_instructions //= 2
-    return StageSeconds(
+    return StageSecondsTable(
         total=(forward + backward + _picoseconds(num_instructions * cost.serial_overhead_s(kind)))
         / PICOSECONDS_PER_SECOND,
         backward=backward / PICOSECONDS_PER_SECOND,

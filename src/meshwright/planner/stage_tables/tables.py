@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.cost import CostModel
-from meshwright.planner.stage_tables.bytes import StageBytes, stage_bytes, weigh_alone
-from meshwright.planner.stage_tables.seconds import StageSeconds, stage_seconds
+from meshwright.planner.stage_tables.bytes import StageBytesTable, stage_bytes, weigh_alone
+from meshwright.planner.stage_tables.seconds import StageSecondsTable, stage_seconds
 from meshwright.planner.stage_tables.structure import Structure
 from meshwright.spec import Cluster, Graph, Offload, StageSlice, Workload
 from meshwright.spec.offload import ON_DEVICE
@@ -22,8 +22,8 @@ class Tables:
     graph: Graph
     microbatch_size: int
     num_microbatches: int
-    bytes: StageBytes
-    seconds: dict[str, StageSeconds]
+    bytes: StageBytesTable
+    seconds: dict[str, StageSecondsTable]
     activations_away: bool = False
 
 

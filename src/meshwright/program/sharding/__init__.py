@@ -11,9 +11,9 @@ from meshwright.program.sharding.experts import check_configured_experts
 from meshwright.program.sharding.shard import shard_graph
 from meshwright.program.sharding.sharded import MESH, ShardedGraph
 from meshwright.program.sharding.zero import (
+    GatherUnit,
     GroupCollective,
     ParameterGroup,
-    Unit,
     find_units,
     fsdp_collectives,
     padded_bytes,
@@ -22,10 +22,10 @@ from meshwright.program.sharding.zero import (
 
 __all__ = [
     "MESH",
+    "GatherUnit",
     "GroupCollective",
     "ParameterGroup",
     "ShardedGraph",
-    "Unit",
     "check_configured_experts",
     "find_units",
     "fsdp_collectives",

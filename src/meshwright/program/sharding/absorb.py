@@ -12,7 +12,7 @@ from meshwright.program.sharding.dims import find_label
 
 if TYPE_CHECKING:
     from meshwright.program.sharding.dims import Split
-    from meshwright.program.sharding.propagate import State
+    from meshwright.program.sharding.propagate import PropagationState
 
 # A tensor split at (dim, parts).
 _Piece = tuple[int, int, int]
@@ -21,13 +21,13 @@ _Piece = tuple[int, int, int]
 class _Walk(NamedTuple):
     """What was reached from op ``source``, and what must be split beside it."""
 
-    state: State
+    state: PropagationState
     source: int
     reached: dict[_Piece, bool]
     needed: set[_Piece]
 
 
-def is_absorbed(state: State, index: int, split: Split) -> bool:
+def is_absorbed(state: PropagationState, index: int, split: Split) -> bool:
     """Whether all that reads the outputs of op ``index`` can go on with them split so."""
     walk = _Walk(state, index, {}, set())
     return _outputs_absorbed(walk, index, split) and all(_may_be(walk, piece) for piece in walk.needed)

@@ -18,7 +18,7 @@ Dims = tuple[Dim, ...]
 Found = tuple[list[Dims], list[Dims]]
 
 
-class Call(NamedTuple):
+class OpSignature(NamedTuple):
     """An op: its operator, attributes, and the shapes of its inputs and outputs."""
 
     operator: str
@@ -50,7 +50,7 @@ def plain(shape: Shape) -> Dims:
     return tuple(one(f"d{i}", size) for i, size in enumerate(shape))
 
 
-def unknown(call: Call) -> Found:
+def unknown(call: OpSignature) -> Found:
     """Nothing can be split."""
     return [whole(s, i) for i, s in enumerate(call.inputs)], [whole(s, "out") for s in call.outputs]
 

@@ -9,22 +9,22 @@ from meshwright.program.sharding.calls import aligned, one, plain, whole, with_f
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meshwright.program.sharding.calls import Call, Dims, Found, Shape
+    from meshwright.program.sharding.calls import Dims, Found, OpSignature, Shape
 
 
-def broadcast(call: Call) -> Found:
+def broadcast(call: OpSignature) -> Found:
     """Inputs and outputs broadcast against each other."""
     rank = max(len(shape) for shape in (*call.inputs, *call.outputs))
     return [aligned(s, rank) for s in call.inputs], [aligned(s, rank) for s in call.outputs]
 
 
-def along(call: Call) -> Found:
+def along(call: OpSignature) -> Found:
     """Every row along ``dim`` is worked on by itself."""
     fixed = (call.dim(default=-1),)
     return [with_fixed(plain(s), fixed) for s in call.inputs], [with_fixed(plain(s), fixed) for s in call.outputs]
 
 
-def normed(call: Call) -> Found:
+def normed(call: OpSignature) -> Found:
     """The last dims are normalised."""
     shape, count = call.inputs[0], len(call.numbers("normalized_shape"))
     rank = len(shape)
@@ -33,7 +33,7 @@ def normed(call: Call) -> Found:
     return [with_fixed(plain(shape), fixed), *weights], [with_fixed(plain(shape), fixed)]
 
 
-def group_normed(call: Call) -> Found:
+def group_normed(call: OpSignature) -> Found:
     """Channels are normalised in groups, over all places."""
     shape, groups = call.inputs[0], call.number("num_groups", 1)
     channels = (*one("g", groups), *one("Xc", shape[1] // groups))
@@ -41,17 +41,17 @@ def group_normed(call: Call) -> Found:
     return [dims, *((channels,) for _ in call.inputs[1:])], [dims]
 
 
-def reduced(call: Call) -> Found:
+def reduced(call: OpSignature) -> Found:
     """Sums over ``dim``, all dims where none is given; the parts of a sum are summed up."""
     return _reduced(call, fixed=False)
 
 
-def reduced_whole(call: Call) -> Found:
+def reduced_whole(call: OpSignature) -> Found:
     """Reductions over ``dim`` whose parts are no sums."""
     return _reduced(call, fixed=True)
 
 
-def _reduced(call: Call, *, fixed: bool) -> Found:
+def _reduced(call: OpSignature, *, fixed: bool) -> Found:
     shape = call.inputs[0]
     gone = {d % len(shape) for d in call.numbers("dim")} if shape else set()
     gone = gone or set(range(len(shape)))
@@ -61,7 +61,7 @@ def _reduced(call: Call, *, fixed: bool) -> Found:
     return [with_fixed(dims, tuple(gone)) if fixed else dims], [left]
 
 
-def matmul(call: Call) -> Found | None:
+def matmul(call: OpSignature) -> Found | None:
     """Products of matrices, the dims in front broadcast."""
     left, right = call.inputs
     if min(len(left), len(right)) < 2:
@@ -74,17 +74,17 @@ def matmul(call: Call) -> Found | None:
     return tensors[:2], tensors[2:]
 
 
-def convolution(call: Call) -> Found:
+def convolution(call: OpSignature) -> Found:
     """Channels; places stay whole, and so do channels in groups."""
     return _convolution(call, "io")
 
 
-def transposed_convolution(call: Call) -> Found:
+def transposed_convolution(call: OpSignature) -> Found:
     """The same with the channels of the weight in the other order."""
     return _convolution(call, "oi")
 
 
-def _convolution(call: Call, letters: str) -> Found:
+def _convolution(call: OpSignature, letters: str) -> Found:
     given, weight, result = call.inputs[0], call.inputs[1], call.outputs[0]
     i, o = ("Xi", "Xo") if call.number("groups", 1) != 1 else ("i", "o")
     first, second = (i, o) if letters == "oi" else (o, i)
@@ -94,7 +94,7 @@ def _convolution(call: Call, letters: str) -> Found:
     return [source, kernel, *((one(o, s[0]),) for s in call.inputs[2:])], [target]
 
 
-def recurrent(call: Call) -> Found:
+def recurrent(call: OpSignature) -> Found:
     """Samples; steps and states stay whole."""
     place = 0 if call.attributes.get("batch_first") == "True" else 1
 
@@ -110,7 +110,7 @@ def recurrent(call: Call) -> Found:
     return inputs, [steps(call.outputs[0], "out"), *(state(s, "state") for s in call.outputs[1:])]
 
 
-FUNCTIONS: dict[str, Callable[[Call], Found | None]] = {
+FUNCTIONS: dict[str, Callable[[OpSignature], Found | None]] = {
     function.__name__: function
     for function in (
         along,

@@ -18,7 +18,7 @@ from meshwright.spec.sharding import Partial, Replicate, Shard
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.program.sharding.propagate import Place, State
+    from meshwright.program.sharding.propagate import Place, PropagationState
     from meshwright.program.sharding.table import Conversion
     from meshwright.spec.collective import Axis, CollectiveKind
     from meshwright.spec.graph import Role
@@ -31,7 +31,7 @@ _VIEWS = ("copy", "ring")
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PendingCollective:
     """A `Collective` of an op whose position is not known yet."""
 
     kind: CollectiveKind
@@ -59,7 +59,7 @@ class Conversions:
     do. ``reduced``: parameters whose gradients are sums over the ranks.
     """
 
-    state: State
+    state: PropagationState
     axis: Axis
     sharding: Sharding
     tensors: list[Tensor]
@@ -70,8 +70,8 @@ class Conversions:
     summed: dict[int, int] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)
-    exchanges: dict[int, list[Exchange]] = field(default_factory=dict)
-    inside: dict[int, list[Exchange]] = field(default_factory=dict)
+    exchanges: dict[int, list[PendingCollective]] = field(default_factory=dict)
+    inside: dict[int, list[PendingCollective]] = field(default_factory=dict)
     reduced: dict[int, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Conversions:
 
     def swap(self, new: int, source: int) -> None:
         """Note that the op that makes a tensor exchanges one like ``source`` with all ranks, and its gradient back."""
-        size, exchange = self.state.facts.size, Exchange("all_to_all", backward=False, tensor=source)
+        size, exchange = self.state.facts.size, PendingCollective("all_to_all", backward=False, tensor=source)
         self.exchanges[new] = [replace(exchange, copies=size)]
         if self.state.facts.graph.mode == "training" and self.tensors[new].requires_grad:
             self.exchanges[new].append(replace(exchange, copies=size, backward=True))
@@ -186,7 +186,7 @@ class Conversions:
         ops = self.state.facts.graph.ops
         keepers = [index for index in dict.fromkeys(readers) if tensor in ops[index].saved]
         if self.sharding.regather and self.axis == "tensor" and regathers and keepers:
-            again = Exchange("all_gather", backward=True, tensor=new)
+            again = PendingCollective("all_gather", backward=True, tensor=new)
             self.inside.setdefault(keepers[-1], []).append(again)
             return
         for index in keepers:
@@ -202,25 +202,25 @@ class Conversions:
         ring = self.axis == "context" and self.sharding.context_method == "ring"
         return ring and attention and conversion.kind == "all_gather"
 
-    def _sends(self, source: int) -> list[Exchange]:
+    def _sends(self, source: int) -> list[PendingCollective]:
         """What goes round a ring for keys, or values: every rank sees the parts of all others.
 
         Backward it does so once more, and gradients go all the way home (torch, _templated_ring_attention_backward).
         """
         size = self.state.facts.size
-        sends = [Exchange("send", backward=False, tensor=source, count=size - 1)]
+        sends = [PendingCollective("send", backward=False, tensor=source, count=size - 1)]
         if self.state.facts.requires_gradient(source):
-            sends.append(Exchange("send", backward=True, tensor=source, count=2 * size - 1))
+            sends.append(PendingCollective("send", backward=True, tensor=source, count=2 * size - 1))
         return sends
 
-    def _exchanges(self, conversion: Conversion, source: int, new: int) -> list[Exchange]:
+    def _exchanges(self, conversion: Conversion, source: int, new: int) -> list[PendingCollective]:
         gathers, swaps = conversion.kind == "all_gather", conversion.kind == "all_to_all"
         full, copies = (new if gathers else source), (self.state.facts.size if swaps else 1)
         found = []
         if conversion.forward:
-            found.append(Exchange(conversion.forward, backward=False, tensor=full, copies=copies))
+            found.append(PendingCollective(conversion.forward, backward=False, tensor=full, copies=copies))
         if conversion.backward and self.state.facts.requires_gradient(source):
-            found.append(Exchange(conversion.backward, backward=True, tensor=full, copies=copies))
+            found.append(PendingCollective(conversion.backward, backward=True, tensor=full, copies=copies))
         return found
 
     def _complete_sums(self, index: int) -> None:
@@ -251,7 +251,7 @@ class Conversions:
         number = replace(self.tensors[op.inputs[0]], role="saved", requires_grad=False, aliases=())
         self.tensors.append(_derived(number, "statistic", shape=targets.shape, storage=new))
         self.layouts[new], self.sources[new] = Replicate(), op.inputs[1]
-        self.inside[index] = [Exchange(kind, backward=False, tensor=new) for kind in row.exchanges]
+        self.inside[index] = [PendingCollective(kind, backward=False, tensor=new) for kind in row.exchanges]
 
     def _op(self, kind: str, source: int, new: int, index: int) -> Op:
         graph = self.state.facts.graph

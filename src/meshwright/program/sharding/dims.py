@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.program.sharding import computed, views
-from meshwright.program.sharding.calls import Call, one, unknown
+from meshwright.program.sharding.calls import OpSignature, one, unknown
 from meshwright.program.sharding.table import operator_name, operator_rows
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def op_dims(
 ) -> OpDims:
     """The dims of an op of these shapes; of an operator that the table does not know, none can be split."""
     row = operator_rows().get(operator_name(kind))
-    call = Call(operator_name(kind), dict(attributes), inputs, outputs)
+    call = OpSignature(operator_name(kind), dict(attributes), inputs, outputs)
     if row is None:
         found = None
     elif row.dims:
@@ -107,7 +107,7 @@ def _sizes(dims: Dims) -> Shape:
     return tuple(math.prod(size for _, size in factors) for factors in dims)
 
 
-def _read_equation(call: Call, equation: str) -> Found | None:
+def _read_equation(call: OpSignature, equation: str) -> Found | None:
     given, _, made = equation.partition("|")[0].partition("->")
     terms, results = given.split(","), made.split(",")
     if len(call.inputs) > len(terms) or len(call.outputs) != len(results):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNEVEN_FROM = 128
 
 
-class Facts:
+class AxisGraph:
     """A graph for one axis of ``size`` ranks; ``own_samples``: each has samples of its own."""
 
     def __init__(self, graph: Graph, size: int, *, own_samples: bool = False) -> None:

@@ -19,13 +19,13 @@ Shape = tuple[Extent, ...]
 
 if TYPE_CHECKING:
     from meshwright.program.sharding.dims import Split
-    from meshwright.program.sharding.propagate import State
+    from meshwright.program.sharding.propagate import PropagationState
     from meshwright.spec.collective import Axis
     from meshwright.spec.graph import Graph, Op, Tensor
     from meshwright.spec.sharding import Sharding
 
 
-def localise(state: State, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:
+def localise(state: PropagationState, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:
     """The local graph, its conversions, and the new position of each op of the whole graph."""
     graph = state.facts.graph
     tensors = [_local_tensor(state, i) for i in range(len(graph.tensors))]
@@ -62,13 +62,13 @@ def _share_storages(graph: Graph, made: Conversions) -> None:
                 tensors[output] = replace(tensors[output], storage=storage)
 
 
-def _local_tensor(state: State, i: int) -> Tensor:
+def _local_tensor(state: PropagationState, i: int) -> Tensor:
     tensor = state.facts.graph.tensors[i]
     place = state.places.get(i)
     return replace(tensor, shape=split_shape(tensor.shape, place, state.facts.size)) if place else tensor
 
 
-def _local_saved(state: State, index: int, i: int) -> Tensor:
+def _local_saved(state: PropagationState, index: int, i: int) -> Tensor:
     """What an op keeps for its backward lies as the first of its tensors that it is like (`_dim_in_saved`)."""
     facts, tensor = state.facts, state.facts.graph.tensors[i]
     op, dims, split = facts.graph.ops[index], facts.dims[index], state.splits[index]
@@ -114,7 +114,7 @@ def _times(a: Extent, b: Extent) -> Extent | None:
     return Extent(a.fixed * b.fixed, a.per_sample * b.fixed + a.fixed * b.per_sample)
 
 
-def _local_op(state: State, index: int, made: Conversions, tensors: list[Tensor]) -> Op:
+def _local_op(state: PropagationState, index: int, made: Conversions, tensors: list[Tensor]) -> Op:
     facts, split = state.facts, state.splits[index]
     op = facts.graph.ops[index]
     inputs = tuple(made.read.get((index, at), i) for at, i in enumerate(op.inputs))
@@ -131,7 +131,7 @@ def _local_op(state: State, index: int, made: Conversions, tensors: list[Tensor]
     )
 
 
-def _share(flops: Extent, state: State, index: int, split: Split) -> Extent:
+def _share(flops: Extent, state: PropagationState, index: int, split: Split) -> Extent:
     """The FLOPs of the largest part."""
     dims, size = state.facts.dims[index], state.facts.size
     found = next(f for item in (*dims.inputs, *dims.outputs) if (f := find_label(item, split.label)))
@@ -139,7 +139,7 @@ def _share(flops: Extent, state: State, index: int, split: Split) -> Extent:
     return Extent(-(-flops.fixed * part // whole), -(-flops.per_sample * part // whole))
 
 
-def _local_attributes(state: State, index: int, tensors: list[Tensor]) -> tuple[tuple[str, str], ...]:
+def _local_attributes(state: PropagationState, index: int, tensors: list[Tensor]) -> tuple[tuple[str, str], ...]:
     op, facts = state.facts.graph.ops[index], state.facts
     old, new = facts.graph.tensors[op.outputs[0]].shape, tensors[op.outputs[0]].shape
     if old == new:

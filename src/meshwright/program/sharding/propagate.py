@@ -1,8 +1,8 @@
 """Propagate: along which label each op of a graph is split on one axis, and so how every tensor lies on it.
 
-Ops are taken in the graph's order. A rule (`rules.Rule`) chooses an op's label from how its inputs lie; what the table
-says of the op then gives how its inputs must lie and its outputs come. Parameters lie as their first reader wants them.
-A sum over the ranks is completed where it is made: summed whole on every rank, or scattered over a dim.
+Ops are taken in the graph's order. A rule (`rules.AxisRule`) chooses an op's label from how its inputs lie; what the
+table says of the op then gives how its inputs must lie and its outputs come. Parameters lie as their first reader wants
+them. A sum over the ranks is completed where it is made: summed whole on every rank, or scattered over a dim.
 
 A value that is wanted in parts and depends on parameters alone, as a table of positions does, or on nothing that has a
 gradient, as rows looked up by tokens, is made in parts; so is one that has something for every sample of a rank, and
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from meshwright.program.sharding.dims import gradient_is_sum
-from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.facts import AxisGraph
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,26 +31,26 @@ _ROUNDS = 32
 _REPEATS = ("expanded", "repeated", "part")
 
 
-class Rule(Protocol):
+class AxisRule(Protocol):
     """What decides on one axis."""
 
-    def start(self, facts: Facts) -> dict[int, Place]:
+    def start(self, facts: AxisGraph) -> dict[int, Place]:
         """How the inputs of the graph lie; those not named are whole."""
 
-    def choose(self, state: State, index: int) -> Split | None:
+    def choose(self, state: PropagationState, index: int) -> Split | None:
         """The label along which an op is split, None if it stays whole."""
 
-    def scatter(self, state: State, tensor: int) -> Place:
+    def scatter(self, state: PropagationState, tensor: int) -> Place:
         """How a sum over the ranks is to lie once it is completed."""
 
-    def is_given(self, facts: Facts, index: int) -> bool:
+    def is_given(self, facts: AxisGraph, index: int) -> bool:
         """Whether the user says how an op is split, so that nothing else tells it."""
 
 
-class State(NamedTuple):
+class PropagationState(NamedTuple):
     """How tensors lie, as far as propagation has come: ``places`` of tensors that have a place, ``splits`` of ops."""
 
-    facts: Facts
+    facts: AxisGraph
     places: dict[int, Place]
     splits: list[Split | None]
     partial: set[int]
@@ -71,7 +71,7 @@ class State(NamedTuple):
         )
 
 
-def propagate(facts: Facts, rule: Rule) -> State:
+def propagate(facts: AxisGraph, rule: AxisRule) -> PropagationState:
     """The places of all tensors and the splits of all ops."""
     told: dict[int, Split | None] = {}
     for _ in range(_ROUNDS):
@@ -83,8 +83,8 @@ def propagate(facts: Facts, rule: Rule) -> State:
     return state
 
 
-def _propagate(facts: Facts, rule: Rule, told: Mapping[int, Split | None]) -> State:
-    state = State(facts, dict(rule.start(facts)), [], set())
+def _propagate(facts: AxisGraph, rule: AxisRule, told: Mapping[int, Split | None]) -> PropagationState:
+    state = PropagationState(facts, dict(rule.start(facts)), [], set())
     for index, op in enumerate(facts.graph.ops):
         split = told[index] if index in told else rule.choose(state, index)
         state.splits.append(split)
@@ -94,7 +94,7 @@ def _propagate(facts: Facts, rule: Rule, told: Mapping[int, Split | None]) -> St
     return state
 
 
-def _place_outputs(state: State, rule: Rule, index: int, split: Split | None) -> None:
+def _place_outputs(state: PropagationState, rule: AxisRule, index: int, split: Split | None) -> None:
     facts, dims = state.facts, state.facts.dims[index]
     op = facts.graph.ops[index]
     summed = split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
@@ -107,7 +107,7 @@ def _place_outputs(state: State, rule: Rule, index: int, split: Split | None) ->
         state.places[tensor] = rule.scatter(state, tensor) if summed else dims.place_in(item, split)
 
 
-def _tell(state: State, told: Mapping[int, Split | None], rule: Rule) -> dict[int, Split | None]:
+def _tell(state: PropagationState, told: Mapping[int, Split | None], rule: AxisRule) -> dict[int, Split | None]:
     """Ops that are to make in parts what is wanted in parts, or whole what is wanted whole."""
     facts = state.facts
     found: dict[int, Split | None] = {}
@@ -127,7 +127,7 @@ def _tell(state: State, told: Mapping[int, Split | None], rule: Rule) -> dict[in
     return found
 
 
-def _is_read_whole(state: State, tensor: int) -> bool:
+def _is_read_whole(state: PropagationState, tensor: int) -> bool:
     """Whether all that read it want it whole, and give a whole gradient, which costs no exchange."""
     return all(
         state.wanted(index)[position] is None and not state.sums_gradient(index, position)
@@ -135,7 +135,7 @@ def _is_read_whole(state: State, tensor: int) -> bool:
     )
 
 
-def _is_free(facts: Facts, tensor: int, made: int, dim: int) -> bool:
+def _is_free(facts: AxisGraph, tensor: int, made: int, dim: int) -> bool:
     row = facts.rows[made]
     if facts.own_samples and facts.input_free[tensor] and facts.graph.tensors[tensor].shape[dim].per_sample:
         # A mask for every sample, as it is repeated.
@@ -146,7 +146,7 @@ def _is_free(facts: Facts, tensor: int, made: int, dim: int) -> bool:
     return row is not None and row.dims == "made" and facts.depends_on_batch(tensor)
 
 
-def _split_of(facts: Facts, index: int, tensor: int, place: tuple[int, int]) -> Split | None:
+def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int]) -> Split | None:
     """The split of an op that lays one of its outputs out so."""
     dims: OpDims = facts.dims[index]
     item: tuple[Dim, ...] = dims.outputs[facts.graph.ops[index].outputs.index(tensor)]
@@ -154,13 +154,13 @@ def _split_of(facts: Facts, index: int, tensor: int, place: tuple[int, int]) -> 
     return split if split and facts.can_split(index, split) else None
 
 
-def follow(state: State, index: int) -> Split | None:
+def follow(state: PropagationState, index: int) -> Split | None:
     """The split that most of an op's inputs come with, by elements; None if they come whole or it cannot be kept."""
     weights = arriving(state, index)
     return max(weights, key=lambda split: weights[split], default=None)
 
 
-def arriving(state: State, index: int) -> dict[Split, int]:
+def arriving(state: PropagationState, index: int) -> dict[Split, int]:
     """The splits that an op's inputs come with and that it can keep, with the elements that come so."""
     facts = state.facts
     weights: dict[Split, int] = {}

@@ -29,8 +29,8 @@ from meshwright.spec.units import FLOAT_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.program.sharding.facts import Facts
-    from meshwright.program.sharding.propagate import Place, Rule, State
+    from meshwright.program.sharding.facts import AxisGraph
+    from meshwright.program.sharding.propagate import AxisRule, Place, PropagationState
     from meshwright.spec.collective import Axis
     from meshwright.spec.graph import Op
     from meshwright.spec.sharding import OpPlacement, Sharding
@@ -42,7 +42,7 @@ _WILD = frozenset("*?[")
 _FUSED = (1, 3, 2)
 
 
-def rule_for(axis: Axis, sharding: Sharding) -> Rule:
+def rule_for(axis: Axis, sharding: Sharding) -> AxisRule:
     """The rule of an axis, the user's own placements before it."""
     own = tuple(placement for placement in sharding.placements if placement.axis == axis)
     if axis == "tensor":
@@ -62,11 +62,11 @@ class _OwnFirst:
 
     own: Sequence[OpPlacement]
 
-    def start(self, facts: Facts) -> dict[int, Place]:  # noqa: ARG002 - nothing is split
+    def start(self, facts: AxisGraph) -> dict[int, Place]:  # noqa: ARG002 - nothing is split
         """How the inputs of the graph lie."""
         return {}
 
-    def scatter(self, state: State, tensor: int) -> Place:  # noqa: ARG002 - whole
+    def scatter(self, state: PropagationState, tensor: int) -> Place:  # noqa: ARG002 - whole
         """How a completed sum lies."""
         return None
 
@@ -86,16 +86,16 @@ class _OwnFirst:
         named = max(self._by_name.get(name, -1) for name in (op.name, op.module))
         return max(named, next((i for i in self._by_pattern if i > named and is_meant(self.own[i], op)), -1))
 
-    def is_given(self, facts: Facts, index: int) -> bool:
+    def is_given(self, facts: AxisGraph, index: int) -> bool:
         """Whether the user says how an op is split."""
         return self._last_meant(facts.graph.ops[index]) >= 0
 
-    def choose(self, state: State, index: int) -> Split | None:
+    def choose(self, state: PropagationState, index: int) -> Split | None:
         """The split of an op."""
         last = self._last_meant(state.facts.graph.ops[index])
         return self.choose_by_rule(state, index) if last < 0 else _own_split(state.facts, index, self.own[last])
 
-    def choose_by_rule(self, state: State, index: int) -> Split | None:
+    def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
         """The split where the user says nothing."""
         return follow(state, index)
 
@@ -106,7 +106,7 @@ class TensorRule(_OwnFirst):
 
     sequence_parallel: bool = False
 
-    def choose_by_rule(self, state: State, index: int) -> Split | None:
+    def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
         """Rows, columns, or what the inputs come with."""
         facts = state.facts
         row = facts.rows[index]
@@ -115,7 +115,7 @@ class TensorRule(_OwnFirst):
             return follow(state, index)
         return _rows(state, index) or _table_rows(facts, index) or _columns(state, index) or follow(state, index)
 
-    def scatter(self, state: State, tensor: int) -> Place:
+    def scatter(self, state: PropagationState, tensor: int) -> Place:
         """Over the tokens, the dim before the last.
 
         Where samples stand in it too, over the tokens of each, or over all in a row if only that goes on in what reads
@@ -137,7 +137,7 @@ class TensorRule(_OwnFirst):
 class ContextRule(_OwnFirst):
     """Tokens of all inputs are split."""
 
-    def start(self, facts: Facts) -> dict[int, Place]:
+    def start(self, facts: AxisGraph) -> dict[int, Place]:
         """Inputs of whole numbers (samples, tokens) are split over tokens; raise PlanError if there are none."""
         graph = facts.graph
         if not any(op.kind.startswith(_ATTENTION) for op in graph.ops):
@@ -162,7 +162,7 @@ class ContextRule(_OwnFirst):
 class ExpertRule(_OwnFirst):
     """Samples are split, as over replicas, but for products with a matrix per expert."""
 
-    def start(self, facts: Facts) -> dict[int, Place]:
+    def start(self, facts: AxisGraph) -> dict[int, Place]:
         """All inputs are split over samples; raise PlanError where the graph has nothing that the ranks divide."""
         graph = facts.graph
         counts = {mixture.module: mixture.num_experts for mixture in facts.mixtures}
@@ -179,12 +179,12 @@ class ExpertRule(_OwnFirst):
         batched = [i for i in graph.inputs if graph.tensors[i].shape and graph.tensors[i].shape[0].per_sample]
         return dict.fromkeys(batched, (0, 1))
 
-    def scatter(self, state: State, tensor: int) -> Place:
+    def scatter(self, state: PropagationState, tensor: int) -> Place:
         """Over the samples."""
         shape = state.facts.graph.tensors[tensor].shape
         return (0, 1) if shape and shape[0].per_sample and divides(shape[0], state.facts.size) else None
 
-    def choose_by_rule(self, state: State, index: int) -> Split | None:
+    def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
         """Over the experts, or what the inputs come with."""
         if index in state.facts.sorted_ops:
             return Split(ROWS)
@@ -196,7 +196,7 @@ class ExpertRule(_OwnFirst):
         )
 
 
-def _goes_on(facts: Facts, tensor: int, place: tuple[int, int]) -> bool:
+def _goes_on(facts: AxisGraph, tensor: int, place: tuple[int, int]) -> bool:
     """Whether some op that reads a tensor can be split as the tensor is."""
     for index, position in facts.readers.get(tensor, ()):
         dims = facts.dims[index]
@@ -206,13 +206,13 @@ def _goes_on(facts: Facts, tensor: int, place: tuple[int, int]) -> bool:
     return False
 
 
-def _is_over_samples(facts: Facts, index: int, split: Split) -> bool:
+def _is_over_samples(facts: AxisGraph, index: int, split: Split) -> bool:
     op, dims = facts.graph.ops[index], facts.dims[index]
     places = ((tensor, dims.place_in(item, split)) for tensor, item in zip(op.outputs, dims.outputs, strict=True))
     return any(place and facts.graph.tensors[tensor].shape[place[0]].per_sample for tensor, place in places)
 
 
-def _own_split(facts: Facts, index: int, placement: OpPlacement) -> Split | None:
+def _own_split(facts: AxisGraph, index: int, placement: OpPlacement) -> Split | None:
     op, dims = facts.graph.ops[index], facts.dims[index]
     split: Split | None = None
     for where, given, tensors in (
@@ -231,7 +231,7 @@ def _own_split(facts: Facts, index: int, placement: OpPlacement) -> Split | None
     return split
 
 
-def _splittable(facts: Facts, index: int) -> str:
+def _splittable(facts: AxisGraph, index: int) -> str:
     """Which dims of an op could be split, for messages."""
     dims, found = facts.dims[index], []
     for where, tensors in (("output", dims.outputs[:1]), ("input", dims.inputs[:1])):
@@ -242,7 +242,7 @@ def _splittable(facts: Facts, index: int) -> str:
     return f"It can be split along {' or '.join(found)}." if found else "It stays whole: leave the placement out."
 
 
-def _check_heads(facts: Facts, index: int) -> None:
+def _check_heads(facts: AxisGraph, index: int) -> None:
     """Raise PlanError for attention whose heads the ranks of the tensor axis do not divide."""
     op = facts.graph.ops[index]
     if not op.kind.startswith(_ATTENTION):
@@ -256,14 +256,16 @@ def _check_heads(facts: Facts, index: int) -> None:
             )
 
 
-def _parameters(facts: Facts, index: int) -> Iterator[tuple[int, tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]]:
+def _parameters(
+    facts: AxisGraph, index: int
+) -> Iterator[tuple[int, tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]]:
     """Position, and tensor with dims, of the matrices among an op's inputs that are parameters."""
     for position, tensor, dims in facts.operands(index):
         if facts.is_parameter(tensor) and len(dims) > 1:
             yield position, (tensor, dims)
 
 
-def _labels_of(facts: Facts, index: int) -> Iterator[tuple[str, int, bool, bool]]:
+def _labels_of(facts: AxisGraph, index: int) -> Iterator[tuple[str, int, bool, bool]]:
     """Labels of an op's parameters: label, size, whether another input has it, whether an output has it."""
     others = [dims for _, tensor, dims in facts.operands(index) if not facts.is_parameter(tensor)]
     for _, (_, dims) in _parameters(facts, index):
@@ -273,7 +275,7 @@ def _labels_of(facts: Facts, index: int) -> Iterator[tuple[str, int, bool, bool]
                 yield label, size, shared, facts.dims[index].in_outputs(label)
 
 
-def _rows(state: State, index: int) -> Split | None:
+def _rows(state: PropagationState, index: int) -> Split | None:
     """A summed dim of the other input, if that comes split along it."""
     facts = state.facts
     for label, _, shared, made in _labels_of(facts, index):
@@ -289,7 +291,7 @@ def _rows(state: State, index: int) -> Split | None:
     return None
 
 
-def _table_rows(facts: Facts, index: int) -> Split | None:
+def _table_rows(facts: AxisGraph, index: int) -> Split | None:
     """Rows of a table that is looked up by values of the batch."""
     for label, size, shared, made in _labels_of(facts, index):
         big = not shared and not made and size >= UNEVEN_FROM
@@ -298,7 +300,7 @@ def _table_rows(facts: Facts, index: int) -> Split | None:
     return None
 
 
-def _columns(state: State, index: int) -> Split | None:
+def _columns(state: PropagationState, index: int) -> Split | None:
     """Columns, if all that reads the output can go on with a part of it."""
     facts = state.facts
     if not facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
@@ -313,7 +315,7 @@ def _columns(state: State, index: int) -> Split | None:
     return None
 
 
-def _expert_labels(facts: Facts, index: int) -> Iterator[tuple[str, int]]:
+def _expert_labels(facts: AxisGraph, index: int) -> Iterator[tuple[str, int]]:
     """Labels of products that an input, a parameter and the output share: one matrix per expert."""
     row, op = facts.rows[index], facts.graph.ops[index]
     if row is not None and row.product and _is_batched(op):

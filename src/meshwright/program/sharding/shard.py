@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.grouped import misplaced
 from meshwright.program.sharding.local import localise
 from meshwright.program.sharding.propagate import propagate
@@ -58,7 +58,7 @@ def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
 def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> ShardedGraph:
     size = sharding.size(axis)
     graph = with_samples(sharded.graph, size) if axis == "expert" else sharded.graph
-    facts = Facts(graph, size, own_samples=axis == "expert")
+    facts = AxisGraph(graph, size, own_samples=axis == "expert")
     state = propagate(facts, rule_for(axis, sharding))
     for error in misplaced(graph, facts.mixtures, state.places):
         raise error

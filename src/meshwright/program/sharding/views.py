@@ -9,10 +9,10 @@ from meshwright.program.sharding.calls import aligned, one, plain, unknown, whol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meshwright.program.sharding.calls import Call, Dim, Dims, Found, Shape
+    from meshwright.program.sharding.calls import Dim, Dims, Found, OpSignature, Shape
 
 
-def permuted(call: Call) -> Found:
+def permuted(call: OpSignature) -> Found:
     """The dims in another order."""
     rank = len(call.inputs[0])
     order = list(range(rank))
@@ -26,7 +26,7 @@ def permuted(call: Call) -> Found:
     return [dims], [tuple(dims[d] for d in order)]
 
 
-def reshaped(call: Call) -> Found:
+def reshaped(call: OpSignature) -> Found:
     """Dims are merged and divided: common factors, from the front."""
     left: list[list[tuple[str, int]]] = [[] for _ in call.inputs[0]]
     right: list[list[tuple[str, int]]] = [[] for _ in call.outputs[0]]
@@ -60,7 +60,7 @@ class _Side:
         self.rest //= size
 
 
-def divided(call: Call) -> Found:
+def divided(call: OpSignature) -> Found:
     """One dim is cut into parts: equal ones are split each by itself."""
     dim = call.dim()
     size, dims = call.inputs[0][dim], plain(call.inputs[0])
@@ -73,7 +73,7 @@ def divided(call: Call) -> Found:
     return [_put(dims, dim, (*one("Xn", count), *inner))], [_put(dims, dim, inner) for _ in call.outputs]
 
 
-def joined(call: Call) -> Found:
+def joined(call: OpSignature) -> Found:
     """Inputs beside each other along a dim; equal ones are split each by itself."""
     count, rank = len(call.inputs), len(call.outputs[0])
     dim = call.number("dim", 0) % rank
@@ -92,7 +92,7 @@ def _put(dims: Dims, dim: int, factors: Dim) -> Dims:
     return (*dims[:dim], factors, *dims[dim + 1 :])
 
 
-def part(call: Call) -> Found:
+def part(call: OpSignature) -> Found:
     """A part along ``dim``, which stays whole unless it is all of it."""
     dim, shape = call.dim(), call.inputs[0]
     dims = plain(shape)
@@ -103,20 +103,20 @@ def part(call: Call) -> Found:
     return [with_fixed(dims, (dim,))], [_put(dims, dim, one("Xpart", call.outputs[0][dim]))]
 
 
-def expanded(call: Call) -> Found:
+def expanded(call: OpSignature) -> Found:
     """Dims of size one are repeated."""
     rank = len(call.outputs[0])
     return [aligned(call.inputs[0], rank)], [plain(call.outputs[0])]
 
 
-def repeated(call: Call) -> Found:
+def repeated(call: OpSignature) -> Found:
     """Each element along ``dim`` several times."""
     dim, times = call.dim(default=-1), call.number("repeats", 1)
     dims = plain(call.inputs[0])
     return [dims], [_put(dims, dim, (*dims[dim], *one("Xr", times)))]
 
 
-def picked(call: Call) -> Found:
+def picked(call: OpSignature) -> Found:
     """Elements at an index along ``dim``; the other dims run beside each other."""
     dim = call.dim()
     dims = [_put(plain(s), dim, one(f"Xs{i}", s[dim])) for i, s in enumerate(call.inputs)]
@@ -129,7 +129,7 @@ def picked(call: Call) -> Found:
     return dims, [dims[0]]
 
 
-def selected(call: Call) -> Found:
+def selected(call: OpSignature) -> Found:
     """Rows at an index along ``dim``."""
     dim = call.dim()
     dims = plain(call.inputs[0])
@@ -137,7 +137,7 @@ def selected(call: Call) -> Found:
     return [with_fixed(dims, (dim,)), (index,) if call.inputs[1] else ()], [_put(dims, dim, index)]
 
 
-def indexed(call: Call) -> Found | None:
+def indexed(call: OpSignature) -> Found | None:
     """Elements at several indices of one shape, in dims next to each other: the last ones that fit."""
     (source, *indices), (result,) = call.inputs, call.outputs
     shape, left = indices[0], len(source) - len(indices)
@@ -153,18 +153,18 @@ def indexed(call: Call) -> Found | None:
     return None
 
 
-def changed(call: Call) -> Found:
+def changed(call: OpSignature) -> Found:
     """Dims that change their size stay whole."""
     grown = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]
     return [with_fixed(plain(call.inputs[0]), grown)], [with_fixed(plain(call.outputs[0]), grown)]
 
 
-def made(call: Call) -> Found:
+def made(call: OpSignature) -> Found:
     """Values that no input has: each rank makes its own."""
     return [whole(s, i) for i, s in enumerate(call.inputs)], [plain(s) for s in call.outputs]
 
 
-def made_like(call: Call) -> Found:
+def made_like(call: OpSignature) -> Found:
     """Values that no input has, beside an input in the dims that have its sizes."""
     if len(call.inputs) != 1 or len(call.inputs[0]) != len(call.outputs[0]):
         return made(call)
@@ -172,7 +172,7 @@ def made_like(call: Call) -> Found:
     return [with_fixed(plain(call.inputs[0]), differ)], [with_fixed(plain(call.outputs[0]), differ)]
 
 
-FUNCTIONS: dict[str, Callable[[Call], Found | None]] = {
+FUNCTIONS: dict[str, Callable[[OpSignature], Found | None]] = {
     function.__name__: function
     for function in (
         changed,

@@ -92,7 +92,7 @@ def _group(
     return ParameterGroup(name=name, start=start, stop=stop, parameters=parameters, frozen=frozen, is_root=is_root)
 
 
-class Unit(NamedTuple):
+class GatherUnit(NamedTuple):
     """Parameters that are gathered together for the ops at places ``first`` to ``last`` of a stage."""
 
     first: int
@@ -100,7 +100,7 @@ class Unit(NamedTuple):
     parameters: tuple[int, ...]
 
 
-def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, tuple[Unit, ...]]:
+def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[GatherUnit, tuple[GatherUnit, ...]]:
     """What a stage has of the root group, and of the others (`parameter_groups`), less what is ``kept`` whole."""
     place = {op: index for index, op in enumerate(stage.ops)}
     held = set(stage.parameters) - kept
@@ -112,8 +112,8 @@ def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, t
             continue
         rows = [place[op] for op in range(group.start, group.stop) if op in place]
         if rows:
-            units.append(Unit(rows[0], rows[-1], tuple(i for i in group.parameters if i in held)))
-    return Unit(0, len(stage.ops) - 1, tuple(i for i in root.parameters if i in held)), tuple(units)
+            units.append(GatherUnit(rows[0], rows[-1], tuple(i for i in group.parameters if i in held)))
+    return GatherUnit(0, len(stage.ops) - 1, tuple(i for i in root.parameters if i in held)), tuple(units)
 
 
 def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True) -> tuple[GroupCollective, ...]:

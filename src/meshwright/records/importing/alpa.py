@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.records.importing.imported import Imported
-from meshwright.records.importing.pickled import Instance, Pairs, load_pickle
+from meshwright.records.importing.pickled import Pairs, PickledObject, load_pickle
 from meshwright.records.table import Row, columns_of, keep_sound, named_shapes
 from meshwright.spec import DTYPE_BYTES, DocumentError
 
@@ -46,7 +46,7 @@ def read_database(content: bytes, *, device: str, source: str) -> Imported:
     rows: list[Row] = []
     num_series = 0
     for key, result in meshes:
-        if not isinstance(result, Instance) or result.state is None:
+        if not isinstance(result, PickledObject) or result.state is None:
             raise DocumentError(f"{source}: expected a profiling result for each mesh; this is another pickle.")
         num_nodes, per_node = _mesh(key, source)
         tables = {name: table for name, table in result.state.items if isinstance(name, str)}

@@ -1,11 +1,12 @@
 """A stranger's pickle as plain data: numbers, texts, tuples, lists, mappings and objects of the classes that are named.
 
 The opcodes are interpreted here, over a list of those that build data; Python's own unpickler is never called, nothing
-is imported and nothing is run. A name of a module is only a `Name`; what may be made from one is decided by it alone:
+is imported and nothing is run. A name of a module is only a `GlobalName`; what may be made from one is decided by it
+alone:
 
     numpy.core.multiarray.scalar(dtype, bytes)   a float64 or int64      numpy.dtype('f8' or 'i8', ...)   its dtype
     collections.defaultdict(list)                an empty mapping        _codecs.encode(text, 'latin1')   bytes
-    a class that is named                        an `Instance`
+    a class that is named                        an `PickledObject`
 
 Mappings stay lists of pairs (`Pairs`): to hash a key that shares its parts a hundred times over would never end.
 Source of the opcodes: pickletools of CPython, protocols 2 to 5.
@@ -33,7 +34,7 @@ _MAX_ENCODED = max(map(struct.calcsize, _SCALARS.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class GlobalName:
     """A global that the pickle asks for; never looked up."""
 
     text: str
@@ -47,7 +48,7 @@ class Pairs:
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class PickledObject:
     """An object of a class that may be read: its attributes, as the pickle gives them."""
 
     name: str
@@ -117,10 +118,10 @@ class _Machine:
         else:
             raise DocumentError(f"A pickle that asks for {name}, which plain data never needs. {_REMEDY}")
 
-    def _name(self, text: str) -> Name:
+    def _name(self, text: str) -> GlobalName:
         if text not in self._classes and text not in _KNOWN_NAMES:
             raise DocumentError(f"A pickle that asks for {text[:200]!r}, which is not plain data. {_REMEDY}")
-        return Name(text)
+        return GlobalName(text)
 
     def since_mark(self) -> list[Any]:
         """Take the values since the last mark, and the mark, off the stack."""
@@ -160,14 +161,14 @@ class _Machine:
     def new_object(self) -> None:
         """An object of a class that was named; arguments are never given to it."""
         arguments, name = self.pop(), self.pop()
-        if not isinstance(name, Name) or name.text not in self._classes or arguments != ():
+        if not isinstance(name, GlobalName) or name.text not in self._classes or arguments != ():
             raise DocumentError(f"A pickle that makes an object which is not plain data. {_REMEDY}")
-        self._stack.append(Instance(name.text))
+        self._stack.append(PickledObject(name.text))
 
     def reduce(self) -> None:
         """One of the few calls that stand for plain data."""
         arguments, name = self.pop(), self.pop()
-        if not isinstance(name, Name) or type(arguments) is not tuple:
+        if not isinstance(name, GlobalName) or type(arguments) is not tuple:
             raise ValueError("no call")
         match name.text, arguments:
             case ("numpy.dtype", (str() as code, *_)) if code in _SCALARS:
@@ -177,7 +178,7 @@ class _Machine:
                 (_Dtype() as dtype, bytes() as raw),
             ):
                 self._stack.append(struct.unpack(_SCALARS[dtype.code], raw)[0])
-            case ("collections.defaultdict", ()) | ("collections.defaultdict", (Name(),)):
+            case ("collections.defaultdict", ()) | ("collections.defaultdict", (GlobalName(),)):
                 self._stack.append(Pairs())
             case ("_codecs.encode", (str() as text, "latin1")) if len(text) <= _MAX_ENCODED:
                 self._stack.append(text.encode("latin1"))
@@ -187,7 +188,7 @@ class _Machine:
     def build(self) -> None:
         """The attributes of an object, or the byte order of a dtype, which must be the usual one."""
         state, target = self.pop(), self._stack[-1]
-        if isinstance(target, Instance) and isinstance(state, Pairs):
+        if isinstance(target, PickledObject) and isinstance(state, Pairs):
             target.state = state
         elif not (isinstance(target, _Dtype) and type(state) is tuple and len(state) > 1 and state[1] == "<"):
             raise DocumentError(f"A pickle that sets the state of something that is not plain data. {_REMEDY}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from meshwright.report.settings.accelerate import export_accelerate
 from meshwright.report.settings.deepspeed import export_deepspeed
-from meshwright.report.settings.facts import Facts, gather_facts
+from meshwright.report.settings.facts import RegularPlan, gather_facts
 from meshwright.report.settings.launch import launch_lines, launch_script, ranks_per_node, slurm_script
 from meshwright.report.settings.megatron import export_megatron
 from meshwright.report.settings.orders import export_orders
@@ -16,7 +16,7 @@ from meshwright.report.settings.settings import Settings, Unsaid, notes
 from meshwright.report.settings.torchtitan import export_torchtitan
 from meshwright.spec import Cluster, Graph, Plan, PlanError, suggest
 
-SYSTEMS: dict[str, Callable[[Facts], Settings]] = {
+SYSTEMS: dict[str, Callable[[RegularPlan], Settings]] = {
     "accelerate": export_accelerate,
     "deepspeed": export_deepspeed,
     "megatron": export_megatron,
@@ -36,7 +36,7 @@ def export_settings(system: str, plan: Plan, cluster: Cluster, graph: Graph | No
 
 __all__ = [
     "SYSTEMS",
-    "Facts",
+    "RegularPlan",
     "Settings",
     "Unsaid",
     "export_orders",

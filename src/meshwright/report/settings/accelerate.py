@@ -14,7 +14,13 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from meshwright.report.settings.facts import Facts, StageParts, describe_stages, require_blocks, require_transformer
+from meshwright.report.settings.facts import (
+    RegularPlan,
+    StageParts,
+    describe_stages,
+    require_blocks,
+    require_transformer,
+)
 from meshwright.report.settings.launch import DEFAULT_PORT
 from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
@@ -34,7 +40,7 @@ _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 COMM_STRATEGIES = {"ring": "alltoall", "all_gather": "allgather"}
 
 
-def export_accelerate(facts: Facts) -> Settings:
+def export_accelerate(facts: RegularPlan) -> Settings:
     """The configuration for the plan. Raises PlanError where accelerate cannot run it at all."""
     plan = facts.plan
     if plan.sharding.expert > 1:
@@ -81,7 +87,7 @@ def export_accelerate(facts: Facts) -> Settings:
     )
 
 
-def _way(facts: Facts) -> Literal["plain", "fsdp", "megatron"]:
+def _way(facts: RegularPlan) -> Literal["plain", "fsdp", "megatron"]:
     if facts.plan.offload.activations == "host":
         refuse_offload(facts.plan, SYSTEM, "has no setting for activations on the host")
     is_away = facts.plan.offload.optimizer != "device"
@@ -94,7 +100,7 @@ def _way(facts: Facts) -> Literal["plain", "fsdp", "megatron"]:
     return "plain" if is_plain else "megatron"
 
 
-def _distributed_type(facts: Facts) -> str:
+def _distributed_type(facts: RegularPlan) -> str:
     way = _way(facts)
     if way != "plain" and facts.is_cpu:
         what = "pipelines, split ops and shared states only through Megatron-LM, which trains on GPUs"
@@ -111,7 +117,7 @@ def _distributed_type(facts: Facts) -> str:
     return "MULTI_CPU" if facts.is_cpu else "MULTI_GPU"
 
 
-def _fsdp(facts: Facts) -> dict[str, Any]:
+def _fsdp(facts: RegularPlan) -> dict[str, Any]:
     sharding = facts.plan.sharding
     if sharding.sequence_parallel:
         raise PlanError(
@@ -139,7 +145,7 @@ def _fsdp(facts: Facts) -> dict[str, Any]:
     return values
 
 
-def _megatron(facts: Facts) -> dict[str, Any]:
+def _megatron(facts: RegularPlan) -> dict[str, Any]:
     require_transformer(facts, "Megatron-LM, through which accelerate makes pipelines, split ops and ZeRO 1,")
     if facts.zero >= 2:
         raise PlanError(
@@ -178,7 +184,7 @@ def _last_stage_differs_alone(stages: tuple[StageParts, ...]) -> bool:
     return len({stage.num_blocks for stage in stages[:-1]}) == 1 and all(stage.num_blocks for stage in stages)
 
 
-def _fill_in(facts: Facts) -> tuple[str, ...]:
+def _fill_in(facts: RegularPlan) -> tuple[str, ...]:
     items = []
     if facts.num_nodes > 1:
         items.append("main_process_ip: name or address of node 0; machine_rank: 0, 1, ... on the nodes")
@@ -195,7 +201,7 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _fill_in_megatron(facts: Facts) -> list[str]:
+def _fill_in_megatron(facts: RegularPlan) -> list[str]:
     items = ["a model of transformers that the plugin knows (gpt2, llama, megatron-bert, t5)"]
     again = recompute_words(facts, PLUGIN)
     if again is None or again["granularity"] == "selective":
@@ -210,7 +216,7 @@ def _fill_in_megatron(facts: Facts) -> list[str]:
     return items
 
 
-def _fill_in_fsdp(facts: Facts) -> list[str]:
+def _fill_in_fsdp(facts: RegularPlan) -> list[str]:
     sharding = facts.plan.sharding
     items = ["fsdp_transformer_layer_cls_to_wrap: the class of a block, for a model that is not of transformers"]
     if sharding.tensor > 1:
@@ -220,7 +226,7 @@ def _fill_in_fsdp(facts: Facts) -> list[str]:
     return items
 
 
-def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
+def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     plan, items = facts.plan, []
     if facts.num_stages > 1:
         stages = require_blocks(facts, SYSTEM)
@@ -253,7 +259,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     return tuple(items)
 
 
-def _unsaid_precision(facts: Facts) -> list[Unsaid]:
+def _unsaid_precision(facts: RegularPlan) -> list[Unsaid]:
     numbers, way = facts.plan.workload.numbers, _way(facts)
     if DTYPE_BYTES[numbers.values] > 2:
         return []
@@ -269,7 +275,7 @@ def _unsaid_precision(facts: Facts) -> list[Unsaid]:
     return items
 
 
-def _unsaid_split(facts: Facts) -> list[Unsaid]:
+def _unsaid_split(facts: RegularPlan) -> list[Unsaid]:
     sharding, way = facts.plan.sharding, _way(facts)
     if way == "megatron":
         items = unsaid_split(facts)
@@ -288,7 +294,7 @@ def _unsaid_split(facts: Facts) -> list[Unsaid]:
     return items
 
 
-def _unsaid_exchange(facts: Facts) -> Unsaid:
+def _unsaid_exchange(facts: RegularPlan) -> Unsaid:
     exchange = facts.plan.exchange
     what = f"gradient buckets of {exchange.bucket_bytes:,} bytes" + ("" if exchange.overlap else " after backward")
     if _way(facts) == "megatron":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwright.report.settings.facts import Facts, describe_stages
+from meshwright.report.settings.facts import RegularPlan, describe_stages
 from meshwright.report.settings.settings import Settings, Unsaid
 from meshwright.report.settings.split import (
     describe_axes,
@@ -32,7 +32,7 @@ SYSTEM, VERSION = "DeepSpeed", "0.19.8"
 NVME_PATH = "/local_nvme"
 
 
-def export_deepspeed(facts: Facts) -> Settings:
+def export_deepspeed(facts: RegularPlan) -> Settings:
     """The configuration for the plan. Raises PlanError where DeepSpeed cannot run it at all."""
     plan = facts.plan
     precision, numbers = plan.workload.precision, plan.workload.numbers
@@ -79,7 +79,7 @@ def export_deepspeed(facts: Facts) -> Settings:
     )
 
 
-def _refuse(facts: Facts) -> None:
+def _refuse(facts: RegularPlan) -> None:
     """Raise PlanError for what neither a key nor the usual script of DeepSpeed can say."""
     sharding = facts.plan.sharding
     if sharding.context > 1:
@@ -119,12 +119,12 @@ def _refuse(facts: Facts) -> None:
         )
 
 
-def uses_autotp(facts: Facts) -> bool:
+def uses_autotp(facts: RegularPlan) -> bool:
     """Whether a key of the configuration splits ops; in a pipeline the script's layers do."""
     return facts.plan.sharding.tensor > 1 and facts.num_stages == 1
 
 
-def _zero(facts: Facts) -> dict[str, Any]:
+def _zero(facts: RegularPlan) -> dict[str, Any]:
     exchange = facts.plan.exchange
     if facts.zero == 0:
         return {"stage": 0}
@@ -149,14 +149,14 @@ def _offload(offload: Offload) -> dict[str, Any]:
     return away
 
 
-def _optimizer(facts: Facts) -> dict[str, Any]:
+def _optimizer(facts: RegularPlan) -> dict[str, Any]:
     optimizer = facts.plan.workload.optimizer
     if optimizer.kind == "adamw":
         return {"type": "AdamW", "params": {}}
     return {"type": "SGD", "params": {"momentum": 0.9} if optimizer.momentum else {}}
 
 
-def _fill_in(facts: Facts) -> tuple[str, ...]:
+def _fill_in(facts: RegularPlan) -> tuple[str, ...]:
     items = ["the learning rate: optimizer.params.lr"]
     if facts.is_hybrid:
         items.append("in the script: deepspeed.zero.MiCS_Init around the making of the model")
@@ -179,7 +179,7 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _fill_in_pipeline(facts: Facts) -> list[str]:
+def _fill_in_pipeline(facts: RegularPlan) -> list[str]:
     sharding = facts.plan.sharding
     method = "'uniform'" if is_uniform(facts) else "..."
     mesh = f"num_stages={facts.num_stages}"
@@ -204,14 +204,14 @@ def _fill_in_pipeline(facts: Facts) -> list[str]:
     return items
 
 
-def is_uniform(facts: Facts) -> bool:
+def is_uniform(facts: RegularPlan) -> bool:
     """Whether the cut is that of ``partition_method='uniform'``: equal numbers of layers, the first stages one more."""
     num_layers, count = facts.plan.stages[-1].stop, facts.num_stages
     sizes = [num_layers // count + (i < num_layers % count) for i in range(count)]
     return [stage.stop - stage.start for stage in facts.plan.stages] == sizes
 
 
-def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
+def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     plan, items = facts.plan, []
     if facts.num_stages > 1:
         if not is_uniform(facts):
@@ -262,7 +262,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     return tuple(items)
 
 
-def _unsaid_split(facts: Facts) -> list[Unsaid]:
+def _unsaid_split(facts: RegularPlan) -> list[Unsaid]:
     plan, items = facts.plan, []
     if facts.zero:
         items += unsaid_experts(facts, SYSTEM, "shares its states among these ranks, too: less memory")

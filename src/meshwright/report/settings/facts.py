@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.report.settings.launch import ranks_per_node, uses_cpus
-from meshwright.report.settings.split import Again, find_again, refuse_unknown
+from meshwright.report.settings.split import RecomputeSplit, find_again, refuse_unknown
 from meshwright.spec import Cluster, Graph, Plan, PlanError, format_count
 from meshwright.spec.codec import document_kind
 from meshwright.spec.parsing import read_data
@@ -37,7 +37,7 @@ class StageParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RegularPlan:
     """A regular plan.
 
     ``stages`` are its blocks, or None where the layers are no row of blocks with one layer before and one after it (or
@@ -53,7 +53,7 @@ class Facts:
     rank_order: RankOrder
     layer_names: tuple[str, ...]
     stages: tuple[StageParts, ...] | None
-    again: Again
+    again: RecomputeSplit
     family: str | None
     shape: dict[str, Any] | None
     is_cpu: bool
@@ -106,7 +106,7 @@ class Facts:
         return self.shape["num_layers"] if self.shape else None
 
 
-def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Facts:
+def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> RegularPlan:
     """Collect the facts; the plan's graph is needed for more than one stage, and where something runs again.
 
     Raises PlanError for a plan that is no regular grid, not for training, or larger than its cluster, and for one that
@@ -130,7 +130,7 @@ def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Fa
         )
     family, sizes = read_shape(plan.model)
     layer_names = () if graph is None else tuple(layer.name for layer in graph.layers)
-    return Facts(
+    return RegularPlan(
         plan=plan,
         num_nodes=len(ranks_per_node(plan, cluster)),
         num_stages=len(plan.stages),
@@ -162,12 +162,12 @@ def read_shape(model: str) -> tuple[str | None, dict[str, Any]]:
     return (kind.removesuffix("shape"), data) if kind.endswith("shape") else (None, {})
 
 
-def describe_stages(facts: Facts) -> str:
+def describe_stages(facts: RegularPlan) -> str:
     """The cut in layers: ``0:17, 17:34``."""
     return ", ".join(f"{start}:{stop}" for start, stop in facts.plan.bounds)
 
 
-def require_transformer(facts: Facts, system: str) -> None:
+def require_transformer(facts: RegularPlan, system: str) -> None:
     """Raise PlanError for a shipped model that is no transformer; any other model may be one."""
     if facts.family is not None and facts.family not in TRANSFORMERS:
         raise PlanError(
@@ -176,7 +176,7 @@ def require_transformer(facts: Facts, system: str) -> None:
         )
 
 
-def require_blocks(facts: Facts, system: str) -> tuple[StageParts, ...]:
+def require_blocks(facts: RegularPlan, system: str) -> tuple[StageParts, ...]:
     """The stages in blocks. Raises PlanError where the layers are no row of blocks."""
     if facts.stages is None:
         names = ", ".join(facts.layer_names[:4])

@@ -17,7 +17,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from meshwright.report.settings.facts import Facts, StageParts, require_blocks, require_transformer
+from meshwright.report.settings.facts import RegularPlan, StageParts, require_blocks, require_transformer
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
     leading_blocks,
@@ -36,7 +36,7 @@ COMM_TYPES = {"ring": "p2p", "all_gather": "all_gather"}
 SHARDING_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def export_megatron(facts: Facts) -> Settings:
+def export_megatron(facts: RegularPlan) -> Settings:
     """Arguments for the plan. Raises PlanError where Megatron-LM cannot run it at all."""
     plan = facts.plan
     if plan.workload.precision == "float64" or plan.workload.numbers.autocast:
@@ -80,7 +80,7 @@ def export_megatron(facts: Facts) -> Settings:
     )
 
 
-def _axes(facts: Facts) -> dict[str, Any]:
+def _axes(facts: RegularPlan) -> dict[str, Any]:
     sharding = facts.plan.sharding
     values: dict[str, Any] = {
         "--tensor-model-parallel-size": sharding.tensor,
@@ -102,7 +102,7 @@ def _axes(facts: Facts) -> dict[str, Any]:
     return values
 
 
-def _exchange(facts: Facts) -> dict[str, Any]:
+def _exchange(facts: RegularPlan) -> dict[str, Any]:
     """Sums of gradients, and what replicas share out. Raises PlanError for ZeRO 2 and 3 in a pipeline."""
     exchange, offload = facts.plan.exchange, facts.plan.offload
     if offload.optimizer == "nvme" or offload.parameters == "host" or (offload.optimizer == "host" and facts.zero != 1):
@@ -151,7 +151,7 @@ def _exchange(facts: Facts) -> dict[str, Any]:
     return values
 
 
-def _activations(facts: Facts) -> dict[str, Any]:
+def _activations(facts: RegularPlan) -> dict[str, Any]:
     """Activations on the host, as Transformer Engine copies them (megatron/core/transformer/transformer_config.py)."""
     if facts.plan.offload.activations == "device":
         return {}
@@ -163,7 +163,7 @@ def _activations(facts: Facts) -> dict[str, Any]:
     return {"--cpu-offloading-num-layers": blocks.num_blocks - 1}
 
 
-def require_adam(facts: Facts, system: str) -> None:
+def require_adam(facts: RegularPlan, system: str) -> None:
     """Raise PlanError for shared states of another optimizer (megatron/core/optimizer/distrib_optimizer.py)."""
     optimizer = facts.plan.workload.optimizer
     if facts.zero and optimizer.kind != "adamw":
@@ -173,7 +173,7 @@ def require_adam(facts: Facts, system: str) -> None:
         )
 
 
-def recompute_words(facts: Facts, system: str) -> dict[str, Any] | None:
+def recompute_words(facts: RegularPlan, system: str) -> dict[str, Any] | None:
     """What runs again as granularity, method and num-layers; None for nothing. Raises PlanError for other choices."""
     again = facts.again
     if again.kind == "nothing":
@@ -204,7 +204,7 @@ def _layout(stages: tuple[StageParts, ...]) -> str | None:
     )
 
 
-def _precision_and_optimizer(facts: Facts) -> dict[str, Any]:
+def _precision_and_optimizer(facts: RegularPlan) -> dict[str, Any]:
     workload = facts.plan.workload
     flags = {"bfloat16": "--bf16", "float16": "--fp16"}
     values: dict[str, Any] = {flags[workload.numbers.values]: True} if workload.numbers.values in flags else {}
@@ -217,7 +217,7 @@ def _precision_and_optimizer(facts: Facts) -> dict[str, Any]:
     return values | {"--optimizer": "sgd", "--sgd-momentum": 0.9 if workload.optimizer.momentum else 0.0}
 
 
-def _sizes(facts: Facts) -> dict[str, Any]:
+def _sizes(facts: RegularPlan) -> dict[str, Any]:
     shape = facts.shape
     if shape is None:
         return {} if facts.num_blocks is None else {"--num-layers": facts.num_blocks}
@@ -250,7 +250,7 @@ def _sizes(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _fill_in(facts: Facts) -> tuple[str, ...]:
+def _fill_in(facts: RegularPlan) -> tuple[str, ...]:
     items = ["data, tokenizer, --lr and --train-iters"]
     if facts.zero >= 2:
         items.append("the environment: CUDA_DEVICE_MAX_CONNECTIONS unset, as Megatron-FSDP asks for")
@@ -266,7 +266,7 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
+def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     plan, items = facts.plan, []
     if facts.num_stages > 1 and plan.schedule != "1f1b":
         items.append(Unsaid(what=f"schedule {plan.schedule}", reason="Megatron-LM flushes with 1F1B only"))
@@ -303,7 +303,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     return tuple(items)
 
 
-def unsaid_split(facts: Facts) -> list[Unsaid]:
+def unsaid_split(facts: RegularPlan) -> list[Unsaid]:
     """What Megatron-LM does in its own way where ops are split, states are shared out or blocks run again."""
     sharding, shape = facts.plan.sharding, facts.shape
     items = unsaid_states_of_context(facts, "Megatron-LM")

@@ -22,7 +22,7 @@ from meshwright.spec.stage_plan import StagePlan
 from meshwright.spec.workload import Optimizer, Workload
 
 if TYPE_CHECKING:
-    from meshwright.report.settings.facts import Facts
+    from meshwright.report.settings.facts import RegularPlan
 
 # Fields of a plan that every export says, lists as not expressed, or refuses by itself. Those without a default
 # are said by all.
@@ -40,7 +40,7 @@ SAID: dict[type, frozenset[str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RecomputeSplit:
     """What runs again in the backward.
 
     Nothing, attention, blocks but for costly ops (`spec.recompute_words`: op), whole layers (``is_full``: every block),
@@ -110,10 +110,10 @@ def refuse_offload(plan: Plan, system: str, knows: str) -> None:
     )
 
 
-def find_again(plan: Plan, graph: Graph | None) -> Again:
+def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
     """What the plan's ranges of ops mean in its graph. Raises PlanError if there are some, but no graph."""
     if not plan.recompute:
-        return Again()
+        return RecomputeSplit()
     if graph is None:
         raise PlanError(
             "The plan computes parts of its model again, as ranges of ops, which only its graph tells the meaning of. "
@@ -122,13 +122,13 @@ def find_again(plan: Plan, graph: Graph | None) -> Again:
     again = Recompute(tuple(sorted(plan.recompute)), tuple(sorted(plan.keeps)))
     chosen, choices = again.ranges, recompute_choices(graph)
     if again == choices["attention"]:
-        return Again(kind="attention")
+        return RecomputeSplit(kind="attention")
     if again.keeps:
-        return Again(kind="op" if again == choices["op"] else "ops")
+        return RecomputeSplit(kind="op" if again == choices["op"] else "ops")
     place = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
     if not set(chosen) <= set(place):
-        return Again(kind="ops")
-    return Again(kind="layers", layers=tuple(place[item] for item in chosen), is_full=again == choices["full"])
+        return RecomputeSplit(kind="ops")
+    return RecomputeSplit(kind="layers", layers=tuple(place[item] for item in chosen), is_full=again == choices["full"])
 
 
 def describe_axes(sharding: Sharding) -> str:
@@ -141,7 +141,7 @@ def describe_axes(sharding: Sharding) -> str:
     return sharding.describe() + (f" ({', '.join(details)})" if details else "")
 
 
-def leading_blocks(facts: Facts) -> int | None:
+def leading_blocks(facts: RegularPlan) -> int | None:
     """N if exactly the first N blocks of every stage run again (all of a stage that has fewer), else None."""
     if facts.again.kind != "layers" or facts.stages is None:
         return None
@@ -158,7 +158,7 @@ def leading_blocks(facts: Facts) -> int | None:
     return most if all(count == min(most, blocks) for count, blocks in counts) else None
 
 
-def require_even_tokens(facts: Facts, system: str) -> None:
+def require_even_tokens(facts: RegularPlan, system: str) -> None:
     """Raise PlanError for sequences that the ranks of the axes cannot share evenly, where their length is known."""
     sharding = facts.plan.sharding
     parts = (sharding.tensor if sharding.sequence_parallel else 1) * (
@@ -173,7 +173,7 @@ def require_even_tokens(facts: Facts, system: str) -> None:
         )
 
 
-def refuse_split_experts(facts: Facts, system: str) -> None:
+def refuse_split_experts(facts: RegularPlan, system: str) -> None:
     """Raise PlanError for experts beside split ops: other systems give tokens, not all of them, to each rank there."""
     sharding = facts.plan.sharding
     if sharding.expert > 1 and sharding.expert != sharding.width:
@@ -183,7 +183,7 @@ def refuse_split_experts(facts: Facts, system: str) -> None:
         )
 
 
-def unsaid_experts(facts: Facts, system: str, others: str) -> list[Unsaid]:
+def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]:
     """What systems do in their own way where experts are laid out; ``others``: with what the ranks hold alike."""
     if facts.plan.sharding.expert == 1:
         return []
@@ -196,7 +196,7 @@ def unsaid_experts(facts: Facts, system: str, others: str) -> list[Unsaid]:
     ]
 
 
-def unsaid_states_of_context(facts: Facts, system: str, zero_from: int = 1) -> list[Unsaid]:
+def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1) -> list[Unsaid]:
     """Ranks that have other tokens of the same samples share states in systems, but not in plans."""
     if facts.plan.sharding.context == 1 or facts.zero < zero_from:
         return []
@@ -208,7 +208,7 @@ def unsaid_states_of_context(facts: Facts, system: str, zero_from: int = 1) -> l
     ]
 
 
-def unsaid_products(facts: Facts) -> list[Unsaid]:
+def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
     """Types of products that are those of no factor; systems leave them to the script."""
     numbers = facts.plan.workload.numbers
     if not numbers.products:

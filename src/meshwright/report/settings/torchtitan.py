@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.report.settings.facts import Facts, StageParts, require_blocks
+from meshwright.report.settings.facts import RegularPlan, StageParts, require_blocks
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.report.settings.split import (
     moves_all,
@@ -40,7 +40,7 @@ RESHARD = {2: "never", 3: "always"}
 POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
 
 
-def export_torchtitan(facts: Facts) -> Settings:
+def export_torchtitan(facts: RegularPlan) -> Settings:
     """The config module for the plan. Raises PlanError where torchtitan cannot run it at all."""
     plan = facts.plan
     if plan.workload.numbers.values not in ("float32", "bfloat16") or plan.workload.numbers.autocast:
@@ -89,7 +89,7 @@ def export_torchtitan(facts: Facts) -> Settings:
     )
 
 
-def _parallelism(facts: Facts) -> dict[str, Any]:
+def _parallelism(facts: RegularPlan) -> dict[str, Any]:
     sharding, is_shared = facts.plan.sharding, facts.zero >= 2
     values: dict[str, Any] = {
         "parallelism.data_parallel_replicate_degree": facts.num_groups if is_shared else facts.num_replicas,
@@ -128,7 +128,7 @@ def _modules(stages: tuple[StageParts, ...]) -> list[list[str]]:
     ]
 
 
-def _training(facts: Facts) -> dict[str, Any]:
+def _training(facts: RegularPlan) -> dict[str, Any]:
     plan = facts.plan
     local = plan.workload.global_batch // facts.num_with_samples if facts.num_stages > 1 else plan.microbatch_size
     values: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _training(facts: Facts) -> dict[str, Any]:
     return values
 
 
-def _fill_in(facts: Facts, base: str | None) -> tuple[str, ...]:
+def _fill_in(facts: RegularPlan, base: str | None) -> tuple[str, ...]:
     items = ["tokenizer and data (hf_assets_path, dataloader), training.steps, the learning rate"]
     if base is None:
         items.insert(
@@ -159,7 +159,7 @@ def _fill_in(facts: Facts, base: str | None) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
+def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     plan, items = facts.plan, []
     if facts.num_stages > 1 and plan.schedule not in SCHEDULES:
         items.append(Unsaid(what=f"schedule {plan.schedule}", reason="torchtitan has no such schedule; 1F1B is set"))
@@ -188,7 +188,7 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     return tuple(items)
 
 
-def _unsaid_split(facts: Facts) -> list[Unsaid]:
+def _unsaid_split(facts: RegularPlan) -> list[Unsaid]:
     sharding, items = facts.plan.sharding, []
     if facts.zero:
         items.append(

@@ -6,7 +6,7 @@ proves needs z3 and is imported from its modules; what computes is here.
 """
 
 from meshwright.rewrite.calculus.arrays import Arrays
-from meshwright.rewrite.calculus.fields import PRIME, Doubles, Numbers, PrimeField
-from meshwright.rewrite.calculus.machine import IllTypedError, Indexed, Machine
+from meshwright.rewrite.calculus.fields import PRIME, Doubles, NumberField, PrimeField
+from meshwright.rewrite.calculus.machine import Arithmetic, IllTypedError, Indexed
 
-__all__ = ["PRIME", "Arrays", "Doubles", "IllTypedError", "Indexed", "Machine", "Numbers", "PrimeField"]
+__all__ = ["PRIME", "Arithmetic", "Arrays", "Doubles", "IllTypedError", "Indexed", "NumberField", "PrimeField"]

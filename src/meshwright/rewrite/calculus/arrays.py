@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.calculus.fields import Numbers
+    from meshwright.rewrite.calculus.fields import NumberField
 
 # Dims of a result and sums inside of it: NumPy allows 64 axes.
 _AXES = 16
@@ -31,7 +31,7 @@ _MOST_ELEMENTS = 2**26
 class Element:
     """Scalars at many indices; ``values``: (draws, axes...)."""
 
-    numbers: Numbers
+    numbers: NumberField
     values: NDArray[Any]
 
     def __add__(self, other: Element) -> Element:
@@ -51,7 +51,7 @@ class Element:
 class Arrays:
     """Runs definitions over arrays of ``numbers``."""
 
-    numbers: Numbers
+    numbers: NumberField
     _axis: int = field(default=1, init=False)
 
     def compute(self, result: Indexed) -> NDArray[Any]:

@@ -17,10 +17,10 @@ from meshwright.rewrite.calculus.sums import (
     product_letters,
     substitute_product,
 )
-from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.calculus.whole import Polynomial
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.calculus.facts import Facts
+    from meshwright.rewrite.calculus.facts import LetterBounds
     from meshwright.rewrite.calculus.whole import Letter
 
 Case: TypeAlias = "tuple[Guards, Total]"
@@ -28,7 +28,7 @@ Case: TypeAlias = "tuple[Guards, Total]"
 LOWEST = Total.atom(Applied("lowest", ()))
 
 
-def summed(facts: Facts, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
+def summed(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: list[Case]) -> Total:
     """The sum over 0 <= letter < extent."""
     result: dict[Product, Fraction] = {}
     for guards, total in cases:
@@ -39,7 +39,7 @@ def summed(facts: Facts, letter: Letter, extent: Whole, cases: list[Case]) -> To
     return Total(result)
 
 
-def _bind(facts: Facts, key: Product, letter: Letter, extent: Whole, guards: Guards) -> Total | None:
+def _bind(facts: LetterBounds, key: Product, letter: Letter, extent: Polynomial, guards: Guards) -> Total | None:
     """Σ over the letter of one product; None if no index satisfies the guards."""
     narrowed = _narrow(facts, letter, extent, key.guards | guards)
     if narrowed is None:
@@ -60,14 +60,16 @@ def _bind(facts: Facts, key: Product, letter: Letter, extent: Whole, guards: Gua
     return Total({moved._replace(binders=(*moved.binders, (new, extent))): Fraction(1)})
 
 
-def _narrow(facts: Facts, letter: Letter, extent: Whole, guards: Guards) -> tuple[Whole, Whole, Guards] | None:
+def _narrow(
+    facts: LetterBounds, letter: Letter, extent: Polynomial, guards: Guards
+) -> tuple[Polynomial, Polynomial, Guards] | None:
     """(first, count, guards that are left) of the range that guards on the letter leave of 0 <= letter < extent."""
     if not facts.possible(guards):
         return None
-    low, high = Whole.of(0), extent
+    low, high = Polynomial.of(0), extent
     left = set()
     for guard in sorted(guards, key=repr):
-        factor, rest = guard.factor_of(letter), guard.substitute({letter: Whole.of(0)})
+        factor, rest = guard.factor_of(letter), guard.substitute({letter: Polynomial.of(0)})
         if facts.implies(NO_GUARDS, guard):
             continue
         if factor == 1 and _only_sizes(facts, rest) and _known_order(facts, low, -rest):
@@ -78,21 +80,21 @@ def _narrow(facts: Facts, letter: Letter, extent: Whole, guards: Guards) -> tupl
             left.add(guard)
     count = high - low
     if not facts.implies(NO_GUARDS, count):
-        return Whole.of(0), extent, frozenset(g for g in guards if not facts.implies(NO_GUARDS, g))
+        return Polynomial.of(0), extent, frozenset(g for g in guards if not facts.implies(NO_GUARDS, g))
     if count == 0:
         return None
     return low, count, frozenset(left)
 
 
-def _known_order(facts: Facts, low: Whole, high: Whole) -> bool:
+def _known_order(facts: LetterBounds, low: Polynomial, high: Polynomial) -> bool:
     return facts.implies(NO_GUARDS, high - low)
 
 
-def _only_sizes(facts: Facts, number: Whole) -> bool:
+def _only_sizes(facts: LetterBounds, number: Polynomial) -> bool:
     return not any(letter[0] in "~@%" or facts.extent(letter) is not None for letter in number.letters())
 
 
-def maximised(facts: Facts, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
+def maximised(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: list[Case]) -> Total:
     """The largest over 0 <= letter < extent."""
     branches = []
     for guards, total in cases:
@@ -113,13 +115,13 @@ def maximised(facts: Facts, letter: Letter, extent: Whole, cases: list[Case]) ->
     return largest_of(branches)
 
 
-def size_total(extent: Whole) -> Total:
+def size_total(extent: Polynomial) -> Total:
     """A size as a number."""
     result = Total({})
     for monomial, factor in extent.terms:
         term = Total.number(factor)
         for letter in monomial:
-            term = term * Total.atom(Sized(Whole.letter(letter)))
+            term = term * Total.atom(Sized(Polynomial.letter(letter)))
         result = result + term
     return result
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import z3
 
-from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.calculus.whole import Polynomial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from meshwright.rewrite.calculus.whole import Letter
 
-Guard: TypeAlias = Whole
+Guard: TypeAlias = Polynomial
 Guards: TypeAlias = "frozenset[Guard]"
 NO_GUARDS: Guards = frozenset()
 
@@ -34,31 +34,31 @@ _NUM_EXAMPLES = 256
 _EXAMPLE_SPREAD = 6
 
 
-class Facts:
+class LetterBounds:
     """Bounds of letters; letters are added, never changed, so that answers may be kept."""
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
-        self._bounds: dict[Letter, tuple[Whole, Whole | None]] = {}
+        self._bounds: dict[Letter, tuple[Polynomial, Polynomial | None]] = {}
         self._order: dict[Letter, int] = {}
         self._kept: dict[tuple[Guards, Guard | None], bool] = {}
         self._constants: dict[Letter, z3.ArithRef] = {}
         self._assumed: list[Guard] = []
-        self._zeros: list[Whole] = []
+        self._zeros: list[Polynomial] = []
         self._rng = np.random.default_rng(0)
         self._examples: dict[Letter, NDArray[np.int64]] = {}
         self._sound = np.ones(_NUM_EXAMPLES, bool)
-        self._quotients: dict[tuple[Whole, Whole], Whole] = {}
+        self._quotients: dict[tuple[Polynomial, Polynomial], Polynomial] = {}
         self.questions_left = questions
 
-    def declare(self, letter: Letter, low: int | Whole, high: int | Whole | None = None) -> Whole:
+    def declare(self, letter: Letter, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
         """Say that ``low <= letter < high``; returns the letter as a number."""
         if letter not in self._bounds:
-            self._bounds[letter] = (Whole.of(low), None if high is None else Whole.of(high))
+            self._bounds[letter] = (Polynomial.of(low), None if high is None else Polynomial.of(high))
             self._order[letter] = len(self._order)
             self._draw(letter)
-        return Whole.letter(letter)
+        return Polynomial.letter(letter)
 
-    def fresh(self, prefix: str, low: int | Whole, high: int | Whole | None = None) -> Whole:
+    def fresh(self, prefix: str, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
         """A letter that is not there yet."""
         return self.declare(f"{prefix}{len(self._order)}", low, high)
 
@@ -69,7 +69,7 @@ class Facts:
             self._sound &= self._values(guard) >= 0
             self._kept.clear()
 
-    def allows(self, values: Mapping[Letter, Whole]) -> bool:
+    def allows(self, values: Mapping[Letter, Polynomial]) -> bool:
         """Whether what is assumed holds for these values, as far as it is about their letters."""
         for guard in self._assumed:
             number = guard.substitute(values).constant
@@ -77,7 +77,7 @@ class Facts:
                 return False
         return True
 
-    def assume_equal(self, one: Whole, other: Whole) -> None:
+    def assume_equal(self, one: Polynomial, other: Polynomial) -> None:
         """Say that two numbers are equal everywhere."""
         difference = self._reduced(one - other)
         if difference.terms:
@@ -85,14 +85,14 @@ class Facts:
             self.assume(difference)
             self.assume(-difference)
 
-    def are_equal(self, one: Whole, other: Whole) -> bool:
+    def are_equal(self, one: Polynomial, other: Polynomial) -> bool:
         """Whether it follows that two numbers are equal."""
         difference = self._reduced(one - other)
         if not difference.terms:
             return True
         return bool(self._assumed) and self.implies(frozenset(), difference) and self.implies(frozenset(), -difference)
 
-    def _reduced(self, number: Whole) -> Whole:
+    def _reduced(self, number: Polynomial) -> Polynomial:
         """The number with what is assumed to be 0 subtracted, so that each of those loses its last monomial."""
         for zero in self._zeros:
             last, factor = zero.terms[-1]
@@ -101,7 +101,7 @@ class Facts:
                 number = number - zero * (here // factor)
         return number
 
-    def floored(self, number: Whole, by: Whole) -> Whole:
+    def floored(self, number: Polynomial, by: Polynomial) -> Polynomial:
         """The letter of a quotient that is rounded down; the same for the same numbers."""
         if (number, by) not in self._quotients:
             quotient = self.fresh("f", 0)
@@ -110,7 +110,7 @@ class Facts:
             self.assume(quotient * by + by - 1 - number)
         return self._quotients[number, by]
 
-    def least(self, letter: Letter) -> Whole:
+    def least(self, letter: Letter) -> Polynomial:
         """The lower bound of a letter."""
         return self._bounds[letter][0]
 
@@ -119,7 +119,7 @@ class Facts:
         low = self._bounds[letter][0].constant
         return low is not None and low >= 1
 
-    def extent(self, letter: Letter) -> Whole | None:
+    def extent(self, letter: Letter) -> Polynomial | None:
         """The upper bound of an index."""
         return self._bounds[letter][1] if letter in self._bounds else None
 
@@ -160,22 +160,22 @@ class Facts:
                 return False
             if self._never_negative(factor):
                 # A letter without upper bound stays; it is at least its lower bound.
-                guard = guard + factor * (low - Whole.letter(letter)) if high is not None else guard
+                guard = guard + factor * (low - Polynomial.letter(letter)) if high is not None else guard
             elif high is not None and self._never_negative(-factor):
-                guard = guard + factor * (high - 1 - Whole.letter(letter))
+                guard = guard + factor * (high - 1 - Polynomial.letter(letter))
             else:
                 return False
         return self._never_negative(guard)
 
-    def _never_negative(self, number: Whole) -> bool:
+    def _never_negative(self, number: Polynomial) -> bool:
         """Whether a polynomial of sizes has no negative coefficient, written in what each exceeds its least by."""
         letters = set(number.letters())
         if any(self._bounds[letter][1] is not None or self._bounds[letter][0].constant is None for letter in letters):
             return False
-        moved = number.substitute({letter: Whole.letter(letter) + self._bounds[letter][0] for letter in letters})
+        moved = number.substitute({letter: Polynomial.letter(letter) + self._bounds[letter][0] for letter in letters})
         return all(factor >= 0 for _, factor in moved.terms)
 
-    def _ensure(self, number: Whole) -> None:
+    def _ensure(self, number: Polynomial) -> None:
         """Letters that were made by renaming have no bounds here; of them it is known that they are no less than 0."""
         for letter in number.letters():
             if letter not in self._bounds:
@@ -189,7 +189,7 @@ class Facts:
         self._sound &= room > 0
         self._examples[letter] = first + self._rng.integers(0, np.maximum(room, 1))
 
-    def _values(self, number: Whole) -> NDArray[np.int64]:
+    def _values(self, number: Polynomial) -> NDArray[np.int64]:
         self._ensure(number)
         total = np.zeros(_NUM_EXAMPLES, np.int64)
         for monomial, factor in number.terms:
@@ -226,7 +226,7 @@ class Facts:
                 continue
             seen.add(letter)
             low, high = self._bounds[letter]
-            constant = self._in_z3(Whole.letter(letter))
+            constant = self._in_z3(Polynomial.letter(letter))
             solver.add(constant >= self._in_z3(low))
             todo += low.letters()
             if high is not None:
@@ -234,7 +234,7 @@ class Facts:
                 todo += high.letters()
         return bool(solver.check() == z3.unsat)
 
-    def _in_z3(self, number: Whole) -> z3.ArithRef:
+    def _in_z3(self, number: Polynomial) -> z3.ArithRef:
         total = z3.IntVal(0)
         for monomial, factor in number.terms:
             product = z3.IntVal(factor)

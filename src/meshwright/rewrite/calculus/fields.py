@@ -24,7 +24,7 @@ PRIME = 268_435_399
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-class Numbers(Protocol):
+class NumberField(Protocol):
     """How arrays of numbers are added, multiplied and mapped."""
 
     @property

@@ -1,6 +1,6 @@
 """What definitions of operators are written in: tensors that are functions of their indices.
 
-A definition gets a `Machine` and its operands, and returns the result as an `Indexed`. The same definition is run by
+A definition gets a `Arithmetic` and its operands, and returns the result as an `Indexed`. The same definition is run by
 `symbols.Symbols`, for sizes that are letters, which proves, and by `numbers.Arrays`, for sizes that are numbers, which
 computes.
 """
@@ -40,7 +40,7 @@ class Indexed:
         return len(self.shape)
 
 
-class Machine(Protocol):
+class Arithmetic(Protocol):
     """Scalars have ``+``, ``-`` and ``*``; indices too."""
 
     def total(self, extent: Index, body: Callable[[Index], Scalar]) -> Scalar:

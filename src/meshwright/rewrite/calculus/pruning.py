@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 from meshwright.rewrite.calculus.facts import NO_GUARDS
 from meshwright.rewrite.calculus.sums import Applied, Branch, Largest, Total, make_product, named_alike
-from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.calculus.whole import Polynomial
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from meshwright.rewrite.calculus.facts import Facts, Guards
+    from meshwright.rewrite.calculus.facts import Guards, LetterBounds
     from meshwright.rewrite.calculus.sums import Atom, Binder, Product
 
 
-def simplified(facts: Facts, total: Total, given: Guards) -> Total:
+def simplified(facts: LetterBounds, total: Total, given: Guards) -> Total:
     """The total where guards hold: with fewer guards inside, and bound letters named alike."""
     return named_alike(_pruned(facts, total, given))
 
 
-def _pruned(facts: Facts, total: Total, given: Guards) -> Total:
+def _pruned(facts: LetterBounds, total: Total, given: Guards) -> Total:
     kept: dict[Product, Fraction] = {}
     for key, factor in total.items:
         for name, extent in key.binders:
@@ -37,7 +37,7 @@ def _pruned(facts: Facts, total: Total, given: Guards) -> Total:
     return Total(kept)
 
 
-def _pruned_atom(facts: Facts, atom: Atom, given: Guards) -> Atom:
+def _pruned_atom(facts: LetterBounds, atom: Atom, given: Guards) -> Atom:
     if isinstance(atom, Applied):
         return Applied(atom.function, tuple(_pruned(facts, item, given) for item in atom.arguments))
     if not isinstance(atom, Largest):
@@ -58,13 +58,13 @@ def _pruned_atom(facts: Facts, atom: Atom, given: Guards) -> Atom:
     return Largest(frozenset(branches))
 
 
-def _is_met(facts: Facts, binders: tuple[Binder, ...], guards: Guards, given: Guards) -> bool:
+def _is_met(facts: LetterBounds, binders: tuple[Binder, ...], guards: Guards, given: Guards) -> bool:
     """Whether some values of the binders satisfy the guards, each of which is about one of them, wherever given."""
     left = set(guards)
     for name, extent in binders:
-        lows, highs = [Whole.of(0)], [extent - 1]
+        lows, highs = [Polynomial.of(0)], [extent - 1]
         for guard in guards:
-            factor, rest = guard.factor_of(name), guard.substitute({name: Whole.of(0)})
+            factor, rest = guard.factor_of(name), guard.substitute({name: Polynomial.of(0)})
             if factor == 1:
                 lows.append(-rest)
             elif factor == -1:
@@ -79,7 +79,7 @@ def _is_met(facts: Facts, binders: tuple[Binder, ...], guards: Guards, given: Gu
     return not left
 
 
-def _fewer(facts: Facts, guards: Guards, given: Guards) -> Guards | None:
+def _fewer(facts: LetterBounds, guards: Guards, given: Guards) -> Guards | None:
     """Guards that do not follow from the given ones; None if they contradict them."""
     if not guards:
         return guards

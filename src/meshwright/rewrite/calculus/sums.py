@@ -15,7 +15,7 @@ from itertools import count, permutations, product
 from math import factorial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from meshwright.rewrite.calculus.whole import Whole, data_letter, data_value
+from meshwright.rewrite.calculus.whole import Polynomial, data_letter, data_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ class Read(NamedTuple):
     """A tensor's number at an index."""
 
     tensor: str
-    place: tuple[Whole, ...]
+    place: tuple[Polynomial, ...]
 
 
 class Applied(NamedTuple):
@@ -63,11 +63,11 @@ class Largest(NamedTuple):
 class Sized(NamedTuple):
     """A size as a number."""
 
-    number: Whole
+    number: Polynomial
 
 
 Atom: TypeAlias = "Read | Applied | Largest | Sized"
-Binder: TypeAlias = "tuple[Letter, Whole]"
+Binder: TypeAlias = "tuple[Letter, Polynomial]"
 
 
 class Product(NamedTuple):
@@ -151,7 +151,7 @@ class Total:
         """All letters in it, free or bound."""
         return {letter for key, _ in self.items for letter in product_letters(key)}
 
-    def substitute(self, values: Mapping[Letter, Whole]) -> Total:
+    def substitute(self, values: Mapping[Letter, Polynomial]) -> Total:
         """Free letters exchanged; the values hold no letter that is bound in here."""
         changed: dict[Product, Fraction] = {}
         for key, factor in self.items:
@@ -160,7 +160,7 @@ class Total:
         return Total(changed)
 
 
-def every_letter(number: Whole) -> set[Letter]:
+def every_letter(number: Polynomial) -> set[Letter]:
     """All letters of a number, those inside of indices that are data, too."""
     found = set(number.letters())
     for letter in tuple(found):
@@ -190,7 +190,7 @@ def product_letters(key: Product) -> set[Letter]:
     return found
 
 
-def substitute_product(key: Product, values: Mapping[Letter, Whole]) -> Product:
+def substitute_product(key: Product, values: Mapping[Letter, Polynomial]) -> Product:
     """Letters of a product exchanged, those of its binders only for other letters."""
     powers: dict[Atom, int] = {}
     for atom, power in key.powers:
@@ -203,9 +203,9 @@ def substitute_product(key: Product, values: Mapping[Letter, Whole]) -> Product:
     )
 
 
-def fresh_binders(binders: tuple[Binder, ...]) -> dict[Letter, Whole]:
+def fresh_binders(binders: tuple[Binder, ...]) -> dict[Letter, Polynomial]:
     """New names for bound letters."""
-    return {name: Whole.letter(f"~{next(_names)}") for name, _ in binders}
+    return {name: Polynomial.letter(f"~{next(_names)}") for name, _ in binders}
 
 
 def named_alike(total: Total, depth: int = 0) -> Total:
@@ -222,7 +222,7 @@ def _named(key: Product, depth: int) -> Product:
         return _inner_named(key, depth + 1)
     candidates = []
     for order in _orders(key):
-        names = {name: Whole.letter(f"%{depth}.{place}") for place, name in enumerate(order)}
+        names = {name: Polynomial.letter(f"%{depth}.{place}") for place, name in enumerate(order)}
         renamed = _inner_named(substitute_product(key, names), depth + 1)
         candidates.append(renamed._replace(binders=tuple(sorted(renamed.binders, key=repr))))
     return min(candidates, key=_product_text)
@@ -232,7 +232,7 @@ def _orders(key: Product) -> Iterator[tuple[Letter, ...]]:
     """Orders of the binders worth trying: by how each occurs; those that occur alike in all orders."""
     alike: dict[str, list[Letter]] = {}
     for name, extent in key.binders:
-        marks = {other: Whole.letter("*" if other == name else "?") for other, _ in key.binders}
+        marks = {other: Polynomial.letter("*" if other == name else "?") for other, _ in key.binders}
         marked = _inner_named(substitute_product(key, marks), 99)._replace(binders=())
         alike.setdefault(f"{extent}|{_product_text(marked)}", []).append(name)
     groups = [alike[text] for text in sorted(alike)]
@@ -280,14 +280,14 @@ def _times(left: Product, right: Product) -> Product:
     return make_product(left.binders + right.binders, left.guards | right.guards, powers)
 
 
-def _substitute_binder(binder: Binder, values: Mapping[Letter, Whole]) -> Binder:
+def _substitute_binder(binder: Binder, values: Mapping[Letter, Polynomial]) -> Binder:
     name, extent = binder
     renamed = values[name].single if name in values else name
     assert renamed is not None, "a binder is renamed, never given a value"
     return renamed, _in_number(extent, values)
 
 
-def _substitute_atom(atom: Atom, values: Mapping[Letter, Whole]) -> Atom:
+def _substitute_atom(atom: Atom, values: Mapping[Letter, Polynomial]) -> Atom:
     if isinstance(atom, Read):
         return Read(atom.tensor, tuple(_in_number(number, values) for number in atom.place))
     if isinstance(atom, Applied):
@@ -306,13 +306,13 @@ def _substitute_atom(atom: Atom, values: Mapping[Letter, Whole]) -> Atom:
     )
 
 
-def _in_number(number: Whole, values: Mapping[Letter, Whole]) -> Whole:
+def _in_number(number: Polynomial, values: Mapping[Letter, Polynomial]) -> Polynomial:
     """Letters of a number exchanged, also inside of indices that are data."""
     inner = {}
     for letter in number.letters():
         value = data_value(letter)
         if value is not None:
-            inner[letter] = Whole.letter(data_letter(value.substitute(values)))
+            inner[letter] = Polynomial.letter(data_letter(value.substitute(values)))
     return number.substitute({**values, **inner} if inner else values)
 
 

@@ -13,11 +13,11 @@ from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright.rewrite.calculus.binding import LOWEST, largest_of, maximised, size_total, summed
-from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, NO_GUARDS, Facts
+from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, NO_GUARDS, LetterBounds
 from meshwright.rewrite.calculus.functions import known_value
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import Branch, Read, Sized, Total, every_letter
-from meshwright.rewrite.calculus.whole import Inverse, NotExpressibleError, Whole, data_letter, data_value
+from meshwright.rewrite.calculus.whole import Inverse, NotExpressibleError, Polynomial, data_letter, data_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.calculus.facts import Guards
     from meshwright.rewrite.calculus.whole import Letter
 
-Condition: TypeAlias = "tuple[Whole, ...]"
+Condition: TypeAlias = "tuple[Polynomial, ...]"
 
 _MOST_TERMS = 4
 
@@ -34,7 +34,7 @@ _MOST_TERMS = 4
 class SizesDifferError(Exception):
     """Two sizes have to be equal and are not in form; ``or_one``: the first may be 1 instead."""
 
-    def __init__(self, one: Whole, other: Whole, why: str, *, or_one: bool = False) -> None:
+    def __init__(self, one: Polynomial, other: Polynomial, why: str, *, or_one: bool = False) -> None:
         super().__init__(f"{why}: {one} and {other}")
         self.one, self.other, self.why, self.or_one = one, other, why, or_one
 
@@ -42,7 +42,7 @@ class SizesDifferError(Exception):
 class RefineError(Exception):
     """An index has to be divided: ``letter = quotient · by + rest``."""
 
-    def __init__(self, letter: Letter, quotient: Whole, by: Whole) -> None:
+    def __init__(self, letter: Letter, quotient: Polynomial, by: Polynomial) -> None:
         super().__init__(f"{letter} by {by}")
         self.letter, self.quotient, self.by = letter, quotient, by
 
@@ -72,47 +72,47 @@ class Symbols:
     """Runs definitions over letters; one object for all that is compared with each other."""
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
-        self.facts = Facts(questions)
+        self.facts = LetterBounds(questions)
         # Letters that a sum binds are renamed later: a quotient of one would keep the old name.
         self._bound: set[Letter] = set()
         # Letters that an attribute divides by: they are not 0 where the rule is well typed.
-        self.inverted: set[Whole] = set()
-        self._quotients: dict[tuple[Whole, Whole], Whole] = {}
+        self.inverted: set[Polynomial] = set()
+        self._quotients: dict[tuple[Polynomial, Polynomial], Polynomial] = {}
         # Orders that were demanded and are to be shown later; None where they are demanded at once.
-        self.owed: list[Whole] | None = None
+        self.owed: list[Polynomial] | None = None
 
-    def read(self, tensor: str, shape: Sequence[Whole]) -> Callable[..., Value]:
+    def read(self, tensor: str, shape: Sequence[Polynomial]) -> Callable[..., Value]:
         """The numbers of an operand; in a dim of one number there is one place."""
 
-        def at(*index: int | Whole) -> Value:
-            places = [Whole.of(0 if size == 1 else place) for place, size in zip(index, shape, strict=True)]
+        def at(*index: int | Polynomial) -> Value:
+            places = [Polynomial.of(0 if size == 1 else place) for place, size in zip(index, shape, strict=True)]
             return self._plain(Total.atom(Read(tensor, tuple(places))))
 
         return at
 
-    def index(self, size: Whole) -> Whole:
+    def index(self, size: Polynomial) -> Polynomial:
         """A place of a result."""
-        return Whole.of(0) if size == 1 else self.facts.fresh("i", 0, size)
+        return Polynomial.of(0) if size == 1 else self.facts.fresh("i", 0, size)
 
-    def total(self, extent: int | Whole, body: Callable[[Whole], Value]) -> Value:
+    def total(self, extent: int | Polynomial, body: Callable[[Polynomial], Value]) -> Value:
         """The sum over an index; a few terms are written out."""
-        number = Whole.of(extent).constant
+        number = Polynomial.of(extent).constant
         if number is not None and 1 < number <= _MOST_TERMS:
-            first, *others = (body(Whole.of(place)) for place in range(number))
+            first, *others = (body(Polynomial.of(place)) for place in range(number))
             return sum(others, first)
-        return self._closed(Whole.of(extent), body, partial(summed, self.facts), self.total)
+        return self._closed(Polynomial.of(extent), body, partial(summed, self.facts), self.total)
 
-    def largest(self, extent: int | Whole, body: Callable[[Whole], Value]) -> Value:
+    def largest(self, extent: int | Polynomial, body: Callable[[Polynomial], Value]) -> Value:
         """The largest over an index."""
-        return self._closed(Whole.of(extent), body, partial(maximised, self.facts), self.largest)
+        return self._closed(Polynomial.of(extent), body, partial(maximised, self.facts), self.largest)
 
     def lowest(self) -> Value:
         """What is below all numbers."""
         return self._plain(LOWEST)
 
-    def within(self, index: int | Whole, low: int | Whole, high: int | Whole) -> Condition:
+    def within(self, index: int | Polynomial, low: int | Polynomial, high: int | Polynomial) -> Condition:
         """Whether ``low <= index < high``."""
-        place = Whole.of(index)
+        place = Polynomial.of(index)
         return (place - low, high - place - 1)
 
     def both(self, *conditions: Condition) -> Condition:
@@ -148,16 +148,16 @@ class Symbols:
                 return self.inverse_size(number).cases[0][1]
         return known_value("reciprocal", (total,))
 
-    def number(self, value: float | Fraction | Whole | Inverse) -> Value:
+    def number(self, value: float | Fraction | Polynomial | Inverse) -> Value:
         """A constant, or the letter of one."""
         if isinstance(value, Inverse):
             self.inverted.add(value.of)
             return self.inverse_size(value.of)
-        return self._plain(size_total(value) if isinstance(value, Whole) else Total.number(Fraction(value)))
+        return self._plain(size_total(value) if isinstance(value, Polynomial) else Total.number(Fraction(value)))
 
-    def inverse_size(self, extent: int | Whole) -> Value:
+    def inverse_size(self, extent: int | Polynomial) -> Value:
         """One divided by a size."""
-        extent = Whole.of(extent)
+        extent = Polynomial.of(extent)
         if extent.constant is not None:
             return self.number(Fraction(1, extent.constant))
         if len(extent.terms) > 1:
@@ -165,19 +165,19 @@ class Symbols:
         ((monomial, factor),) = extent.terms
         result = Total.number(Fraction(1, factor))
         for letter in monomial:
-            result = result * Total.atom(Sized(Whole.letter(letter)), -1)
+            result = result * Total.atom(Sized(Polynomial.letter(letter)), -1)
         return self._plain(result)
 
-    def divided(self, index: int | Whole, by: int | Whole) -> tuple[Whole, Whole]:
+    def divided(self, index: int | Polynomial, by: int | Polynomial) -> tuple[Polynomial, Polynomial]:
         """Quotient and remainder; RefineError if a letter has to be replaced first."""
-        index, by = Whole.of(index), Whole.of(by)
+        index, by = Polynomial.of(index), Polynomial.of(by)
         if by == 1:
-            return index, Whole.of(0)
+            return index, Polynomial.of(0)
         split = index.split_by(by)
         if split is not None and self._is_rest(split[1], by):
             return split
         if self._is_rest(index, by):
-            return Whole.of(0), index
+            return Polynomial.of(0), index
         letter = index.single
         extent = None if letter is None else self.facts.extent(letter)
         if letter is not None and extent is not None:
@@ -191,26 +191,26 @@ class Symbols:
         quotient = self.facts.floored(index, by)
         return quotient, index - quotient * by
 
-    def looked_up(self, value: Value, extent: int | Whole) -> Whole:
+    def looked_up(self, value: Value, extent: int | Polynomial) -> Polynomial:
         """A value as an index."""
         if len(value.cases) != 1:
             raise NotExpressibleError("an index that is data by cases")
         letter = data_letter(value.cases[0][1])
         known = self.facts.extent(letter)
-        if known is not None and not self.facts.are_equal(known, Whole.of(extent)):
+        if known is not None and not self.facts.are_equal(known, Polynomial.of(extent)):
             # An index into fewer rows is one into more; the reverse may be out of range.
             raise NotExpressibleError(f"one index into {known} and into {extent} rows")
         return self.facts.declare(letter, 0, extent)
 
-    def same(self, one: int | Whole, other: int | Whole, why: str) -> None:
+    def same(self, one: int | Polynomial, other: int | Polynomial, why: str) -> None:
         """Demand that two sizes are equal."""
-        one, other = Whole.of(one), Whole.of(other)
+        one, other = Polynomial.of(one), Polynomial.of(other)
         if one != other and not self.facts.are_equal(one, other):
             raise SizesDifferError(one, other, why)
 
-    def repeats(self, size: int | Whole, wanted: int | Whole, why: str) -> bool:
+    def repeats(self, size: int | Polynomial, wanted: int | Polynomial, why: str) -> bool:
         """Whether a size of 1 is repeated to another; otherwise both have to be equal."""
-        size, wanted = Whole.of(size), Whole.of(wanted)
+        size, wanted = Polynomial.of(size), Polynomial.of(wanted)
         if size == wanted:
             return False
         if size == 1:
@@ -219,9 +219,9 @@ class Symbols:
             raise SizesDifferError(size, wanted, why, or_one=size.constant is None)
         return False
 
-    def quotient(self, extent: int | Whole, by: int | Whole, why: str) -> Whole:
+    def quotient(self, extent: int | Polynomial, by: int | Polynomial, why: str) -> Polynomial:
         """The whole quotient of a size that must be divisible."""
-        extent, by = Whole.of(extent), Whole.of(by)
+        extent, by = Polynomial.of(extent), Polynomial.of(by)
         if by == 1:
             return extent
         split = extent.split_by(by)
@@ -234,17 +234,17 @@ class Symbols:
             raise SizesDifferError(extent, by * self._quotients[key], why)
         return self._quotients[key]
 
-    def ordered(self, low: int | Whole, high: int | Whole, why: str) -> None:
+    def ordered(self, low: int | Polynomial, high: int | Polynomial, why: str) -> None:
         """Demand that one size is not above another: the other is the one and something more."""
-        low, high = Whole.of(low), Whole.of(high)
+        low, high = Polynomial.of(low), Polynomial.of(high)
         if self.owed is not None:
             self.owed.append(high - low)
         elif not self.facts.implies(NO_GUARDS, high - low):
             raise SizesDifferError(high, low + self.facts.fresh("r", 0), why)
 
-    def floored(self, number: int | Whole, by: int | Whole) -> Whole:
+    def floored(self, number: int | Polynomial, by: int | Polynomial) -> Polynomial:
         """The quotient, rounded down."""
-        number, by = Whole.of(number), Whole.of(by)
+        number, by = Polynomial.of(number), Polynomial.of(by)
         return number if by == 1 else self.facts.floored(number, by)
 
     def equal(self, one: Value, other: Value) -> tuple[Guards, Total] | None:
@@ -279,19 +279,19 @@ class Symbols:
             if self.facts.possible(guards | held):
                 yield guards | held, total
 
-    def _is_rest(self, number: Whole, by: Whole) -> bool:
+    def _is_rest(self, number: Polynomial, by: Polynomial) -> bool:
         return self.facts.implies(NO_GUARDS, number) and self.facts.implies(NO_GUARDS, by - 1 - number)
 
     def _closed(
         self,
-        extent: Whole,
-        body: Callable[[Whole], Value],
-        close: Callable[[Letter, Whole, list[Case]], Total],
+        extent: Polynomial,
+        body: Callable[[Polynomial], Value],
+        close: Callable[[Letter, Polynomial, list[Case]], Total],
         again: Callable[..., Value],
     ) -> Value:
         """Bind a letter over the cases of a body: guards on bound letters go inside, the others stay cases."""
         if extent == 1:
-            return body(Whole.of(0))
+            return body(Polynomial.of(0))
         place = self.facts.fresh("k", 0, extent)
         letter = place.single
         assert letter is not None
@@ -317,7 +317,7 @@ class Symbols:
         bound = frozenset(guard for guard in guards if not self._bound.isdisjoint(every_letter(guard)))
         return bound, guards - bound
 
-    def _worlds(self, guards: set[Whole]) -> list[Guards]:
+    def _worlds(self, guards: set[Polynomial]) -> list[Guards]:
         """All consistent ways in which guards hold or not."""
         worlds: list[Guards] = [NO_GUARDS]
         for guard in sorted(guards, key=repr):

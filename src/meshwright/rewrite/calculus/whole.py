@@ -39,10 +39,10 @@ def data_value(letter: Letter) -> Any:
 class Inverse:
     """One divided by a number that is a letter."""
 
-    of: Whole
+    of: Polynomial
 
 
-class Whole:
+class Polynomial:
     """A polynomial with whole coefficients; equal exactly if the canonical forms are. Immutable."""
 
     __slots__ = ("_hash", "terms")
@@ -54,55 +54,55 @@ class Whole:
         self._hash = hash(self.terms)
 
     @staticmethod
-    def of(number: int | Whole) -> Whole:
+    def of(number: int | Polynomial) -> Polynomial:
         """The number as a polynomial."""
-        return number if isinstance(number, Whole) else Whole({(): int(number)})
+        return number if isinstance(number, Polynomial) else Polynomial({(): int(number)})
 
     @staticmethod
-    def letter(name: Letter) -> Whole:
+    def letter(name: Letter) -> Polynomial:
         """The polynomial of one letter."""
-        return Whole({(name,): 1})
+        return Polynomial({(name,): 1})
 
-    def __add__(self, other: int | Whole) -> Whole:
+    def __add__(self, other: int | Polynomial) -> Polynomial:
         if other == 0:
             return self
         sums = dict(self.terms)
-        for monomial, factor in Whole.of(other).terms:
+        for monomial, factor in Polynomial.of(other).terms:
             sums[monomial] = sums.get(monomial, 0) + factor
-        return Whole(sums)
+        return Polynomial(sums)
 
     __radd__ = __add__
 
-    def __neg__(self) -> Whole:
-        return Whole({monomial: -factor for monomial, factor in self.terms})
+    def __neg__(self) -> Polynomial:
+        return Polynomial({monomial: -factor for monomial, factor in self.terms})
 
-    def __sub__(self, other: int | Whole) -> Whole:
-        return self + -Whole.of(other)
+    def __sub__(self, other: int | Polynomial) -> Polynomial:
+        return self + -Polynomial.of(other)
 
-    def __rsub__(self, other: int | Whole) -> Whole:
-        return Whole.of(other) + -self
+    def __rsub__(self, other: int | Polynomial) -> Polynomial:
+        return Polynomial.of(other) + -self
 
-    def __mul__(self, other: int | Whole) -> Whole:
+    def __mul__(self, other: int | Polynomial) -> Polynomial:
         if other == 1:
             return self
         products: dict[Monomial, int] = {}
         for left, a in self.terms:
-            for right, b in Whole.of(other).terms:
+            for right, b in Polynomial.of(other).terms:
                 monomial = tuple(sorted(left + right))
                 products[monomial] = products.get(monomial, 0) + a * b
-        return Whole(products)
+        return Polynomial(products)
 
     __rmul__ = __mul__
 
-    def __floordiv__(self, other: int | Whole) -> Whole:
+    def __floordiv__(self, other: int | Polynomial) -> Polynomial:
         """The quotient, where it is whole for all sizes; NotExpressibleError elsewhere."""
-        split = self.split_by(Whole.of(other))
+        split = self.split_by(Polynomial.of(other))
         if split is None or split[1].terms:
             raise NotExpressibleError(f"{self} is no multiple of {other}")
         return split[0]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Whole):
+        if isinstance(other, Polynomial):
             return self.terms == other.terms
         return isinstance(other, int) and self.constant == other
 
@@ -135,11 +135,11 @@ class Whole:
         for monomial, _ in self.terms:
             yield from monomial
 
-    def factor_of(self, letter: Letter) -> Whole:
+    def factor_of(self, letter: Letter) -> Polynomial:
         """What the letter is multiplied with; meaningful where it occurs in the first power only."""
-        return Whole({_without(m, letter): c for m, c in self.terms if letter in m})
+        return Polynomial({_without(m, letter): c for m, c in self.terms if letter in m})
 
-    def primitive(self) -> Whole:
+    def primitive(self) -> Polynomial:
         """The polynomial without the factors that all its terms share: it is 0 where this one is, if no letter is 0."""
         if not self.terms:
             return self
@@ -147,21 +147,21 @@ class Whole:
         shared = self.terms[0][0]
         for monomial, _ in self.terms[1:]:
             shared = _shared(shared, monomial)
-        return Whole({_divided(monomial, shared) or (): factor // scale for monomial, factor in self.terms})
+        return Polynomial({_divided(monomial, shared) or (): factor // scale for monomial, factor in self.terms})
 
-    def substitute(self, values: Mapping[Letter, Whole]) -> Whole:
+    def substitute(self, values: Mapping[Letter, Polynomial]) -> Polynomial:
         """Letters exchanged for polynomials."""
         if not any(letter in values for letter in self.letters()):
             return self
-        result = Whole({})
+        result = Polynomial({})
         for monomial, factor in self.terms:
-            product = Whole({(): factor})
+            product = Polynomial({(): factor})
             for letter in monomial:
-                product = product * values.get(letter, Whole.letter(letter))
+                product = product * values.get(letter, Polynomial.letter(letter))
             result = result + product
         return result
 
-    def split_by(self, divisor: Whole) -> tuple[Whole, Whole] | None:
+    def split_by(self, divisor: Polynomial) -> tuple[Polynomial, Polynomial] | None:
         """(quotient, rest) with self = quotient * divisor + rest, term by term; None unless ``divisor`` is one term.
 
         The rest is the true remainder only where it is known to be in [0, divisor).
@@ -175,7 +175,7 @@ class Whole:
                 rest[monomial] = factor
             else:
                 quotient[left] = factor // scale
-        return Whole(quotient), Whole(rest)
+        return Polynomial(quotient), Polynomial(rest)
 
 
 def _without(monomial: Monomial, letter: Letter) -> Monomial:

@@ -1,6 +1,6 @@
 """Declared operators as ATen calls: by operator, what computes it.
 
-An emitter gets a `Call`, with the operands as nodes, the attributes and the result's type, and adds one ATen call.
+An emitter gets a `AtenCall`, with the operands as nodes, the attributes and the result's type, and adds one ATen call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AtenCall:
     """One operator to write: ``x`` operands, ``numbers`` those that are one number everywhere, ``a`` attributes."""
 
     graph: fx.Graph
@@ -37,7 +37,7 @@ class Call:
         return self.x[place] if place < len(self.x) else None
 
 
-Emitter: TypeAlias = "Callable[[Call], fx.Node]"
+Emitter: TypeAlias = "Callable[[AtenCall], fx.Node]"
 
 
 def number_of(terms: Terms, term: int) -> float | None:
@@ -57,7 +57,7 @@ def _plain(target: Any) -> Emitter:
 def _with_number(tensor: Any, scalar: Any, turned: Any = None) -> Emitter:
     """An operator of two operands, one of which may be a number; ``turned`` takes a number that stands first."""
 
-    def emit(c: Call) -> fx.Node:
+    def emit(c: AtenCall) -> fx.Node:
         one, two = c.numbers
         if two is not None and one is None:
             return c.to(scalar, c.x[0], two)
@@ -68,7 +68,7 @@ def _with_number(tensor: Any, scalar: Any, turned: Any = None) -> Emitter:
     return emit
 
 
-def _matmul(c: Call) -> fx.Node:
+def _matmul(c: AtenCall) -> fx.Node:
     one, other = c.x
     is_turned = other.op == "call_function" and other.target is aten.permute.default
     order: list[int] = list(other.args[1]) if is_turned else []
@@ -102,17 +102,17 @@ def _pool(target: Any) -> Emitter:
     return lambda c: c.to(target, c.x[0], list(c.a["kernel"]), list(c.a["stride"]), list(c.a["padding"]))
 
 
-def _batch_norm(c: Call) -> fx.Node:
+def _batch_norm(c: AtenCall) -> fx.Node:
     value, mean, variance, weight, bias = c.x
     return c.to(aten.batch_norm.default, value, weight, bias, mean, variance, False, 0.0, c.a["eps"], False)
 
 
-def _pad(c: Call) -> fx.Node:
+def _pad(c: AtenCall) -> fx.Node:
     sides = [side for pair in zip(c.a["low"][::-1], c.a["high"][::-1], strict=True) for side in pair]
     return c.to(aten.constant_pad_nd.default, c.x[0], sides)
 
 
-def _attention(c: Call) -> fx.Node:
+def _attention(c: AtenCall) -> fx.Node:
     target = aten.scaled_dot_product_attention.default
     return c.to(target, *c.x[:3], c.operand(3), 0.0, c.a["causal"], scale=c.a["scale"])
 

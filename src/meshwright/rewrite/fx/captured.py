@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.capture import Captured
-    from meshwright.rewrite.fx.read import Source
+    from meshwright.rewrite.fx.read import ReadGraph
     from meshwright.rewrite.terms import InputKind
 
 
@@ -39,7 +39,7 @@ def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.Graph
     return made
 
 
-def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
+def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> ReadGraph:
     """The graph of a captured model for batches of the size of ``inputs``, loss included.
 
     Raises CaptureError for a batch that is built unlike the captured one, RewriteError for what cannot be read.

@@ -11,11 +11,11 @@ from meshwright.rewrite.fx.write import write_graph
 from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, Terms
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.read import Source
+    from meshwright.rewrite.fx.read import ReadGraph
 
 
 def fold_constants(
-    terms: Terms, source: Source, effects: int | None, *, frozen: bool
+    terms: Terms, source: ReadGraph, effects: int | None, *, frozen: bool
 ) -> tuple[Terms, int | None, dict[str, torch.Tensor]]:
     """The same graph with computed constants as inputs of kind "constant", the last token there, and their tensors.
 
@@ -87,7 +87,7 @@ def _needed_around(terms: Terms, roots: tuple[int, ...], inside: set[int]) -> li
     return sorted(marked)
 
 
-def _compute(terms: Terms, source: Source, wanted: list[int]) -> dict[int, torch.Tensor]:
+def _compute(terms: Terms, source: ReadGraph, wanted: list[int]) -> dict[int, torch.Tensor]:
     if not wanted:
         return {}
     part = Terms()
@@ -105,6 +105,6 @@ def _compute(terms: Terms, source: Source, wanted: list[int]) -> dict[int, torch
     return {term: result.detach().clone(memory_format=contiguous) for term, result in zip(wanted, results, strict=True)}
 
 
-def _unused(source: Source) -> list[None]:
+def _unused(source: ReadGraph) -> list[None]:
     """Stand-ins for the batch, which constants do not read."""
     return [None for term in source.terms.inputs() if source.terms.nodes[term].attribute("kind") == "batch"]

@@ -30,7 +30,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ReadGraph:
     """A read graph: its terms, the calls behind opaque keys, and how the graph's inputs and attributes are called.
 
     ``effects``: the last token, which the written graph has to keep, or None. ``fresh``: for each output, whether it
@@ -127,7 +127,7 @@ class _Term(int):
     """A term among a call's arguments, where whole numbers stand, too."""
 
 
-def read_graph(module: fx.GraphModule, *, training: bool, kinds: Mapping[str, InputKind] | None = None) -> Source:
+def read_graph(module: fx.GraphModule, *, training: bool, kinds: Mapping[str, InputKind] | None = None) -> ReadGraph:
     """Read a graph of ATen calls whose nodes have fake values in ``meta["val"]``.
 
     ``training``: calls that only matter to gradients are kept. ``kinds``: what attributes are, by name. Raises
@@ -174,7 +174,7 @@ class _Reading:
         self._token: int | None = None
         self._memory = _Memory(module.graph, kept)
 
-    def run(self) -> Source:
+    def run(self) -> ReadGraph:
         for node in self._module.graph.nodes:
             if node.op == "placeholder":
                 self._env[node] = self._input(node, node.name, "batch")
@@ -186,7 +186,7 @@ class _Reading:
                 self._reader.terms.outputs = tuple(self._output(leaf) for leaf in node.args[0])
             else:
                 raise RewriteError(f"The graph has a node {node.name!r} of op {node.op!r}; expected ATen calls.")
-        return Source(
+        return ReadGraph(
             terms=self._reader.terms,
             calls=self._calls,
             holders=self._holders,

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from meshwright.capture.writes import written_and_aliased
-from meshwright.rewrite.fx.aten_out import EMITTERS, Call, number_of
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, Node
+from meshwright.rewrite.fx.aten_out import EMITTERS, AtenCall, number_of
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, TermNode
 from meshwright.spec import RewriteError
 
 aten = torch.ops.aten
@@ -22,12 +22,12 @@ _VIEWS = frozenset({"reshape", "transpose", "slice", "broadcast", "bitcast"})
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.rewrite.fx.read import Source
+    from meshwright.rewrite.fx.read import ReadGraph
     from meshwright.rewrite.terms import Terms
 
 
 def write_graph(
-    terms: Terms, source: Source, *, effects: int | None = None, held: Mapping[str, torch.Tensor] | None = None
+    terms: Terms, source: ReadGraph, *, effects: int | None = None, held: Mapping[str, torch.Tensor] | None = None
 ) -> fx.GraphModule:
     """The module that computes the outputs of terms.
 
@@ -38,7 +38,7 @@ def write_graph(
 
 
 class _Writing:
-    def __init__(self, terms: Terms, source: Source, effects: int | None, held: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, terms: Terms, source: ReadGraph, effects: int | None, held: Mapping[str, torch.Tensor]) -> None:
         self._terms, self._source, self._effects, self._held = terms, source, effects, held
         self.graph = fx.Graph()
         self._made: dict[int, Any] = {}
@@ -71,7 +71,7 @@ class _Writing:
         made.graph.lint()
         return made
 
-    def _over_several(self, node: Node) -> Node:
+    def _over_several(self, node: TermNode) -> TermNode:
         """A reduction of a reduction by the same operator as one over several dims, as torch has it."""
         if node.operator not in _REDUCTIONS:
             return node
@@ -87,7 +87,7 @@ class _Writing:
             node = below
         if len(axes) == 1:
             return node
-        return Node(node.operator, node.operands, (("axis", tuple(sorted(axes))), ("keep", keep)))
+        return TermNode(node.operator, node.operands, (("axis", tuple(sorted(axes))), ("keep", keep)))
 
     def _output(self, place: int) -> Any:
         """An output; a copy of it where it would share memory with what is given, or another output, and must not."""
@@ -127,7 +127,7 @@ class _Writing:
             node = self._over_several(node)
             operands = tuple(self._made[operand] for operand in node.operands)
             numbers = tuple(number_of(self._terms, operand) for operand in node.operands)
-            self._made[term] = emitter(Call(self.graph, operands, numbers, dict(node.attributes), type_))
+            self._made[term] = emitter(AtenCall(self.graph, operands, numbers, dict(node.attributes), type_))
             self._pure.add(self._made[term])
             self._made[term].meta["declared"] = True
 

@@ -15,28 +15,28 @@ from meshwright.rewrite.egraph import EGraph
 from meshwright.rewrite.expressions import Name, value_of
 from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.saturate import Limits, saturate
-from meshwright.rewrite.terms import INPUT, Node, TensorType
+from meshwright.rewrite.saturate import SaturationLimits, saturate
+from meshwright.rewrite.terms import INPUT, TensorType, TermNode
 from meshwright.spec import EventSink, NullSink
 
 if TYPE_CHECKING:
     from meshwright.rewrite.expressions import Expression
-    from meshwright.rewrite.generate.candidates import Candidate
+    from meshwright.rewrite.generate.candidates import RuleCandidate
     from meshwright.rewrite.generate.domain import Domain
     from meshwright.rewrite.generate.enumerate import Enumeration
     from meshwright.rewrite.rules import Rule
 
 _TOGETHER = 60
 # No limit of time decides, so that the same rules come out everywhere.
-_SHORT = Limits(rounds=3, nodes=60_000, seconds=600.0, matches=20_000)
-_LIMITS = Limits(rounds=4, nodes=60_000, seconds=600.0, matches=20_000)
+_SHORT = SaturationLimits(rounds=3, nodes=60_000, seconds=600.0, matches=20_000)
+_LIMITS = SaturationLimits(rounds=4, nodes=60_000, seconds=600.0, matches=20_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Proved:
     """A candidate and the rule that was proved of it."""
 
-    candidate: Candidate
+    candidate: RuleCandidate
     rule: Rule
 
 
@@ -69,7 +69,7 @@ def find_basis(
     return basis, derived
 
 
-def follows(found: Enumeration, candidates: Sequence[Candidate], rules: Sequence[Rule]) -> list[bool]:
+def follows(found: Enumeration, candidates: Sequence[RuleCandidate], rules: Sequence[Rule]) -> list[bool]:
     """By candidate, whether an e-graph shows that it follows from rules."""
     ways = [way for rule in rules for way in directions(rule)]
     answers = []
@@ -90,15 +90,15 @@ def commuting(domain: Domain) -> list[Rule]:
     ]
 
 
-def _sides(graph: EGraph, found: Enumeration, candidate: Candidate) -> tuple[int, int]:
+def _sides(graph: EGraph, found: Enumeration, candidate: RuleCandidate) -> tuple[int, int]:
     sizes = dict(found.domain.sizes)
 
     def build(side: Expression) -> int:
         if isinstance(side, Name):
             type_ = TensorType(found.domain.shape(side.name), "float32")
-            return graph.add(Node(INPUT, (), (("name", side.name), ("kind", "batch"))), type_)
+            return graph.add(TermNode(INPUT, (), (("name", side.name), ("kind", "batch"))), type_)
         operands = tuple(map(build, side.operands))
         attributes = tuple((name, value_of(value, {}, sizes)) for name, value in side.attributes)
-        return graph.add(Node(side.operator, operands, attributes))
+        return graph.add(TermNode(side.operator, operands, attributes))
 
     return build(found.expression(candidate.left)), build(found.expression(candidate.right))

@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RuleCandidate:
     """Two terms that were equal wherever they were computed; ``size``: their operators."""
 
     left: int
@@ -27,14 +27,14 @@ class Candidate:
     size: tuple[int, int]
 
 
-def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[Candidate]:
+def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[RuleCandidate]:
     """Candidates among the pairs that hold, small ones first.
 
     Left out are pairs that are the same but for names, order of operands that commute, or shapes; pairs whose right
     side has a tensor that the left has not; and pairs that follow from another by giving one tensor for several.
     """
     writer = _Writer(found)
-    groups: dict[tuple[Tokens, Tokens], dict[Tokens, Candidate]] = defaultdict(dict)
+    groups: dict[tuple[Tokens, Tokens], dict[Tokens, RuleCandidate]] = defaultdict(dict)
     for left, right in found.pairs[holds].tolist():
         sides = writer.named(left, right)
         if sides is None:
@@ -43,8 +43,8 @@ def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[Cand
         skeleton = tuple(max(t, -1) for t in one), tuple(max(t, -1) for t in two)
         naming = tuple(t for t in (*one, *two) if t < 0)
         size = sum(t >= 0 for t in one), sum(t >= 0 for t in two)
-        groups[skeleton].setdefault(naming, Candidate(left, right, size))
-    kept: list[Candidate] = []
+        groups[skeleton].setdefault(naming, RuleCandidate(left, right, size))
+    kept: list[RuleCandidate] = []
     for namings in groups.values():
         general: list[Tokens] = []
         for naming in sorted(namings, key=lambda names: -len(set(names))):
@@ -54,7 +54,7 @@ def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[Cand
     return sorted(kept, key=lambda c: (sum(c.size), c.size, c.left))
 
 
-def rule_of_candidate(found: Enumeration, candidate: Candidate, name: str) -> Rule:
+def rule_of_candidate(found: Enumeration, candidate: RuleCandidate, name: str) -> Rule:
     """The candidate as a rule, with the ranks of its tensors."""
     left, right = found.expression(candidate.left), found.expression(candidate.right)
     rule = Rule(name=name, left=(left,), right=(right,), source="generated")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OperatorStep:
     """An operator with attributes in the language of rules, of as many operands as ``takes`` has kinds of tensors.
 
     ``commutes``: the order of its operands does not matter.
@@ -43,7 +43,7 @@ class Domain:
 
     sizes: tuple[tuple[str, int], ...]
     tensors: tuple[tuple[str, tuple[str | int, ...]], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[OperatorStep, ...]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A given tensor's sizes in numbers."""
@@ -64,20 +64,22 @@ _ANY = "number vector matrix image kernel"
 _LARGE = "matrix image kernel"
 
 
-def _step(operator: str, *takes: str, commutes: bool = False, **attributes: str) -> Step:
+def _step(operator: str, *takes: str, commutes: bool = False, **attributes: str) -> OperatorStep:
     return _parsed(operator, takes, attributes, commutes=commutes)
 
 
-def _parsed(operator: str, takes: Sequence[str], attributes: Mapping[str, str], *, commutes: bool = False) -> Step:
+def _parsed(
+    operator: str, takes: Sequence[str], attributes: Mapping[str, str], *, commutes: bool = False
+) -> OperatorStep:
     parsed = tuple((name, parse_attribute(text)) for name, text in attributes.items())
-    return Step(operator, tuple(frozenset(kinds.split()) for kinds in takes), parsed, commutes)
+    return OperatorStep(operator, tuple(frozenset(kinds.split()) for kinds in takes), parsed, commutes)
 
 
-def _conv(padding: str) -> Step:
+def _conv(padding: str) -> OperatorStep:
     return _step("conv2d", "image", "kernel", stride="(1, 1)", padding=padding, dilation="(1, 1)", groups="1")
 
 
-def usual_domain(*more: Step, **sizes: int) -> Domain:
+def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
     """The domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
 
     ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width,
@@ -130,7 +132,7 @@ def usual_domain(*more: Step, **sizes: int) -> Domain:
 _USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",)}
 
 
-def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[Step]:
+def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[OperatorStep]:
     """The steps of a declared operator over matrices (and what elementwise operators work on).
 
     ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an operator that nobody

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.rewrite.expressions import Expression
-    from meshwright.rewrite.generate.domain import Domain, Step
+    from meshwright.rewrite.generate.domain import Domain, OperatorStep
 
 _CHUNK_ELEMENTS = 2**21
 _MOST_ELEMENTS = 192
@@ -84,7 +84,7 @@ def hold_elsewhere(found: Enumeration, domain: Domain, *, seed: int = 1) -> NDAr
     return np.asarray((one == two) & (one != 0))
 
 
-def concrete(domain: Domain, step: Step) -> dict[str, Any]:
+def concrete(domain: Domain, step: OperatorStep) -> dict[str, Any]:
     """A step's attributes in numbers."""
     sizes = dict(domain.sizes)
     return {name: value_of(value, {}, sizes) for name, value in step.attributes}
@@ -141,7 +141,7 @@ class _Enumerating:
                         made += self._binary(number, step, left, right)
         self._take(made, keep=size < self._last)
 
-    def _unary(self, number: int, step: Step, level: int) -> Iterator[tuple[int, Any, Any, Any]]:
+    def _unary(self, number: int, step: OperatorStep, level: int) -> Iterator[tuple[int, Any, Any, Any]]:
         for shape, (ids, values) in self._banks[level].items():
             if self._result(number, step, shape) is None:
                 continue
@@ -149,7 +149,7 @@ class _Enumerating:
                 some = slice(start, start + self._chunk(number, step, shape))
                 yield number, ids[some], np.full(len(ids[some]), -1, np.int32), self._run(number, step, values[some])
 
-    def _binary(self, number: int, step: Step, left: int, right: int) -> Iterator[tuple[int, Any, Any, Any]]:
+    def _binary(self, number: int, step: OperatorStep, left: int, right: int) -> Iterator[tuple[int, Any, Any, Any]]:
         for one, (ids, values) in self._banks[left].items():
             for two, (others, more) in self._banks[right].items():
                 if self._result(number, step, one, two) is None:
@@ -166,19 +166,19 @@ class _Enumerating:
                         result = self._run(number, step, values[start : start + rows][i], more[j])
                         yield number, some[i], others[j], result
 
-    def _run(self, number: int, step: Step, *values: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _run(self, number: int, step: OperatorStep, *values: NDArray[np.int64]) -> NDArray[np.int64]:
         operands = [self._machine.operand(value) for value in values]
         define = OPERATORS[step.operator].define
         return self._machine.compute(define(self._machine, *operands, **self._attributes[number]))
 
-    def _result(self, number: int, step: Step, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _result(self, number: int, step: OperatorStep, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
         if not all(self._domain.kind(shape) in kinds for shape, kinds in zip(shapes, step.takes, strict=True)):
             return None
         if (number, shapes) not in self._shapes:
             self._shapes[number, shapes] = self._tried(number, step, *shapes)
         return self._shapes[number, shapes]
 
-    def _tried(self, number: int, step: Step, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _tried(self, number: int, step: OperatorStep, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
         """The result's sizes; None for operands that do not fit, also if only a number of the result shows it."""
         operands = [self._machine.operand(np.zeros((1, *shape), np.int64)) for shape in shapes]
         try:
@@ -189,7 +189,7 @@ class _Enumerating:
         size = tuple(map(int, shape))
         return size if int(np.prod(size)) <= _MOST_ELEMENTS else None
 
-    def _chunk(self, number: int, step: Step, *shapes: tuple[int, ...]) -> int:
+    def _chunk(self, number: int, step: OperatorStep, *shapes: tuple[int, ...]) -> int:
         """Terms at once: the sums inside of a result make it larger than it is."""
         inner = int(np.prod(shapes[-1])) if step.num_operands == 2 else 9
         result = self._result(number, step, *shapes) or ()

@@ -33,7 +33,7 @@ from meshwright.spec import EventSink, NullSink
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.rewrite.generate.domain import Domain, Step
+    from meshwright.rewrite.generate.domain import Domain, OperatorStep
     from meshwright.rewrite.rules import Rule
 
 # Two other sets of sizes: what is equal at one set by accident is hardly so at three.
@@ -43,7 +43,7 @@ ELSEWHERE = ({"m": 3, "k": 4, "n": 2, "c": 5, "h": 5}, {"m": 5, "k": 2, "n": 3, 
 def generate_rules(
     most_operators: int = 3,
     *,
-    steps: Sequence[Step] = (),
+    steps: Sequence[OperatorStep] = (),
     processes: int = 1,
     seed: int = 0,
     events: EventSink | None = None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.rewrite.calculus import Indexed, Machine
+from meshwright.rewrite.calculus import Arithmetic, Indexed
 from meshwright.rewrite.expressions import Call, Expression, Formula, names_of
 from meshwright.rewrite.importing.records import Record, term
 from meshwright.rewrite.operators import operator
@@ -37,7 +37,7 @@ _SAME = 0
 
 
 @operator
-def conv_same(a: Machine, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
+def conv_same(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
     """A convolution of one group, padded to "same" for odd kernels."""
     a.same(x.rank, 4, "dims of a convolution's input")
     a.same(x.shape[1], weight.shape[1], "channels of a convolution")
@@ -45,14 +45,14 @@ def conv_same(a: Machine, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...
 
 
 @operator
-def conv_same_grouped(a: Machine, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
+def conv_same_grouped(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
     """The same with as many groups as the channels of the input hold those of the weight."""
     a.same(x.rank, 4, "dims of a convolution's input")
     groups = a.quotient(x.shape[1], weight.shape[1], "channels of a grouped convolution")
     return _padded_same(a, x, weight, stride, groups)
 
 
-def _padded_same(a: Machine, x: Indexed, weight: Indexed, stride: tuple[Any, ...], groups: Any) -> Indexed:
+def _padded_same(a: Arithmetic, x: Indexed, weight: Indexed, stride: tuple[Any, ...], groups: Any) -> Indexed:
     padding = tuple(a.quotient(size - 1, 2, "a kernel's odd size") for size in weight.shape[2:])
     return convolve(a, x, weight, None, stride, padding, (1, 1), groups, 2)
 

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.rewrite.calculus import Indexed, Machine
+from meshwright.rewrite.calculus import Arithmetic, Indexed
 from meshwright.rewrite.expressions import Call, Expression, Formula, names_of
 from meshwright.rewrite.importing.records import Record, term
 from meshwright.rewrite.operators import operator
@@ -30,7 +30,7 @@ _PLAIN = {"OP_EW_ADD": "add", "OP_EW_MUL": "mul", "OP_RELU": "relu"}
 
 
 @operator
-def linear_of_copies(a: Machine, x: Indexed, weight: Indexed) -> Indexed:
+def linear_of_copies(a: Arithmetic, x: Indexed, weight: Indexed) -> Indexed:
     """x: (replicas, rows, in); weight: (replicas, out, in); the first replica of both is read."""
     a.same(x.rank, _DIMS, "dims of a linear layer's input")
     a.same(weight.rank, _DIMS, "dims of a linear layer's weight")

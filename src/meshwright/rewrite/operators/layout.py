@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.rewrite.calculus import IllTypedError, Indexed, Machine
+from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
 from meshwright.rewrite.operators.declaration import operator
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def replaced(index: Sequence[Any], axis: int, place: Any) -> tuple[Any, ...]:
 
 
 @operator(takes="any")
-def concat(a: Machine, x: Indexed, *others: Indexed, axis: int) -> Indexed:
+def concat(a: Arithmetic, x: Indexed, *others: Indexed, axis: int) -> Indexed:
     check_axis(x, axis)
     for other in others:
         a.same(x.rank, other.rank, "ranks of what is put together")
@@ -54,7 +54,7 @@ def concat(a: Machine, x: Indexed, *others: Indexed, axis: int) -> Indexed:
 
 
 @operator(takes="any")
-def slice_(a: Machine, x: Indexed, *, axis: int, start: Any, stop: Any) -> Indexed:
+def slice_(a: Arithmetic, x: Indexed, *, axis: int, start: Any, stop: Any) -> Indexed:
     """Numbers ``start <= place < stop`` of one dim."""
     check_axis(x, axis)
     a.ordered(0, start, "start of a slice")
@@ -64,7 +64,7 @@ def slice_(a: Machine, x: Indexed, *, axis: int, start: Any, stop: Any) -> Index
 
 
 @operator(takes="any")
-def transpose(a: Machine, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
+def transpose(a: Arithmetic, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
     """Dim ``order[d]`` of the operand becomes dim d."""
     if sorted(order) != list(range(x.rank)):
         raise IllTypedError(f"an order {order} of {x.rank} dims")
@@ -73,7 +73,7 @@ def transpose(a: Machine, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
 
 
 @operator(takes="any")
-def reshape(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
+def reshape(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
     a.same(product_of(x.shape), product_of(shape), "numbers before and after")
     # Leading and trailing dims that stay keep their indices: only what changes is counted through.
     first = _num_alike(x.shape, shape)
@@ -95,7 +95,7 @@ def reshape(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 
 @operator(takes="any")
-def broadcast(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
+def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
     """Dims of size 1, and dims that are missing in front, repeated."""
     missing = len(shape) - x.rank
     if missing < 0:
@@ -107,7 +107,7 @@ def broadcast(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 
 @operator
-def pad(a: Machine, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) -> Indexed:
+def pad(a: Arithmetic, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) -> Indexed:
     """Zeros around."""
     if len(low) != x.rank or len(high) != x.rank:
         raise IllTypedError(f"padding of {len(low)} and {len(high)} dims for {x.rank}")
@@ -125,13 +125,13 @@ def pad(a: Machine, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) 
 
 
 @operator(takes="any")
-def reverse(a: Machine, x: Indexed, *, axis: int) -> Indexed:
+def reverse(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
     check_axis(x, axis)
     return Indexed(x.shape, lambda *i: x[replaced(i, axis, x.shape[axis] - 1 - i[axis])])
 
 
 @operator(takes="any")
-def embedding(a: Machine, table: Indexed, ids: Indexed) -> Indexed:
+def embedding(a: Arithmetic, table: Indexed, ids: Indexed) -> Indexed:
     if table.rank != 2:
         raise IllTypedError(f"a table of {table.rank} dims, not 2")
     rank = ids.rank

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.rewrite.calculus import Indexed, Machine
+from meshwright.rewrite.calculus import Arithmetic, Indexed
 from meshwright.rewrite.operators.declaration import operator
 from meshwright.rewrite.operators.layout import check_axis, replaced
 
 
 @operator(takes="any")
-def partition(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+def partition(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """The parts of one dim on ``degree`` devices."""
     check_axis(x, axis)
     a.quotient(x.shape[axis], degree, "a dim of equal parts")
@@ -22,7 +22,7 @@ def partition(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 
 @operator(takes="any")
-def combine(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+def combine(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """The parts of one dim brought together (an all-gather)."""
     check_axis(x, axis)
     a.quotient(x.shape[axis], degree, "a dim of equal parts")
@@ -30,7 +30,7 @@ def combine(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 
 @operator(takes="any")
-def replicate(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+def replicate(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """Copies on ``degree`` devices."""
     check_axis(x, axis)
     size = x.shape[axis]
@@ -38,7 +38,7 @@ def replicate(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 
 @operator
-def reduce(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+def reduce(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """The sum of the devices' parts (an all-reduce)."""
     check_axis(x, axis)
     part = a.quotient(x.shape[axis], degree, "a dim of equal parts")

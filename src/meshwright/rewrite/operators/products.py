@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.rewrite.calculus import IllTypedError, Indexed, Machine
+from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
 from meshwright.rewrite.operators.declaration import operator
 from meshwright.rewrite.operators.elementwise import each
 
 
 @operator
-def matmul(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+def matmul(a: Arithmetic, x: Indexed, y: Indexed) -> Indexed:
     """x: (..., m, k); y: (k, n), or (..., k, n) with the leading sizes of x."""
     if x.rank < 2 or y.rank not in (2, x.rank):
         raise IllTypedError(f"a product of tensors of {x.rank} and {y.rank} dims")
@@ -25,7 +25,7 @@ def matmul(a: Machine, x: Indexed, y: Indexed) -> Indexed:
 
 
 @operator
-def linear(a: Machine, x: Indexed, weight: Indexed, bias: Indexed | None = None) -> Indexed:
+def linear(a: Arithmetic, x: Indexed, weight: Indexed, bias: Indexed | None = None) -> Indexed:
     """x: (..., k); weight: (n, k); bias: (n,)."""
     if x.rank < 1 or weight.rank != 2:
         raise IllTypedError(f"a linear layer on {x.rank} dims with a weight of {weight.rank}")
@@ -40,7 +40,7 @@ def linear(a: Machine, x: Indexed, weight: Indexed, bias: Indexed | None = None)
 
 @operator
 def conv1d(
-    a: Machine,
+    a: Arithmetic,
     x: Indexed,
     weight: Indexed,
     bias: Indexed | None = None,
@@ -56,7 +56,7 @@ def conv1d(
 
 @operator
 def conv2d(
-    a: Machine,
+    a: Arithmetic,
     x: Indexed,
     weight: Indexed,
     bias: Indexed | None = None,
@@ -72,7 +72,7 @@ def conv2d(
 
 @operator
 def attention(
-    a: Machine, q: Indexed, k: Indexed, v: Indexed, mask: Indexed | None = None, *, scale: Any, causal: bool
+    a: Arithmetic, q: Indexed, k: Indexed, v: Indexed, mask: Indexed | None = None, *, scale: Any, causal: bool
 ) -> Indexed:
     """Scaled dot-product attention over (..., tokens, features).
 
@@ -100,7 +100,7 @@ def attention(
 
 
 def convolve(
-    a: Machine,
+    a: Arithmetic,
     x: Indexed,
     weight: Indexed,
     bias: Indexed | None,
@@ -142,7 +142,7 @@ def _check_ranks(x: Indexed, weight: Indexed, dims: int) -> None:
         raise IllTypedError(f"a convolution over {dims} dims of tensors of {x.rank} and {weight.rank} dims")
 
 
-def _with_bias(a: Machine, result: Indexed, bias: Indexed | None, size: Any) -> Indexed:
+def _with_bias(a: Arithmetic, result: Indexed, bias: Indexed | None, size: Any) -> Indexed:
     if bias is not None:
         a.same(bias.rank, 1, "dims of a bias")
         a.same(bias.shape[0], size, "size of a bias")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.rewrite.calculus import IllTypedError, Indexed, Machine
+from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
 from meshwright.rewrite.operators.declaration import operator
 from meshwright.rewrite.operators.elementwise import inverse_root
 from meshwright.rewrite.operators.layout import check_axis, product_of, replaced
@@ -24,18 +24,18 @@ def _reduced(x: Indexed, axis: int, over: Callable[[Callable[[Any], Any]], Any],
 
 
 @operator
-def sum_(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+def sum_(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
     return _reduced(x, axis, lambda body: a.total(x.shape[axis], body), keep)
 
 
 @operator
-def mean(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+def mean(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
     check_axis(x, axis)
     return _reduced(x, axis, lambda body: a.total(x.shape[axis], body) * a.inverse_size(x.shape[axis]), keep)
 
 
 @operator
-def variance(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+def variance(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
     """Mean squared distance from the mean."""
     check_axis(x, axis)
     size, share = x.shape[axis], a.inverse_size(x.shape[axis])
@@ -48,17 +48,17 @@ def variance(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
 
 
 @operator
-def amax(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+def amax(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
     return _reduced(x, axis, lambda body: a.largest(x.shape[axis], body), keep)
 
 
 @operator
-def amin(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+def amin(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
     return _reduced(x, axis, lambda body: -a.largest(x.shape[axis], lambda k: -body(k)), keep)
 
 
 @operator
-def softmax(a: Machine, x: Indexed, *, axis: int) -> Indexed:
+def softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
     """exp(x) / Σ exp(x): what torch computes after it subtracted the largest, which changes no exact result."""
     check_axis(x, axis)
 
@@ -70,7 +70,7 @@ def softmax(a: Machine, x: Indexed, *, axis: int) -> Indexed:
 
 
 @operator
-def log_softmax(a: Machine, x: Indexed, *, axis: int) -> Indexed:
+def log_softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
     check_axis(x, axis)
 
     def at(*i: Any) -> Any:
@@ -81,7 +81,7 @@ def log_softmax(a: Machine, x: Indexed, *, axis: int) -> Indexed:
 
 @operator
 def avg_pool2d(
-    a: Machine, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
+    a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
     """Sums over windows, zeros around counted in, divided by the kernel's size."""
 
@@ -97,7 +97,7 @@ def avg_pool2d(
 
 @operator
 def max_pool2d(
-    a: Machine, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
+    a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
     """The largest of each window."""
 
@@ -111,7 +111,7 @@ def max_pool2d(
 
 
 def _pooled(
-    a: Machine,
+    a: Arithmetic,
     x: Indexed,
     kernel: tuple[Any, ...],
     stride: tuple[Any, ...],
@@ -144,7 +144,7 @@ def _pooled(
 
 @operator
 def batch_norm(
-    a: Machine, x: Indexed, mean: Indexed, variance: Indexed, weight: Indexed, bias: Indexed, *, eps: float
+    a: Arithmetic, x: Indexed, mean: Indexed, variance: Indexed, weight: Indexed, bias: Indexed, *, eps: float
 ) -> Indexed:
     """Normalised by given statistics of dim 1, as in inference."""
     check_axis(x, 1)
@@ -160,7 +160,7 @@ def batch_norm(
     return Indexed(x.shape, at)
 
 
-def _standardised(a: Machine, x: Any, total: Callable[..., Any], inverse: Any, eps: float, centre: bool) -> Any:
+def _standardised(a: Arithmetic, x: Any, total: Callable[..., Any], inverse: Any, eps: float, centre: bool) -> Any:
     """(x - mean) / sqrt(variance + eps), or x / sqrt(mean square + eps), over what ``total`` sums."""
     if not centre:
         return x * inverse_root(a, total(lambda one: one * one) * inverse + a.number(eps))
@@ -171,20 +171,20 @@ def _standardised(a: Machine, x: Any, total: Callable[..., Any], inverse: Any, e
 
 @operator
 def layer_norm(
-    a: Machine, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, eps: float
+    a: Arithmetic, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, eps: float
 ) -> Indexed:
     """Normalised over the last dim."""
     return _last_normalised(a, x, weight, bias, eps, centre=True)
 
 
 @operator
-def rms_norm(a: Machine, x: Indexed, weight: Indexed | None = None, *, eps: float) -> Indexed:
+def rms_norm(a: Arithmetic, x: Indexed, weight: Indexed | None = None, *, eps: float) -> Indexed:
     """Divided by the root of the mean square over the last dim."""
     return _last_normalised(a, x, weight, None, eps, centre=False)
 
 
 def _last_normalised(
-    a: Machine, x: Indexed, weight: Indexed | None, bias: Indexed | None, eps: float, *, centre: bool
+    a: Arithmetic, x: Indexed, weight: Indexed | None, bias: Indexed | None, eps: float, *, centre: bool
 ) -> Indexed:
     check_axis(x, 0)
     size = x.shape[-1]
@@ -206,7 +206,7 @@ def _last_normalised(
 
 @operator
 def group_norm(
-    a: Machine, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, groups: int, eps: float
+    a: Arithmetic, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, groups: int, eps: float
 ) -> Indexed:
     """x: (n, c, h, w), normalised over c / groups, h and w."""
     if x.rank != 4:

@@ -1,8 +1,8 @@
 """What nodes cost: each is written as the torch call that it becomes, and the one cost model estimates that call.
 
-Calls are known by all that their cost depends on (`Call`), so that equal ones of a deep model are estimated once. What
-the cost model has not measured can be timed here (`measure`), all calls in one run with memory of their own, so that no
-weight is found in a cache that would not be there in the model.
+Calls are known by all that their cost depends on (`TorchCall`), so that equal ones of a deep model are estimated once.
+What the cost model has not measured can be timed here (`measure`), all calls in one run with memory of their own, so
+that no weight is found in a cache that would not be there in the model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import fx, nn
 
 from meshwright.capture import capture_calls, part
 from meshwright.measurement import OpSource, measure_ops, merge_measurements
-from meshwright.rewrite.fx.aten_out import EMITTERS
-from meshwright.rewrite.fx.aten_out import Call as Emission
+from meshwright.rewrite.fx.aten_out import EMITTERS, AtenCall
 from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE
 from meshwright.spec import EventSink, MeasurementError, NullSink
 
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from meshwright.capture import Captured
     from meshwright.cost import CostModel
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.search.loading import Known
-    from meshwright.rewrite.terms import Node, TensorType
+    from meshwright.rewrite.search.loading import ClassFacts
+    from meshwright.rewrite.terms import TensorType, TermNode
     from meshwright.spec import DeviceKind
 
 # Nodes that are no call of their own: what is given, what is copied as it is.
@@ -43,7 +42,7 @@ class Operand(NamedTuple):
     number: float | None
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """All that the cost of a node depends on."""
 
     operator: str
@@ -52,13 +51,13 @@ class Call(NamedTuple):
     type: TensorType
 
 
-def call_of(graph: EGraph, known: Known, cls: int, node: Node) -> Call:
+def call_of(graph: EGraph, known: ClassFacts, cls: int, node: TermNode) -> TorchCall:
     """The call that a node becomes."""
     operands = tuple(
         Operand(graph.types[child], child in known.constant, known.number.get(child))
         for child in map(graph.find, node.operands)
     )
-    return Call(node.operator, operands, node.attributes, graph.types[cls])
+    return TorchCall(node.operator, operands, node.attributes, graph.types[cls])
 
 
 class CallCosts:
@@ -73,12 +72,12 @@ class CallCosts:
         if measuring and cost.measurements is None:
             raise MeasurementError("There is no table that measured calls could join; give measurements.")
         self.cost, self.device, self.training, self.measuring = cost, device, training, measuring
-        self._seconds: dict[Call, float] = {}
-        self._measured: dict[Call, bool] = {}
+        self._seconds: dict[TorchCall, float] = {}
+        self._measured: dict[TorchCall, bool] = {}
         # By operator, the least seconds per second of the low end that any timed call took.
         self._slower: dict[str, float] = {}
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: TorchCall) -> float:
         """Seconds of a call that was estimated; infinity if torch has no such operator."""
         raised = 1.0 if self._measured.get(call, True) else self._slower.get(call.operator, 1.0)
         return self._seconds[call] * raised
@@ -93,7 +92,7 @@ class CallCosts:
         """Those of them that were measured."""
         return sum(self._measured.values())
 
-    def estimate(self, calls: Iterable[Call]) -> None:
+    def estimate(self, calls: Iterable[TorchCall]) -> None:
         """Cost calls that are new, all at once."""
         new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
         writable = [call for call in new if call.operator in EMITTERS]
@@ -111,7 +110,7 @@ class CallCosts:
             self._measured[call] = measured
 
     def measure(
-        self, calls: Iterable[Call], *, repeats: int = 10, budget_s: float = 30.0, events: EventSink | None = None
+        self, calls: Iterable[TorchCall], *, repeats: int = 10, budget_s: float = 30.0, events: EventSink | None = None
     ) -> int:
         """Time those of the calls that the cost model has not measured, on this thread; how many there were."""
         missing = [call for call in dict.fromkeys(calls) if self._measured.get(call) is False]
@@ -133,7 +132,7 @@ class CallCosts:
         return len(missing)
 
 
-def _as_graph(calls: Sequence[Call], *, training: bool) -> Captured:
+def _as_graph(calls: Sequence[TorchCall], *, training: bool) -> Captured:
     """All calls beside each other, each with tensors of its own."""
     graph = fx.Graph()
     inputs: list[torch.Tensor] = []
@@ -154,7 +153,7 @@ def _as_graph(calls: Sequence[Call], *, training: bool) -> Captured:
     results = []
     for call, operands in zip(calls, written, strict=True):
         numbers = tuple(operand.number for operand in call.operands)
-        results.append(EMITTERS[call.operator](Emission(graph, operands, numbers, dict(call.attributes), call.type)))
+        results.append(EMITTERS[call.operator](AtenCall(graph, operands, numbers, dict(call.attributes), call.type)))
     graph.output(tuple(results))
     return capture_calls(graph, inputs, parameters, training=training)
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.rewrite.search.options import Options, Waiting, complexity
-from meshwright.solving import Rows, minimise, strong_components
+from meshwright.rewrite.search.options import ClassOptions, Waiting, complexity
+from meshwright.solving import SparseRows, minimise, strong_components
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.terms import Node
+    from meshwright.rewrite.terms import TermNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """A node for each class that is needed. ``seconds``: the sum of theirs; ``proved``: nothing is cheaper."""
 
-    nodes: Mapping[int, Node]
+    nodes: Mapping[int, TermNode]
     seconds: float
     proved: bool
 
@@ -46,9 +46,9 @@ class Choice:
 def extract(
     graph: EGraph,
     roots: Iterable[int],
-    seconds: Callable[[int, Node], float],
+    seconds: Callable[[int, TermNode], float],
     *,
-    start: Mapping[int, Node],
+    start: Mapping[int, TermNode],
     leaves: Set[int] = frozenset(),
     limit_s: float = 10.0,
 ) -> Choice:
@@ -59,9 +59,9 @@ def extract(
     installed.
     """
     wanted = list(dict.fromkeys(graph.find(root) for root in roots if graph.find(root) not in leaves))
-    options = Options(graph, wanted, seconds, leaves)
+    options = ClassOptions(graph, wanted, seconds, leaves)
 
-    def total(nodes: Mapping[int, Node]) -> float:
+    def total(nodes: Mapping[int, TermNode]) -> float:
         return sum(seconds(cls, node) for cls, node in nodes.items())
 
     trees = options.by_trees()
@@ -71,7 +71,7 @@ def extract(
     return Choice(nodes=best, seconds=total(best), proved=proved)
 
 
-def _solve(options: Options, known: Mapping[int, Node], limit_s: float) -> tuple[dict[int, Node], bool]:
+def _solve(options: ClassOptions, known: Mapping[int, TermNode], limit_s: float) -> tuple[dict[int, TermNode], bool]:
     """Part after part, and again those that circles go through; what is known where time is up."""
     deadline = time.perf_counter() + limit_s
     parts = {i: _Part(options, classes) for i, classes in enumerate(options.parts())}
@@ -106,7 +106,7 @@ def _solve(options: Options, known: Mapping[int, Node], limit_s: float) -> tuple
     return result, proved
 
 
-def _circles(options: Options, nodes: Mapping[int, Node]) -> list[list[int]]:
+def _circles(options: ClassOptions, nodes: Mapping[int, TermNode]) -> list[list[int]]:
     """Circles of a choice, one for each component of classes that need each other."""
     reads = {cls: set(options.reads(node)) for cls, node in nodes.items()}
     found = []
@@ -136,7 +136,7 @@ def _circles(options: Options, nodes: Mapping[int, Node]) -> list[list[int]]:
 class _Part:
     """The program of some classes. Its columns: a class is needed, a node is chosen."""
 
-    def __init__(self, options: Options, classes: Sequence[int], circles: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, options: ClassOptions, classes: Sequence[int], circles: Sequence[Sequence[int]] = ()) -> None:
         self.classes = classes
         self._options = options
         self._circles = list(circles)
@@ -151,7 +151,7 @@ class _Part:
         """No choice in which each class of a circle reads the next."""
         self._circles.append(circle)
 
-    def solve(self, known: Mapping[int, Node], deadline: float) -> tuple[dict[int, Node], bool] | None:
+    def solve(self, known: Mapping[int, TermNode], deadline: float) -> tuple[dict[int, TermNode], bool] | None:
         """The cheapest nodes, and whether none are cheaper; None where time is up before any are found."""
         of = self._options.of
         if all(len(of[cls]) == 1 for cls in self.classes):
@@ -181,7 +181,7 @@ class _Part:
 
 
 class _Columns:
-    def __init__(self, options: Options, classes: Sequence[int]) -> None:
+    def __init__(self, options: ClassOptions, classes: Sequence[int]) -> None:
         self._options = options
         self.needed = {cls: i for i, cls in enumerate(classes)}
         count = len(self.needed)
@@ -206,9 +206,9 @@ class _Columns:
             if cls not in options.certain and len(options.of[cls]) > 1:
                 self._tie_detours(cls, options.readers[cls])
 
-    def rows(self) -> Rows:
+    def rows(self) -> SparseRows:
         """What ties them together."""
-        rows = Rows()
+        rows = SparseRows()
         rows.add(np.array([low for low, _, _ in self._entries]), np.array([high for _, high, _ in self._entries]))
         lengths = [len(entries) for _, _, entries in self._entries]
         places = np.repeat(np.arange(len(lengths)), lengths)
@@ -257,7 +257,7 @@ class _Columns:
             entries |= dict.fromkeys(self._readers(cls)[following], 1.0)
         self._entries.append((0.0, len(circle) - 1.0, entries))
 
-    def values_of(self, known: Mapping[int, Node]) -> NDArray[np.float64] | None:
+    def values_of(self, known: Mapping[int, TermNode]) -> NDArray[np.float64] | None:
         """A known choice as values of columns; None where one of its nodes was left out."""
         values = np.zeros(len(self.costs))
         seen: set[int] = set()
@@ -276,10 +276,10 @@ class _Columns:
         return values
 
 
-def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, Node]:
+def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, TermNode]:
     """For classes and all that they need, the node whose tree has the fewest operators."""
     size: dict[int, float] = {}
-    chosen: dict[int, Node] = {}
+    chosen: dict[int, TermNode] = {}
     needed = _below(graph, wanted)
     readers: defaultdict[int, set[int]] = defaultdict(set)
     for cls in needed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.rewrite.egraph import EGraph
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, Node
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, TermNode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -28,7 +28,7 @@ def load(
     for term in terms.needed(outputs):
         node = terms.nodes[term]
         operands = tuple(classes[operand] for operand in node.operands)
-        classes[term] = graph.add(Node(node.operator, operands, node.attributes), terms.types[term])
+        classes[term] = graph.add(TermNode(node.operator, operands, node.attributes), terms.types[term])
         if node.operator == INPUT and node.attribute("name") in finite:
             graph.finite.add(classes[term])
         if node.operator == INPUT and _is_fixed(node, frozen):
@@ -37,14 +37,14 @@ def load(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class ClassFacts:
     """By class: whether it needs no batch (it is computed once), and the number that it has everywhere, if any."""
 
     constant: frozenset[int]
     number: Mapping[int, float]
 
 
-def find_known(graph: EGraph, *, frozen: bool) -> Known:
+def find_known(graph: EGraph, *, frozen: bool) -> ClassFacts:
     """What follows from weights and numbers alone; ``frozen``: weights do not change (inference)."""
     constant: set[int] = set()
     number: dict[int, float] = {}
@@ -69,10 +69,10 @@ def find_known(graph: EGraph, *, frozen: bool) -> Known:
                 grown = True
         if grown:
             todo |= readers.get(cls, set())
-    return Known(constant=frozenset(constant), number=number)
+    return ClassFacts(constant=frozenset(constant), number=number)
 
 
-def _is_constant(graph: EGraph, home: int, node: Node, constant: set[int], frozen: bool) -> bool:
+def _is_constant(graph: EGraph, home: int, node: TermNode, constant: set[int], frozen: bool) -> bool:
     if node.operator == INPUT:
         return _is_fixed(node, frozen)
     if node.operator in (OPAQUE, ITEM) and any(
@@ -83,12 +83,12 @@ def _is_constant(graph: EGraph, home: int, node: Node, constant: set[int], froze
     return all(graph.find(operand) in constant for operand in node.operands)
 
 
-def _is_fixed(node: Node, frozen: bool) -> bool:
+def _is_fixed(node: TermNode, frozen: bool) -> bool:
     kind = dict(node.attributes).get("kind")
     return kind == "constant" or (frozen and kind in _GIVEN)
 
 
-def _number(graph: EGraph, node: Node, number: dict[int, float]) -> float | None:
+def _number(graph: EGraph, node: TermNode, number: dict[int, float]) -> float | None:
     if node.operator == "full":
         return float(node.attribute("value"))
     if node.operator in ("broadcast", "reshape"):

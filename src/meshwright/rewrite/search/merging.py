@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.matching import Directed
-    from meshwright.rewrite.terms import Node
+    from meshwright.rewrite.terms import TermNode
 
 
 # What joins made, or undid.
@@ -79,7 +79,7 @@ class Merging:
         source, (first, second) = rule.sources[0], rule.targets
         assert isinstance(source, Call)
         # By operator, what of the joined one it is.
-        places: dict[int, Node] = {}
+        places: dict[int, TermNode] = {}
         count = 0
         for other, bound, _ in others:
             match = Match({**tensors, **{name: bound[renamed[name]] for name in renamed}}, dict(letters), (cls, other))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.terms import Node
+    from meshwright.rewrite.terms import TermNode
 
 # Of two graphs of one cost, that of fewer nodes; of those, that of fewer operands.
 _PER_NODE, _PER_OPERAND = 1e-9, 1e-11
@@ -33,7 +33,7 @@ _PER_NODE, _PER_OPERAND = 1e-9, 1e-11
 _ENDLESS = 1e100
 
 
-def complexity(nodes: Iterable[Node]) -> float:
+def complexity(nodes: Iterable[TermNode]) -> float:
     """Seconds so few that only equal costs are told apart by them."""
     return sum(_PER_NODE + _PER_OPERAND * len(node.operands) for node in nodes)
 
@@ -65,11 +65,11 @@ class Option(NamedTuple):
     """A node of a class: its seconds, and the classes that it reads, but for leaves."""
 
     seconds: float
-    node: Node
+    node: TermNode
     reads: frozenset[int]
 
 
-class Options:
+class ClassOptions:
     """By class, the options that may be in a cheapest graph.
 
     ``seconds`` of a class and one of its nodes; infinity for what must not be chosen. ``leaves`` cost nothing.
@@ -79,7 +79,7 @@ class Options:
         self,
         graph: EGraph,
         roots: Sequence[int],
-        seconds: Callable[[int, Node], float],
+        seconds: Callable[[int, TermNode], float],
         leaves: Set[int],
     ) -> None:
         self._graph, self._leaves, self.roots = graph, leaves, roots
@@ -102,13 +102,13 @@ class Options:
         # By class, the classes that may read it.
         self.readers: Mapping[int, list[int]] = self._find_readers()
 
-    def reads(self, node: Node) -> frozenset[int]:
+    def reads(self, node: TermNode) -> frozenset[int]:
         """Classes that a node reads, but for leaves."""
         return frozenset(map(self._graph.find, node.operands)) - self._leaves
 
-    def follow(self, chosen: Mapping[int, Node]) -> dict[int, Node]:
+    def follow(self, chosen: Mapping[int, TermNode]) -> dict[int, TermNode]:
         """The classes that the roots need under a choice, with their nodes."""
-        nodes: dict[int, Node] = {}
+        nodes: dict[int, TermNode] = {}
         todo = list(self.roots)
         while todo:
             cls = todo.pop()
@@ -139,7 +139,7 @@ class Options:
             found[find(cls)].append(cls)
         return list(found.values())
 
-    def by_trees(self) -> dict[int, Node]:
+    def by_trees(self) -> dict[int, TermNode]:
         """For each class the node of its cheapest tree: a choice without circles, if not the cheapest."""
         _, best = self._trees({}, {})
         return {cls: self.of[cls][place].node for cls, place in best.items()}

@@ -11,19 +11,19 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.rewrite.saturate import Limits, saturate
+from meshwright.rewrite.saturate import SaturationLimits, saturate
 from meshwright.rewrite.search.call_costs import FREE, call_of
 from meshwright.rewrite.search.extraction import extract, smallest
 from meshwright.rewrite.search.loading import find_known, is_token, load
 from meshwright.rewrite.search.merging import Merging
-from meshwright.rewrite.terms import Node, Terms
+from meshwright.rewrite.terms import TermNode, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
 
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.search.call_costs import Call, CallCosts
-    from meshwright.rewrite.search.loading import Known
+    from meshwright.rewrite.search.call_costs import CallCosts, TorchCall
+    from meshwright.rewrite.search.loading import ClassFacts
     from meshwright.rewrite.search.ruleset import Guided
 
 Ended = Literal["saturated", "rounds", "nodes", "seconds"]
@@ -44,7 +44,7 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundGraph:
     """A graph of the same outputs. ``before_s`` and ``after_s`` are predicted; ``proved``: none is cheaper.
 
     ``rules``: those that made what was chosen, with how many nodes. ``united``: those that found two of the original
@@ -59,14 +59,14 @@ class Found:
     grown: Grown
     rules: Mapping[str, int]
     united: Mapping[str, int]
-    choice: Mapping[int, Node]
+    choice: Mapping[int, TermNode]
 
 
 class CircularError(Exception):
     """A choice in which something needs itself."""
 
 
-class Space:
+class GraphSpace:
     """All graphs that rules lead to, from one; estimated, ready to choose from."""
 
     def __init__(self, terms: Terms, effects: int | None, *, frozen: bool, finite: Set[str] = frozenset()) -> None:
@@ -75,7 +75,7 @@ class Space:
         self.graph, self._classes = load(terms, self._roots, finite, frozen=frozen)
         self._look()
 
-    def grow(self, rules: Guided, limits: Limits) -> Grown:
+    def grow(self, rules: Guided, limits: SaturationLimits) -> Grown:
         """Apply rules within limits; that of nodes is of those that are new."""
         limits = replace(limits, nodes=limits.nodes + len(self.graph))
         grown = grow(self.graph, rules, limits)
@@ -84,14 +84,14 @@ class Space:
 
     def _look(self) -> None:
         """What is known of the e-graph as it is now."""
-        self.known: Known = find_known(self.graph, frozen=self._frozen)
-        self._calls: dict[tuple[int, Node], Call] = {}
+        self.known: ClassFacts = find_known(self.graph, frozen=self._frozen)
+        self._calls: dict[tuple[int, TermNode], TorchCall] = {}
         self._reasons = self.graph.reasons()
         self._first = self._as_it_was()
         # How many terms that were unlike a class holds by now.
         self._origins = Counter(map(self.graph.find, set(self._classes.values())))
 
-    def call(self, cls: int, node: Node) -> Call | None:
+    def call(self, cls: int, node: TermNode) -> TorchCall | None:
         """The call that a node of a class becomes; None for one that costs nothing."""
         if node.operator in FREE:
             return None
@@ -100,24 +100,24 @@ class Space:
             found = self._calls[cls, node] = call_of(self.graph, self.known, cls, node)
         return found
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[TorchCall]:
         """All calls that a choice may need."""
         pairs = ((cls, node) for cls in self._reachable() for node in self.graph.nodes(cls))
         return list(dict.fromkeys(call for cls, node in pairs if (call := self.call(cls, node)) is not None))
 
-    def calls_of(self, found: Found) -> list[Call]:
+    def calls_of(self, found: FoundGraph) -> list[TorchCall]:
         """The calls of a graph that was chosen, and of the one that it came from."""
         pairs = ((cls, node) for choice in (found.choice, self._first) for cls, node in choice.items())
         used = (self.call(cls, node) for cls, node in pairs if cls not in self.known.constant)
         return list(dict.fromkeys(call for call in used if call is not None))
 
-    def seconds(self, choice: Mapping[int, Node], costs: CallCosts) -> float:
+    def seconds(self, choice: Mapping[int, TermNode], costs: CallCosts) -> float:
         """What a choice costs at these costs."""
         graph, constant = self.graph, self.known.constant
         pairs = ((cls, node) for cls, node in choice.items() if cls not in constant and not is_token(graph, cls))
         return sum(costs.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
 
-    def with_costs(self, found: Found, costs: CallCosts) -> Found:
+    def with_costs(self, found: FoundGraph, costs: CallCosts) -> FoundGraph:
         """The same graph at other costs, at which it may not be the cheapest."""
         before_s, after_s = self.seconds(self._first, costs), self.seconds(found.choice, costs)
         return replace(found, before_s=before_s, after_s=after_s, proved=False)
@@ -133,21 +133,21 @@ class Space:
                 todo += [graph.find(operand) for node in graph.nodes(cls) for operand in node.operands]
         return list(seen)
 
-    def _as_it_was(self) -> dict[int, Node]:
+    def _as_it_was(self) -> dict[int, TermNode]:
         """The graph that it started from, as a choice."""
-        chosen: dict[int, Node] = {}
+        chosen: dict[int, TermNode] = {}
         for term, cls in self._classes.items():
             node = self._terms.nodes[term]
             operands = tuple(self.graph.find(self._classes[operand]) for operand in node.operands)
             chosen.setdefault(self.graph.find(cls), node._replace(operands=operands))
         return chosen
 
-    def choose(self, costs: CallCosts, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> Found:
+    def choose(self, costs: CallCosts, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> FoundGraph:
         """The cheapest graph; ``without``: without the nodes of that rule. All `calls` must have costs."""
         graph, constant, first, reasons = self.graph, self.known.constant, self._first, self._reasons
         kept = set(first.items())
 
-        def seconds(cls: int, node: Node) -> float:
+        def seconds(cls: int, node: TermNode) -> float:
             if without and reasons.get((cls, node)) == without and (cls, node) not in kept:
                 return math.inf
             call = self.call(cls, node)
@@ -165,7 +165,7 @@ class Space:
             reason = reasons.get((cls, nodes[cls]))
             if reason is not None and (cls, nodes[cls]) not in kept:
                 used[reason] = used.get(reason, 0) + 1
-        return Found(
+        return FoundGraph(
             terms=terms,
             effects=None if self._effects is None else place[graph.find(self._classes[self._effects])],
             before_s=self.seconds(first, costs),
@@ -178,7 +178,7 @@ class Space:
         )
 
 
-def grow(graph: EGraph, rules: Guided, limits: Limits) -> Grown:
+def grow(graph: EGraph, rules: Guided, limits: SaturationLimits) -> Grown:
     """Simplify until nothing is new, then explore one round and merge, and so on, within limits."""
     start = time.perf_counter()
     merging = Merging()
@@ -186,9 +186,11 @@ def grow(graph: EGraph, rules: Guided, limits: Limits) -> Grown:
     cut: dict[str, None] = {}
     ended: Ended = "rounds"
 
-    def left(rounds: int) -> Limits:
+    def left(rounds: int) -> SaturationLimits:
         spent = time.perf_counter() - start
-        return Limits(rounds=rounds, nodes=limits.nodes, seconds=limits.seconds - spent, matches=limits.matches)
+        return SaturationLimits(
+            rounds=rounds, nodes=limits.nodes, seconds=limits.seconds - spent, matches=limits.matches
+        )
 
     number = 0
     for number in range(1, limits.rounds + 1):
@@ -214,7 +216,7 @@ def _grown(graph: EGraph, rounds: int, ended: Ended, cut: Mapping[str, None], st
     return Grown(rounds=rounds, ended=ended, num_nodes=len(graph), cut=tuple(cut), seconds=seconds)
 
 
-def build_terms(graph: EGraph, nodes: Mapping[int, Node], roots: Iterable[int]) -> tuple[Terms, dict[int, int]]:
+def build_terms(graph: EGraph, nodes: Mapping[int, TermNode], roots: Iterable[int]) -> tuple[Terms, dict[int, int]]:
     """Terms of a choice, and the term of each class that the roots need. Raises CircularError for one with a circle."""
     terms = Terms()
     place: dict[int, int] = {}

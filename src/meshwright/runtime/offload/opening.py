@@ -31,7 +31,7 @@ from meshwright.runtime.offload.memory import HostMemory
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted
 from meshwright.runtime.offload.room import check_room
 from meshwright.runtime.offload.saved import SavedLayers, backend_on, find_stages_away, tell_layers
-from meshwright.runtime.offload.states import States, StatesOnDrives, StatesOnHost
+from meshwright.runtime.offload.states import PieceStates, StatesOnDrives, StatesOnHost
 from meshwright.runtime.offload.streams import HostStreams
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
@@ -50,7 +50,7 @@ class Hosted:
     readiness: Readiness
     folder: Path
 
-    def make_states(self, optimizer: torch.optim.Optimizer | None) -> States:
+    def make_states(self, optimizer: torch.optim.Optimizer | None) -> PieceStates:
         """Where the optimizer's states will lie. Raises RunError for a folder that cannot take them."""
         if self.plan.offload.optimizer == "host" or detect_fake_mode() is not None:
             return StatesOnHost(optimizer, self.memory)

@@ -4,7 +4,7 @@ Torch hands what it saves to a pack hook, and asks an unpack hook for it (`torch
 `save_on_cpu` and torchtune's `OffloadActivations` do). Here storages are copied, each once, by the instructions of the
 program: `SavedDown` of a unit of layers when its forward has ended, `SavedUp` when the backward comes to the unit
 behind it. What stays, and what waits for which copy, stands in `cost.memory.away`. Results that selective checkpointing
-keeps do not pass the hooks; ranges that run again hand them over (`recompute.Again`).
+keeps do not pass the hooks; ranges that run again hand them over (`recompute.RecomputedRange`).
 
 Device memory is taken and given up by the thread that computes, so that the allocator's order is that of the device.
 """
@@ -26,7 +26,7 @@ from meshwright.cost.memory.away import LEAST_BYTES
 from meshwright.runtime.offload.memory import ALIGNMENT, HostBuffer, HostMemory, round_up
 from meshwright.runtime.offload.streams import HostStreams, HostWork
 from meshwright.runtime.ranges import find_ops
-from meshwright.runtime.recompute import Again
+from meshwright.runtime.recompute import RecomputedRange
 from meshwright.spec.graph import Graph
 from meshwright.spec.offload_instructions import SavedDown, SavedUp
 from meshwright.spec.placement import Placement
@@ -322,7 +322,7 @@ def tell_layers(module: torch.nn.Module, layers: SavedLayers) -> None:
     for item in module.modules():
         if isinstance(item, _UnitEnd):
             item.layers = layers
-        elif isinstance(item, Again):
+        elif isinstance(item, RecomputedRange):
             item.copy_kept(layers.pack, layers.unpack)
 
 

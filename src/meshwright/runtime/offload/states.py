@@ -24,7 +24,7 @@ from meshwright.runtime.offload.room import FOLDER_ADVICE, explain_memory
 _Name = tuple[int, str]
 
 
-class States(Protocol):
+class PieceStates(Protocol):
     """Where the states of pieces are between steps."""
 
     remark: str

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.runtime.offload.pieces import HostedPiece
-from meshwright.runtime.offload.states import States
+from meshwright.runtime.offload.states import PieceStates
 from meshwright.runtime.precisions import Masters
 from meshwright.runtime.stage_steps import StageSteps
 
@@ -59,7 +59,7 @@ class HostSteps(StageSteps):
         optimizer: torch.optim.Optimizer | None,
         *given: Any,
         pieces: Sequence[HostedPiece],
-        make_states: Callable[[torch.optim.Optimizer | None], States],
+        make_states: Callable[[torch.optim.Optimizer | None], PieceStates],
         **named: Any,
     ) -> None:
         super().__init__(optimizer, *given, **named)

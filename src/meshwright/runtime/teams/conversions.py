@@ -26,7 +26,7 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class LocalConversion:
     """``have`` and ``want``: how it is cut, None where all have full size; ``sums`` where these are parts of a sum.
 
     ``goes_round``: shares travel round a ring.
@@ -43,7 +43,7 @@ class Conversion:
 class Convert(torch.nn.Module):
     """A conversion as a module."""
 
-    def __init__(self, conversion: Conversion) -> None:
+    def __init__(self, conversion: LocalConversion) -> None:
         super().__init__()
         self._conversion = conversion
 
@@ -55,7 +55,7 @@ class Convert(torch.nn.Module):
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, conversion: Conversion, made: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, conversion: LocalConversion, made: torch.Tensor | None) -> torch.Tensor:
         ctx.conversion = conversion
         if made is not None:
             return made.view_as(made)
@@ -70,7 +70,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        conversion: Conversion = ctx.conversion
+        conversion: LocalConversion = ctx.conversion
         axis, have, want = conversion.axis, conversion.have, conversion.want
         match conversion.backward:
             case "reduce_scatter":

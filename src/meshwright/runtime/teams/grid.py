@@ -26,7 +26,7 @@ class AxisGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class TeamPosition:
     """One process among teams of ``width``: the ``rank`` of the plan that it is part of, and its place in the team."""
 
     process: int
@@ -59,7 +59,7 @@ class Grid:
         return rank * self.width + self.place
 
 
-def make_grid(sharding: Sharding, process: int, num_ranks: int) -> Grid:
+def make_grid(sharding: Sharding, process: int, num_ranks: int) -> TeamPosition:
     """The grid, and a process group for every row of every axis; all processes make all groups in one order."""
     axes: dict[Axis, AxisGroup] = {}
     for axis in AXES:
@@ -72,4 +72,4 @@ def make_grid(sharding: Sharding, process: int, num_ranks: int) -> Grid:
             group = dist.new_group(list(ranks))
             if process in ranks:
                 axes[axis] = AxisGroup(group=group, ranks=ranks, index=ranks.index(process))
-    return Grid(process=process, width=sharding.width, axes=axes)
+    return TeamPosition(process=process, width=sharding.width, axes=axes)

@@ -23,8 +23,8 @@ from meshwright.program import STAYS_EAGER, lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
 from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.recompute import checkpoint_ranges
-from meshwright.runtime.teams.conversions import Conversion, Convert
-from meshwright.runtime.teams.grid import AxisGroup, Grid
+from meshwright.runtime.teams.conversions import Convert, LocalConversion
+from meshwright.runtime.teams.grid import AxisGroup, TeamPosition
 from meshwright.runtime.teams.grouped import arranging_module
 from meshwright.runtime.teams.operators import (
     BIASES,
@@ -73,7 +73,7 @@ class LocalModel:
     graph: Graph
     sharding: Sharding
     sharded: ShardedGraph
-    grid: Grid
+    grid: TeamPosition
     captured: Captured
     device: torch.device
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class LocalModel:
         backward = next((item.kind for item in listed if item.phase == "backward"), None)
         size = self.plan.microbatch_size
         return Convert(
-            Conversion(
+            LocalConversion(
                 axis=self.grid.axes[axis],
                 have=cut_of(layouts[axis][source], size),
                 want=cut_of(layouts[axis][made], size),
@@ -281,7 +281,7 @@ class LocalModel:
         return DropOut(op, whole, lambda mask: self._own(mask, made))
 
 
-def local_model(captured: Captured, plan: Plan, grid: Grid, device: torch.device) -> LocalModel:
+def local_model(captured: Captured, plan: Plan, grid: TeamPosition, device: torch.device) -> LocalModel:
     """The model of this process, on its device, under a plan that splits ops.
 
     Raises PlanError for what cannot be split evenly, or is gathered again.

@@ -12,13 +12,13 @@ run         all of it
 result      what became of the requests, as figures
 """
 
-from meshwright.serving.load.answers import Answer, decode_outputs
+from meshwright.serving.load.answers import Response, decode_outputs
 from meshwright.serving.load.bodies import draw_inputs
 from meshwright.serving.load.result import Loaded, LoadResult
 from meshwright.serving.load.run import run_load
-from meshwright.serving.load.streams import Stream, deployment_streams
+from meshwright.serving.load.streams import RequestStream, deployment_streams
 from meshwright.serving.load.target import (
-    ModelFacts,
+    ModelSignature,
     Target,
     only_model,
     read_model,
@@ -27,11 +27,11 @@ from meshwright.serving.load.target import (
 )
 
 __all__ = [
-    "Answer",
     "LoadResult",
     "Loaded",
-    "ModelFacts",
-    "Stream",
+    "ModelSignature",
+    "RequestStream",
+    "Response",
     "Target",
     "decode_outputs",
     "deployment_streams",

@@ -25,7 +25,7 @@ _IN_JSON: dict[str, Any] = {**NUMPY_TYPES, "BF16": np.float32, "BYTES": object}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class TensorMetadata:
     """Name, datatype and shape as a server tells them; -1 is an open size."""
 
     name: str
@@ -33,7 +33,7 @@ class Tensor:
     shape: tuple[int, ...]
 
 
-class Head(NamedTuple):
+class ResponseHead(NamedTuple):
     """Status line and headers: ``length`` is -1 if the end of the connection ends the body.
 
     ``json_length`` are the bytes of the body that are JSON, if binary data follows.
@@ -46,10 +46,10 @@ class Head(NamedTuple):
     closes: bool
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """A whole response."""
 
-    head: Head
+    head: ResponseHead
     body: bytes
 
     @property
@@ -62,7 +62,7 @@ class MalformedError(Exception):
     """Bytes that are no response."""
 
 
-def read_answer(data: bytes, *, ended: bool = False) -> Answer | None:
+def read_answer(data: bytes, *, ended: bool = False) -> Response | None:
     """The response that these bytes are; None if more are to come. Raises MalformedError, also for more than one."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
@@ -75,19 +75,19 @@ def read_answer(data: bytes, *, ended: bool = False) -> Answer | None:
         return read_answer(data[start:], ended=ended) if len(data) > start else None
     if head.is_chunked:
         body = _join_chunks(data, start)
-        return None if body is None else Answer(head, body)
+        return None if body is None else Response(head, body)
     if head.length < 0:
-        return Answer(head, data[start:]) if ended else None
+        return Response(head, data[start:]) if ended else None
     missing = start + head.length - len(data)
     if missing > 0:
         return None
     if missing < 0:
         raise MalformedError("more than one response to a request")
-    return Answer(head, data[start:])
+    return Response(head, data[start:])
 
 
 @lru_cache(maxsize=4096)
-def parse_head(head: bytes) -> Head:
+def parse_head(head: bytes) -> ResponseHead:
     """Parse status line and headers. Raises MalformedError."""
     lines = head.split(b"\r\n")
     words = lines[0].split(b" ", 2)
@@ -105,7 +105,7 @@ def parse_head(head: bytes) -> Head:
     length = _parse_size(headers.get(b"content-length"))
     if length is None:
         length = 0 if status in (204, 304) else -1
-    return Head(
+    return ResponseHead(
         status=status,
         length=length,
         json_length=_parse_size(headers.get(b"inference-header-content-length")),
@@ -153,7 +153,7 @@ def _join_chunks(data: bytes, place: int) -> bytes | None:
         place += size + 2
 
 
-def is_for_another(answer: Answer, request_id: str) -> bool:
+def is_for_another(answer: Response, request_id: str) -> bool:
     """Is an answer of status 200, in which an id was not found, that to another request? If not, it is malformed."""
     try:
         found = json.loads(answer.text)["id"]
@@ -178,7 +178,7 @@ def printable(text: str) -> str:
     return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
 
 
-def decode_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
+def decode_outputs(answer: Response) -> dict[str, NDArray[Any]]:
     """The tensors of an answer by name, from JSON or binary data. Raises ValueError for what is none."""
     try:
         outputs, place, found = json.loads(answer.text)["outputs"], len(answer.text), {}

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.serving.datatypes import NUMPY_TYPES
-from meshwright.serving.load.answers import Tensor
-from meshwright.serving.load.target import ModelFacts, Target
+from meshwright.serving.load.answers import TensorMetadata
+from meshwright.serving.load.target import ModelSignature, Target
 from meshwright.spec import ServingError
 
 # Digits of an id, which are written into bytes that are there already.
@@ -65,7 +65,7 @@ class RequestBytes:
 
 def build_requests(
     target: Target,
-    models: Sequence[ModelFacts],
+    models: Sequence[ModelSignature],
     parameters: Sequence[Mapping[str, int]],
     *,
     rows: int = 1,
@@ -95,7 +95,7 @@ def build_requests(
 
 
 def draw_inputs(
-    model: ModelFacts, rows: int, *, seed: int = 0, place: int = 0, number: int = 0
+    model: ModelSignature, rows: int, *, seed: int = 0, place: int = 0, number: int = 0
 ) -> dict[str, NDArray[Any]]:
     """The values of a body by tensor: the ``number``-th body of the model at this place among all that are asked.
 
@@ -106,7 +106,7 @@ def draw_inputs(
     return {tensor.name: _draw(model.name, tensor, rows, rng) for tensor in model.inputs}
 
 
-def _draw(model: str, tensor: Tensor, rows: int, rng: np.random.Generator) -> NDArray[Any]:
+def _draw(model: str, tensor: TensorMetadata, rows: int, rng: np.random.Generator) -> NDArray[Any]:
     shape = input_shape(model, tensor, rows)
     if math.prod(shape) * 8 > _MOST_BODY_BYTES:
         raise ServingError(
@@ -128,7 +128,7 @@ def _draw(model: str, tensor: Tensor, rows: int, rng: np.random.Generator) -> ND
     )
 
 
-def input_shape(model: str, tensor: Tensor, rows: int) -> tuple[int, ...]:
+def input_shape(model: str, tensor: TensorMetadata, rows: int) -> tuple[int, ...]:
     """The shape of an input of so many samples; open sizes but the first are some size. Raises ServingError."""
     if not tensor.shape or tensor.shape[0] != -1:
         if rows != 1:
@@ -146,7 +146,7 @@ def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _build(
-    target: Target, model: ModelFacts, values: dict[str, NDArray[Any]], said: Mapping[str, int], binary: bool
+    target: Target, model: ModelSignature, values: dict[str, NDArray[Any]], said: Mapping[str, int], binary: bool
 ) -> RequestBytes:
     inputs: list[dict[str, Any]] = []
     parts = []

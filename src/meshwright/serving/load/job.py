@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.load.answers import Answer
+from meshwright.serving.load.answers import Response
 from meshwright.serving.load.bodies import RequestBytes
 
-Check = Callable[[str, int, Answer], bool]
+Check = Callable[[str, int, Response], bool]
 
 
-class Outcome(enum.IntEnum):
+class UnansweredReason(enum.IntEnum):
     """What became of a request that was not answered by an HTTP status, as which others are kept."""
 
     UNANSWERED = 0
@@ -27,7 +27,7 @@ class Outcome(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
+class LoadJob:
     """What one process is to send: moments (ns from the begin, ascending), and the model of each.
 
     ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of
@@ -49,8 +49,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Records:
-    """What became of each request: status (or `Outcome`), seconds from its moment to its sending and to its answer.
+class RequestRecords:
+    """Of each request: status (or `UnansweredReason`), seconds from its moment to its sending and to its answer.
 
     ``waited`` is whether it found no idle connection. ``bodies`` has the first one of each status but 200. ``cpu_s`` is
     the processor time of the loop, ``end_ns`` the last moment that it came to (from the begin).

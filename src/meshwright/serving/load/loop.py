@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.load.answers import MOST_REASON_BYTES, Answer, MalformedError, is_for_another, read_answer
+from meshwright.serving.load.answers import MOST_REASON_BYTES, MalformedError, Response, is_for_another, read_answer
 from meshwright.serving.load.bodies import ID_DIGITS
-from meshwright.serving.load.job import Job, Outcome, Records
+from meshwright.serving.load.job import LoadJob, RequestRecords, UnansweredReason
 from meshwright.spec import ServingError
 
 _NS = 1_000_000_000
@@ -53,7 +53,7 @@ _STOP_GRACE_NS = _NS
 class Loop:
     """See the module's docstring. `connect`, then `run`, then `close`."""
 
-    def __init__(self, job: Job, stop: Any = None) -> None:
+    def __init__(self, job: LoadJob, stop: Any = None) -> None:
         count = len(job.moments)
         self._job, self._requests, self._check = job, job.requests, job.check
         self._first, self._step = job.first, job.step
@@ -61,8 +61,8 @@ class Loop:
         self._stop = stop
         if stop is not None:
             self._selector.register(stop, selectors.EVENT_READ, None)
-        self._connections: set[Connection] = set()
-        self._idle: list[Connection] = []
+        self._connections: set[ClientConnection] = set()
+        self._idle: list[ClientConnection] = []
         self._num_connecting = 0
         self._num_opened = 0
         self._most = job.connections
@@ -80,7 +80,7 @@ class Loop:
         self._whose = job.whose.data
         self._bodies: dict[int, bytes] = {}
         self._columns = (
-            np.full(count, Outcome.UNSENT, np.int16),
+            np.full(count, UnansweredReason.UNSENT, np.int16),
             np.zeros(count, np.float32),
             np.zeros(count, np.float32),
             np.zeros(count, np.bool_),
@@ -105,7 +105,7 @@ class Loop:
             raise ServingError("The server took no connection. Is it there, and has it room for one?")
         self._again_ns = self._pause_ns = 0
 
-    def run(self, begin_ns: int, tell: Callable[[int, int], None] | None = None) -> Records:
+    def run(self, begin_ns: int, tell: Callable[[int, int], None] | None = None) -> RequestRecords:
         """Send all requests from a moment of `time.perf_counter_ns` on; ``tell`` hears how many were sent, are done.
 
         Ctrl-C, or something to read from ``stop``, ends it early: what is under way has a second left.
@@ -128,7 +128,7 @@ class Loop:
             if collects:
                 gc.enable()
         status, lateness, latency, waited = self._columns
-        return Records(
+        return RequestRecords(
             status=status[: self._count],
             lateness=lateness[: self._count],
             latency=latency[: self._count],
@@ -210,13 +210,13 @@ class Loop:
         while self._next < self._count and moments[self._next] <= now:
             number = self._next
             self._next = number + 1
-            self._status[number] = Outcome.UNANSWERED
+            self._status[number] = UnansweredReason.UNANSWERED
             if idle:
                 self._send(idle.pop(), number)
             else:
                 self._wait_for_connection(number, now)
 
-    def _send(self, connection: Connection, number: int) -> None:
+    def _send(self, connection: ClientConnection, number: int) -> None:
         # As it stands in the JSON of request and answer.
         request_id = b'"%010d"' % (self._first + number * self._step)
         bodies = self._requests[self._whose[number]]
@@ -250,7 +250,7 @@ class Loop:
     def _fail_backlog(self) -> None:
         """There is no connection and none can be made: nobody would answer what waits."""
         while self._backlog:
-            self._settle(self._backlog.popleft(), Outcome.FAILED)
+            self._settle(self._backlog.popleft(), UnansweredReason.FAILED)
 
     def _settle(self, number: int, status: int) -> None:
         self._status[number] = status
@@ -269,7 +269,7 @@ class Loop:
         connection = None
         try:
             plain = socket.socket(socket.AddressFamily(self._job.family), socket.SOCK_STREAM)
-            connection = Connection(plain)
+            connection = ClientConnection(plain)
             plain.setblocking(False)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             problem = plain.connect_ex(self._job.address)
@@ -287,7 +287,7 @@ class Loop:
         self._connections.add(connection)
         self._num_connecting += 1
 
-    def _write(self, connection: Connection) -> None:
+    def _write(self, connection: ClientConnection) -> None:
         """A connection was made, or could not be, or has room for more."""
         if not connection.is_open:
             self._num_connecting -= 1
@@ -319,19 +319,19 @@ class Loop:
         if not self._connections:
             self._fail_backlog()
 
-    def _free(self, connection: Connection) -> None:
+    def _free(self, connection: ClientConnection) -> None:
         if self._backlog:
             self._send(connection, self._backlog.popleft())
         else:
             self._idle.append(connection)
 
-    def _lose(self, connection: Connection) -> None:
+    def _lose(self, connection: ClientConnection) -> None:
         """A connection ended; if a request was under way, it has failed."""
         self._drop(connection)
         if connection.number >= 0:
-            self._settle(connection.number, Outcome.FAILED)
+            self._settle(connection.number, UnansweredReason.FAILED)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: ClientConnection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._connections.discard(connection)
@@ -339,7 +339,7 @@ class Loop:
             with contextlib.suppress(ValueError):
                 self._idle.remove(connection)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: ClientConnection) -> None:
         try:
             data = connection.receive(_READ_BYTES if connection.buffer is None else _READ_MORE_BYTES)
         except BlockingIOError:
@@ -358,17 +358,17 @@ class Loop:
         try:
             answer = read_answer(data, ended=ended)
         except MalformedError:
-            self._take(connection, Outcome.MALFORMED, closes=True)
+            self._take(connection, UnansweredReason.MALFORMED, closes=True)
             return
         if answer is not None:
             self._take(connection, self._judge(connection, answer), closes=ended or answer.head.closes)
         elif ended:
             # Without a word it is a lost connection, in the middle of an answer a malformed one.
-            self._take(connection, Outcome.MALFORMED if data else Outcome.FAILED, closes=True)
+            self._take(connection, UnansweredReason.MALFORMED if data else UnansweredReason.FAILED, closes=True)
         elif connection.buffer is None:
             connection.buffer = bytearray(data)
 
-    def _take(self, connection: Connection, status: int, *, closes: bool) -> None:
+    def _take(self, connection: ClientConnection, status: int, *, closes: bool) -> None:
         """The request of a connection is done, which is ready for the next one unless it is at its end."""
         self._settle(connection.number, status)
         if closes or connection.rest:
@@ -377,7 +377,7 @@ class Loop:
         connection.number, connection.buffer = -1, None
         self._free(connection)
 
-    def _judge(self, connection: Connection, answer: Answer) -> int:
+    def _judge(self, connection: ClientConnection, answer: Response) -> int:
         """The status of an answer, or why it is none."""
         status = answer.head.status
         if status != 200:
@@ -385,18 +385,22 @@ class Loop:
             return status
         text = answer.text
         if connection.request_id not in text:
-            return Outcome.WRONG if is_for_another(answer, connection.request_id[1:-1].decode()) else Outcome.MALFORMED
+            return (
+                UnansweredReason.WRONG
+                if is_for_another(answer, connection.request_id[1:-1].decode())
+                else UnansweredReason.MALFORMED
+            )
         if not text.endswith(b"}") and not text.rstrip().endswith(b"}"):
-            return Outcome.MALFORMED
+            return UnansweredReason.MALFORMED
         if self._check is not None:
             number = connection.number
             whose = self._whose[number]
             if not self._check(self._job.names[whose], number % len(self._requests[whose]), answer):
-                return Outcome.WRONG
+                return UnansweredReason.WRONG
         return status
 
 
-class Connection:
+class ClientConnection:
     """See the module's docstring."""
 
     __slots__ = ("buffer", "is_open", "number", "receive", "request_id", "rest", "send", "socket")

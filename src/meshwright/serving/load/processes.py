@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.host.processes import reaping
-from meshwright.serving.load.job import Job, Records
+from meshwright.serving.load.job import LoadJob, RequestRecords
 from meshwright.serving.load.loop import Loop
 from meshwright.spec import ServingError
 
@@ -31,7 +31,7 @@ _LEAD_NS = 20_000_000
 Tell = Callable[[int, int], None]
 
 
-def run_here(job: Job, tell: Tell | None) -> Records:
+def run_here(job: LoadJob, tell: Tell | None) -> RequestRecords:
     """Run a job in this process."""
     loop = Loop(job)
     try:
@@ -41,7 +41,7 @@ def run_here(job: Job, tell: Tell | None) -> Records:
         loop.close()
 
 
-def run_in_processes(job: Job, count: int, tell: Tell | None) -> Records:
+def run_in_processes(job: LoadJob, count: int, tell: Tell | None) -> RequestRecords:
     """Run a job in so many new processes. Raises ServingError if one of them fails.
 
     Ctrl-C tells them to end early.
@@ -68,7 +68,7 @@ def run_in_processes(job: Job, count: int, tell: Tell | None) -> Records:
     return _join(job, records)
 
 
-def _deal(job: Job, count: int) -> list[Job]:
+def _deal(job: LoadJob, count: int) -> list[LoadJob]:
     """Every ``count``-th request to each process."""
     return [
         replace(
@@ -84,7 +84,7 @@ def _deal(job: Job, count: int) -> list[Job]:
     ]
 
 
-def _join(job: Job, records: Sequence[Records]) -> Records:
+def _join(job: LoadJob, records: Sequence[RequestRecords]) -> RequestRecords:
     """Records in the order of all requests; processes that were stopped have come to different ones."""
     count = len(records)
     # The first request that a process has not come to any more.
@@ -98,7 +98,7 @@ def _join(job: Job, records: Sequence[Records]) -> Records:
             target = column[place::count]
             target[:] = part[: len(target)]
         columns[name] = column
-    return Records(
+    return RequestRecords(
         **columns,
         bodies={status: body for part in reversed(records) for status, body in part.bodies.items()},
         cpu_s=sum(part.cpu_s for part in records),
@@ -109,8 +109,8 @@ def _join(job: Job, records: Sequence[Records]) -> Records:
 
 def _collect(
     pipes: Sequence[Connection], processes: Sequence[BaseProcess], until: float, tell: Tell | None
-) -> list[Records]:
-    results: dict[int, Records] = {}
+) -> list[RequestRecords]:
+    results: dict[int, RequestRecords] = {}
     told = [(0, 0)] * len(pipes)
     stopped = False
     while len(results) < len(pipes):
@@ -156,7 +156,7 @@ def _receive(pipe: Connection, process: BaseProcess, until: float) -> tuple[str,
     return kind, content
 
 
-def _serve_job(job: Job, pipe: Connection) -> None:
+def _serve_job(job: LoadJob, pipe: Connection) -> None:
     # Ctrl-C reaches all processes of a terminal; the one that waits for the others tells them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     loop = Loop(job, pipe)

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.serving.load.answers import reason_of
-from meshwright.serving.load.job import Outcome, Records
-from meshwright.serving.load.streams import Stream
+from meshwright.serving.load.job import RequestRecords, UnansweredReason
+from meshwright.serving.load.streams import RequestStream
 from meshwright.spec.units import format_seconds
 
 _NS = 1e9
@@ -33,11 +33,11 @@ _LATE_S = 1e-3
 # Points of a series in time.
 _MOST_POINTS = 3600
 _COUNTED = {
-    "num_failed": Outcome.FAILED,
-    "num_malformed": Outcome.MALFORMED,
-    "num_wrong": Outcome.WRONG,
-    "num_unanswered": Outcome.UNANSWERED,
-    "num_unsent": Outcome.UNSENT,
+    "num_failed": UnansweredReason.FAILED,
+    "num_malformed": UnansweredReason.MALFORMED,
+    "num_wrong": UnansweredReason.WRONG,
+    "num_unanswered": UnansweredReason.UNANSWERED,
+    "num_unsent": UnansweredReason.UNSENT,
 }
 
 
@@ -172,10 +172,10 @@ class LoadResult:
 
 
 def sum_up(
-    streams: Sequence[Stream],
+    streams: Sequence[RequestStream],
     moments: NDArray[np.int64],
     whose: NDArray[np.int32],
-    records: Records,
+    records: RequestRecords,
     *,
     ramp_s: float,
     seconds: float,
@@ -198,7 +198,7 @@ def sum_up(
         models.append(_count(stream.model, stream.deadline_s, status[mine], latency[mine], in_time[mine]))
     total = _count("total", None, status, latency, in_time)
     lateness, waited = records.lateness[counted], records.waited[counted]
-    sent = (status != Outcome.UNSENT) & ~waited
+    sent = (status != UnansweredReason.UNSENT) & ~waited
     return LoadResult(
         seconds=seconds,
         began=began,

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from meshwright.serving.load.bodies import build_requests
-from meshwright.serving.load.job import Check, Job, Records
+from meshwright.serving.load.job import Check, LoadJob, RequestRecords
 from meshwright.serving.load.processes import Tell, run_here, run_in_processes
 from meshwright.serving.load.result import LoadResult, sum_up
-from meshwright.serving.load.streams import Stream, draw_moments, most_at_once
-from meshwright.serving.load.target import ModelFacts, Target, find_address, read_model, read_target
+from meshwright.serving.load.streams import RequestStream, draw_moments, most_at_once
+from meshwright.serving.load.target import ModelSignature, Target, find_address, read_model, read_target
 from meshwright.spec import EventSink, ServingError
 from meshwright.spec.bounds import check_bounds
 
@@ -25,7 +25,7 @@ _check = partial(check_bounds, ServingError)
 
 def run_load(
     url: str,
-    streams: Sequence[Stream],
+    streams: Sequence[RequestStream],
     seconds: float,
     *,
     seed: int = 0,
@@ -74,7 +74,7 @@ def run_load(
     facts = _read_facts(target, streams)
     said = [stream.parameters for stream in streams for _ in stream.names]
     longest_s = max((stream.deadline_s for stream in streams if stream.deadline_s is not None), default=0.0)
-    job = Job(
+    job = LoadJob(
         family=family,
         address=address,
         moments=moments,
@@ -93,7 +93,7 @@ def run_load(
     return sum_up(streams, moments, whose, records, ramp_s=ramp_s, seconds=seconds, began=began)
 
 
-def _run(job: Job, processes: int, events: EventSink | None) -> Records:
+def _run(job: LoadJob, processes: int, events: EventSink | None) -> RequestRecords:
     if processes == 1 and events is None:
         return run_here(job, None)
     total = len(job.moments)
@@ -109,7 +109,7 @@ def _run(job: Job, processes: int, events: EventSink | None) -> Records:
     return run_in_processes(job, processes, tell)
 
 
-def _read_facts(target: Target, streams: Sequence[Stream]) -> list[ModelFacts]:
+def _read_facts(target: Target, streams: Sequence[RequestStream]) -> list[ModelSignature]:
     """What each model takes; copies take the same, so that a server is asked once for all of them."""
     facts = []
     for stream in streams:

@@ -25,7 +25,7 @@ _ANY = Seconds(86_400.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class RequestStream:
     """Requests for a model, or for each of its copies; with ``deadline_s`` answers are in time up to then.
 
     What is left of the deadline, and ``priority``, are sent with each request. Without a deadline, every answer is in
@@ -58,10 +58,10 @@ class Stream:
         return tuple(f"{self.model}-{copy}" for copy in range(self.copies))
 
 
-def deployment_streams(deployment: Deployment, deadline_s: float | None = None) -> tuple[Stream, ...]:
+def deployment_streams(deployment: Deployment, deadline_s: float | None = None) -> tuple[RequestStream, ...]:
     """What arrives at a deployment; due within the SLO of each model, or within ``deadline_s``."""
     return tuple(
-        Stream(
+        RequestStream(
             model=model.name,
             arrivals=model.arrivals,
             copies=model.copies,
@@ -72,7 +72,7 @@ def deployment_streams(deployment: Deployment, deadline_s: float | None = None) 
 
 
 def draw_moments(
-    streams: Sequence[Stream], seconds: float, *, seed: int, scale: float, ramp_s: float
+    streams: Sequence[RequestStream], seconds: float, *, seed: int, scale: float, ramp_s: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Moments (ns, ascending) and whose they are, copies counted one by one.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from meshwright.serving.load.answers import Tensor, printable, reason_of
+from meshwright.serving.load.answers import TensorMetadata, printable, reason_of
 from meshwright.serving.server.tokens import is_token
 from meshwright.spec import ServingError, suggest
 
@@ -51,12 +51,12 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelSignature:
     """What a model takes and gives; -1 in a shape is a size that is open, the first of which is that of a batch."""
 
     name: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
 
 
 def read_target(url: str, token: str | None = None) -> Target:
@@ -94,7 +94,7 @@ def find_address(target: Target) -> tuple[int, tuple[Any, ...]]:
     raise _unreachable(target, problem or OSError("no address"))
 
 
-def read_model(target: Target, name: str) -> ModelFacts:
+def read_model(target: Target, name: str) -> ModelSignature:
     """What the server says of a model. Raises ServingError if it has none of this name, or does not answer."""
     status, content = _ask(target, "GET", target.model_path(name))
     if status != 200:
@@ -107,7 +107,7 @@ def read_model(target: Target, name: str) -> ModelFacts:
         )
     try:
         data = json.loads(content)
-        return ModelFacts(
+        return ModelSignature(
             name=name,
             inputs=tuple(map(_tensor, data["inputs"])),
             outputs=tuple(map(_tensor, data.get("outputs", ()))),
@@ -144,13 +144,13 @@ def only_model(target: Target) -> str:
     return names[0]
 
 
-def _tensor(data: Any) -> Tensor:
+def _tensor(data: Any) -> TensorMetadata:
     shape = tuple(data["shape"])
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= -1 for size in shape):
         raise ValueError(f"shape {shape!r}")
     if not isinstance(data["name"], str) or not isinstance(data["datatype"], str):
         raise TypeError("name and datatype are texts")
-    return Tensor(name=data["name"], datatype=data["datatype"], shape=shape)
+    return TensorMetadata(name=data["name"], datatype=data["datatype"], shape=shape)
 
 
 def _ask(target: Target, method: str, path: str, sent: bytes | None = None) -> tuple[int, bytes]:

@@ -27,7 +27,7 @@ class NotCompressed(Exception):  # noqa: N818 - it is no error of ours
     """What should be compressed is not; the message says why."""
 
 
-class Answers:
+class ResponseWriter:
     """Makes answers; `tick` is called about once a second and renews their date."""
 
     def __init__(self) -> None:

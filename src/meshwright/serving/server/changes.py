@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.channel import Closed
-from meshwright.serving.server.peers import Worker
+from meshwright.serving.server.peers import WorkerPeer
 from meshwright.serving.server.reports import report
 from meshwright.serving.server.served import Served, read_identity
 from meshwright.spec import ServingError
@@ -30,10 +30,10 @@ class Changes:
         self._leaving: list[int] = []
         self._asked: int | None = None
         self._error: str | None = None
-        self._first: Worker | None = None
+        self._first: WorkerPeer | None = None
         self._is_tried = False
 
-    def order(self, document: dict[str, Any], workers: Iterable[Worker]) -> None:
+    def order(self, document: dict[str, Any], workers: Iterable[WorkerPeer]) -> None:
         """Begin the change that a supervisor orders: models to ``load``, and numbers of those that ``leave``.
 
         Or end it, with a sentence why: ``give_up``.
@@ -48,7 +48,7 @@ class Changes:
         for worker in workers:
             self.equip(worker)
 
-    def equip(self, worker: Worker) -> None:
+    def equip(self, worker: WorkerPeer) -> None:
         """Ask a worker for what it lacks, and to forget what nobody needs."""
         self._first = self._first or worker
         coming = self._coming if self._is_tried or worker is self._first else {}
@@ -60,7 +60,7 @@ class Changes:
         if missing or extra:
             _ask(worker, missing, extra)
 
-    def learn(self, worker: Worker, document: dict[str, Any]) -> None:
+    def learn(self, worker: WorkerPeer, document: dict[str, Any]) -> None:
         """A worker has loaded a model, or could not."""
         number = document["number"]
         worker.loading.discard(number)
@@ -81,13 +81,13 @@ class Changes:
         elif number not in self._coming and number not in self._catalog.numbers:
             self.equip(worker)  # given up meanwhile
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: WorkerPeer) -> None:
         """A worker has gone; perhaps what it was the first to load is why."""
         if worker is self._first and not self._is_tried and self._coming:
             names = ", ".join(served.name for served in self._coming.values())
             self._error = f"The first worker that loaded {names} ended. Ask again, if that has another reason."
 
-    def _give_up(self, document: dict[str, Any], workers: Iterable[Worker]) -> None:
+    def _give_up(self, document: dict[str, Any], workers: Iterable[WorkerPeer]) -> None:
         if document["change"] != self._asked:
             report("refused", change=document["change"], text=document["give_up"])
             return
@@ -97,7 +97,7 @@ class Changes:
                 # Whoever loads has one thread for it, which is lost.
                 report("broken", worker=worker.device, pid=worker.pid, text=document["give_up"])
 
-    def step(self, workers: Iterable[Worker], rebuild: Callable[[], None]) -> None:
+    def step(self, workers: Iterable[WorkerPeer], rebuild: Callable[[], None]) -> None:
         """Make the change if all workers have what comes; give it up if one cannot."""
         if self._asked is None:
             return
@@ -121,7 +121,7 @@ class Changes:
         self._asked = None
 
     def clear_out(
-        self, known: int, is_needed: Callable[[int], bool], workers: Iterable[Worker], rebuild: Callable[[], None]
+        self, known: int, is_needed: Callable[[int], bool], workers: Iterable[WorkerPeer], rebuild: Callable[[], None]
     ) -> list[int]:
         """Forget models that leave, which no front asks any more and of which nothing is to be answered; which."""
         gone = [number for number in self._catalog.leavers(known) if not is_needed(number)]
@@ -146,6 +146,6 @@ class Changes:
         return None
 
 
-def _ask(worker: Worker, load: list[dict[str, Any]], forget: list[int]) -> None:
+def _ask(worker: WorkerPeer, load: list[dict[str, Any]], forget: list[int]) -> None:
     with contextlib.suppress(Closed):  # seen when it is read
         worker.channel.send_text({"load": load, "forget": forget})

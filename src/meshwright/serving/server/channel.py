@@ -47,7 +47,7 @@ class Closed(Exception):  # noqa: N818 - it is no error
     """The other side has gone."""
 
 
-class Channel:
+class MessageChannel:
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -139,13 +139,13 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def connect(path: Path) -> Channel | None:
+def connect(path: Path) -> MessageChannel | None:
     """A connection to whoever listens there; None if nobody does, or no further file can be opened."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         connection = stack.enter_context(_socket())
         connection.connect(str(path))
         stack.pop_all()
-        return Channel(connection)
+        return MessageChannel(connection)
     return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from meshwright.serving.server.recording import Recorded
 from meshwright.serving.server.supervisor import Supervisor
 from meshwright.serving.server.timeline import timeline_pieces
-from meshwright.serving.server.timeline_facts import Facts
+from meshwright.serving.server.timeline_facts import RecordedRun
 
 LEAST_S, MOST_S = 0.1, 30.0
 # Rows that processes of a kind note at most, all of them together; Perfetto is slow with more requests.
@@ -55,7 +55,7 @@ class Collector:
         finally:
             self._until = None
 
-    async def _record(self, seconds: float) -> Facts:
+    async def _record(self, seconds: float) -> RecordedRun:
         supervisor, folder = self._supervisor, self._supervisor.folder
         asked = supervisor.process_ids()
         if folder is None or not asked:
@@ -82,7 +82,7 @@ class Collector:
         ):
             await asyncio.sleep(_LOOK_S)
         found = await asyncio.to_thread(_read, paths)
-        return Facts(
+        return RecordedRun(
             begin_ns=begin_ns,
             end_ns=end_ns,
             models=supervisor.model_names,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import httptools
 
 from meshwright.serving.server.answers import RETRY
-from meshwright.serving.server.exchange import LISTS, WANTED, Exchange, Refusal, show
+from meshwright.serving.server.exchange import LISTS, WANTED, HttpExchange, Refusal, show
 from meshwright.serving.server.heads import BLANK, LONGEST_HEAD
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._parser: Any = httptools.HttpRequestParser(self)
         # Requests that are not answered yet, in order; those of them that were not begun; bytes that were not parsed.
-        self._waiting: deque[Exchange] = deque()
-        self._held: deque[Exchange] = deque()
+        self._waiting: deque[HttpExchange] = deque()
+        self._held: deque[HttpExchange] = deque()
         self._unfed: bytes | memoryview = b""
         self._owed = 0
         self._is_paused = self._is_going_on = False
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
                 and not (self._is_paused or self._owed > _MOST_OWED or self._front.is_draining)
             ):
                 self._quiet = 0
-                exchange = Exchange(self, head.method, head.url, head.headers, data[end:], _now_ns())
+                exchange = HttpExchange(self, head.method, head.url, head.headers, data[end:], _now_ns())
                 self._waiting.append(exchange)
                 self._begin(exchange)
                 return
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             body = b"".join((body, *self._parts))
             self._forget_body()
         parser = self._parser
-        exchange = Exchange(self, parser.get_method(), self._url, self._headers, body, self._begun_ns)
+        exchange = HttpExchange(self, parser.get_method(), self._url, self._headers, body, self._begun_ns)
         self._body = b""
         if not parser.should_keep_alive() or self._front.is_draining:
             exchange.closes, exchange.fields, self._is_over = True, _CLOSE, True
@@ -226,7 +226,7 @@ class Connection(asyncio.Protocol):
 
     # --- answers ------------------------------------------------------------------------------
 
-    def settle(self, exchange: Exchange) -> None:
+    def settle(self, exchange: HttpExchange) -> None:
         """An answer is there; it leaves as soon as those before it have."""
         waiting = self._waiting
         if not waiting or waiting[0] is not exchange:
@@ -308,7 +308,7 @@ class Connection(asyncio.Protocol):
         """Must further requests wait until answers have left?"""
         return self._is_paused or self._owed > _MOST_OWED
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, exchange: HttpExchange) -> None:
         self._paths.begin(exchange)
         if not exchange.has_left:
             answer = exchange.answer
@@ -351,7 +351,7 @@ class Connection(asyncio.Protocol):
         self._owes_continue = False
         self._forget_body()
         self._unfed = b""
-        exchange = Exchange(self, b"", self._url, {}, b"", self._begun_ns)
+        exchange = HttpExchange(self, b"", self._url, {}, b"", self._begun_ns)
         exchange.closes, exchange.fields = True, _CLOSE
         self._waiting.append(exchange)
         self._paths.refuse(exchange, refusal)

@@ -22,7 +22,7 @@ ANEW = np.array([-2, -2, -2], np.int64).tobytes()
 _BEGIN = b'{"kind": "meshwright/decisions/'
 
 
-class Log(Protocol):
+class DecisionWriter(Protocol):
     """What decisions are written to."""
 
     def write(self, data: bytes, /) -> object:
@@ -45,11 +45,11 @@ class LogFile:
             self._end(error)
 
     def write(self, data: bytes) -> None:
-        """See `Log`."""
+        """See `DecisionWriter`."""
         self.writelines((data,))
 
     def writelines(self, parts: Iterable[bytes]) -> None:
-        """See `Log`."""
+        """See `DecisionWriter`."""
         if not self._is_broken:
             try:
                 self._file.writelines(parts)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 from meshwright.serving.server.values import SHOWN, BadRequest
 
 if TYPE_CHECKING:
-    from meshwright.serving.server.front import Served
+    from meshwright.serving.server.front import FrontendModel
     from meshwright.serving.server.gate import Ticket
-    from meshwright.serving.server.tensors import Asked
+    from meshwright.serving.server.tensors import ParsedRequest
     from meshwright.serving.server.trace_context import TraceContext
 
 # Names of headers that are looked at; all others are passed over.
@@ -30,7 +30,7 @@ _MOST_DIGITS = 15
 class Asker(Protocol):
     """Whoever a request came from, as far as its answer needs it."""
 
-    def settle(self, exchange: Exchange) -> None:
+    def settle(self, exchange: HttpExchange) -> None:
         """The answer is there."""
 
 
@@ -42,17 +42,17 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
         self.status, self.sentence, self.fields = status, sentence, fields
 
 
-class Call:
+class InboundRequest:
     """A request of any protocol, as far as a front needs it: when it began to come, and what it turned out to be."""
 
-    asked: Asked | None = None
-    served: Served | None = None
+    asked: ParsedRequest | None = None
+    served: FrontendModel | None = None
     ticket: Ticket | None = None
     trace: TraceContext | None = None
     begun_ns: int
 
 
-class Exchange(Call):
+class HttpExchange(InboundRequest):
     """A request over HTTP, and its answer once it is there."""
 
     # Most requests leave most of these as they are: is the connection closed after the answer, and has that been sent;
@@ -75,7 +75,7 @@ def path_of(url: bytes) -> str:
     return text if text[:1] == "/" or "://" not in text else "/" + text.partition("://")[2].partition("/")[2]
 
 
-def check_method(exchange: Exchange, allowed: bytes) -> None:
+def check_method(exchange: HttpExchange, allowed: bytes) -> None:
     """Raise Refusal for a method that is not among those that are allowed, as ``Allow`` has them."""
     if exchange.method not in allowed.split(b", "):
         raise Refusal(

@@ -19,7 +19,7 @@ from meshwright.spec import Deployment, Scaling
 _NS = 1e9
 
 
-class Fleet:
+class DeviceFleet:
     """Devices by number: ``hired`` are those that are to be there, or still start; ``draining`` end what they have.
 
     ``wanted`` is how many are to be hired (`step`).

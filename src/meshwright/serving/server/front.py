@@ -22,10 +22,10 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from meshwright.serving.server.counters import Counts, FrontCounts
-from meshwright.serving.server.exchange import Call, Refusal, read_integer
+from meshwright.serving.server.exchange import InboundRequest, Refusal, read_integer
 from meshwright.serving.server.gate import Fate, Gate, ModelFacts, Ticket
 from meshwright.serving.server.recording import Recording
-from meshwright.serving.server.tensors import Asked, Codec
+from meshwright.serving.server.tensors import Codec, ParsedRequest
 from meshwright.serving.server.tokens import is_bearer
 from meshwright.serving.server.values import SHOWN, BadRequest, NotFinite
 from meshwright.spec import Server
@@ -48,10 +48,10 @@ _NOT_READY = "The server is not ready. Try again later."
 # The Open Inference Protocol's metadata name extensions; this is Triton's, for tensors as binary.
 _EXTENSIONS = ["binary_tensor_data"]
 
-_Call = TypeVar("_Call", bound=Call)
+_Call = TypeVar("_Call", bound=InboundRequest)
 
 
-class Served:
+class FrontendModel:
     """A model as a front serves it."""
 
     def __init__(self, model: ModelFacts, counts: Counts) -> None:
@@ -69,7 +69,7 @@ class Served:
         return {"name": model.name, "versions": [model.version], "platform": model.platform, **tensors}
 
 
-class Front:
+class Frontend:
     """See the module's docstring. ``counts`` are for metrics; with ``is_draining`` it is no longer ready."""
 
     def __init__(self, gate: Gate, server: Server, token: str | None = None) -> None:
@@ -80,11 +80,11 @@ class Front:
         self._token = None if token is None else token.encode()
         self._longest_ns = round(server.longest_deadline * 1e9)
         self._known: dict[str, ModelFacts] | None = None
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, FrontendModel] = {}
 
     # --- inference ----------------------------------------------------------------------------
 
-    def timeout_ns(self, asked: Asked, milliseconds: bytes | None) -> int:
+    def timeout_ns(self, asked: ParsedRequest, milliseconds: bytes | None) -> int:
         """How long a request may take that says so itself, by its parameter, by X-Request-Timeout-Ms, or both."""
         limits = [] if asked.timeout_us is None else [asked.timeout_us * 1000]
         if milliseconds is not None:
@@ -97,7 +97,12 @@ class Front:
         return min(limits)
 
     def submit(
-        self, call: Call, served: Served, asked: Asked, deadline_ns: int, reply: Callable[[Ticket], None]
+        self,
+        call: InboundRequest,
+        served: FrontendModel,
+        asked: ParsedRequest,
+        deadline_ns: int,
+        reply: Callable[[Ticket], None],
     ) -> None:
         """Put what is asked into slots, and ask for an answer; ``reply`` is told, and then calls `conclude`.
 
@@ -119,7 +124,9 @@ class Front:
         call.asked = asked
         call.ticket = gate.submit(model, slots, deadline_ns, reply, asked.level)
 
-    def conclude(self, call: _Call, ticket: Ticket, answer: Callable[[_Call, Served, Asked, list[int]], None]) -> None:
+    def conclude(
+        self, call: _Call, ticket: Ticket, answer: Callable[[_Call, FrontendModel, ParsedRequest, list[int]], None]
+    ) -> None:
         """The scheduler has told what became of a request: make its answer of its slots, or raise Refusal."""
         # The ticket holds the call of this, and so the request.
         call.ticket = None
@@ -150,14 +157,14 @@ class Front:
         _LOG.error("A request could not be answered.", exc_info=error)
         return Refusal(500, "The server failed on this request; its log says why.")
 
-    def note(self, call: Call, status: int) -> None:
+    def note(self, call: InboundRequest, status: int) -> None:
         """Count an answer without outputs."""
         counts = self.counts.others if call.served is None else call.served.counts
         counts.note(status)
         if self.recording is not None and call.asked is None:
             self.recording.rows_of_request(call, None, status, _now_ns())
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: InboundRequest) -> None:
         """Nobody waits for this answer any more."""
         if call.ticket is not None:
             self.counts.cancelled += 1
@@ -172,18 +179,19 @@ class Front:
         """Can requests be answered, and will further ones be?"""
         return self.gate.is_ready and not self.is_draining
 
-    def served(self) -> dict[str, Served]:
+    def served(self) -> dict[str, FrontendModel]:
         """Models by name, as the gate knows them."""
         known = self.gate.models
         if known is not self._known:
             same = {served.model: served for served in self._served.values()}
             self._served = {
-                name: same.get(model) or Served(model, self.counts.of(model.name)) for name, model in known.items()
+                name: same.get(model) or FrontendModel(model, self.counts.of(model.name))
+                for name, model in known.items()
             }
             self._known = known
         return self._served
 
-    def find(self, name: str, number: str | None) -> Served:
+    def find(self, name: str, number: str | None) -> FrontendModel:
         """A model by name and version, None for the only one. Raises Refusal."""
         served = self.served().get(name)
         if served is None:

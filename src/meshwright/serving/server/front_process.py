@@ -19,7 +19,7 @@ import uvloop
 from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.http import HttpServer, serve_http
-from meshwright.serving.server.recording import Recorder
+from meshwright.serving.server.recording import RecordingControl
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
 from meshwright.serving.server.rpc import RpcServer, most_connections, serve_rpc
 from meshwright.serving.server.tokens import read_token
@@ -53,7 +53,7 @@ async def serve(folder: Path, token: str | None) -> None:
             f"A front cannot listen at {settings.host}, ports {settings.port} and {settings.grpc_port}: {error}. Give "
             "another host, as an address, or other ports."
         ) from None
-    orders, recorder = Orders(), Recorder(lambda: [gate, http.front])
+    orders, recorder = Orders(), RecordingControl(lambda: [gate, http.front])
     loop.add_reader(sys.stdin, lambda: recorder.obey(orders.read()))
 
     def tell() -> None:

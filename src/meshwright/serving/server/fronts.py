@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import MOST_CELLS, Closed, Kind
-from meshwright.serving.server.peers import SLOT_BITS, Front, by_front, front_of, slots_of
+from meshwright.serving.server.peers import SLOT_BITS, FrontendPeer, by_front, front_of, slots_of
 from meshwright.serving.server.switchboard import Switchboard
 
 
@@ -19,21 +19,21 @@ class Fronts:
 
     def __init__(self, board: Switchboard) -> None:
         self._board = board
-        self._fronts: dict[int, Front] = {}
+        self._fronts: dict[int, FrontendPeer] = {}
 
     def __len__(self) -> int:
         """How many there are."""
         return len(self._fronts)
 
-    def __iter__(self) -> Iterator[Front]:
+    def __iter__(self) -> Iterator[FrontendPeer]:
         """All of them."""
         return iter(self._fronts.values())
 
-    def add(self, front: Front) -> None:
+    def add(self, front: FrontendPeer) -> None:
         """One has come."""
         self._fronts[front.number] = front
 
-    def remove(self, front: Front) -> None:
+    def remove(self, front: FrontendPeer) -> None:
         """One has gone."""
         del self._fronts[front.number]
 
@@ -45,7 +45,7 @@ class Fronts:
         """The generation of models of which all have been told, by their own word."""
         return min((front.known for front in self), default=newest)
 
-    def tell(self, document: dict[str, Any], only: Front | None = None) -> None:
+    def tell(self, document: dict[str, Any], only: FrontendPeer | None = None) -> None:
         """Tell all, or one, how things are."""
         for front in self if only is None else (only,):
             with contextlib.suppress(Closed):  # seen when it is read

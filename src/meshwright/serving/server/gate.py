@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, LEVEL_BIT, SACRIFICED
-from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect
+from meshwright.serving.server.channel import MOST_CELLS, Closed, Kind, MessageChannel, connect
 from meshwright.serving.server.recording import Recording
 from meshwright.serving.server.slabs import Slab, slab_path, slot_layout
 from meshwright.spec import ServingError, TensorSpec
@@ -127,7 +127,7 @@ class Gate:
         self.is_ready = False
         self.recording: Recording | None = None
         self._folder, self._tensor_bytes = folder, tensor_bytes
-        self._channel: Channel | None = None
+        self._channel: MessageChannel | None = None
         self._number = 0  # of the connection, as the scheduler counts
         self._by_number: dict[int, ModelFacts] = {}
         self._submitted: list[int] = []
@@ -243,12 +243,12 @@ class Gate:
                     channel.send(np.array([kind, *cells[place : place + MOST_CELLS - 3]], np.int64))
             self._watch_room(channel)
 
-    def _watch_room(self, channel: Channel) -> None:
+    def _watch_room(self, channel: MessageChannel) -> None:
         loop = asyncio.get_running_loop()
         if channel.is_waiting:
             loop.add_writer(channel.fileno(), self._write_more, channel)
 
-    def _write_more(self, channel: Channel) -> None:
+    def _write_more(self, channel: MessageChannel) -> None:
         with contextlib.suppress(Closed):
             channel.flush()
         if not channel.is_waiting:

@@ -6,7 +6,7 @@ and with the blank line. It is used only where exactly one whole request has com
 
 from __future__ import annotations
 
-from meshwright.serving.server.exchange import Exchange
+from meshwright.serving.server.exchange import HttpExchange
 
 # Larger heads are parsed each time; of others so many are remembered, and then all forgotten.
 LONGEST_HEAD, _MOST_HEADS = 2048, 1024
@@ -15,7 +15,7 @@ BLANK = b"\r\n\r\n"
 _NEVER = frozenset((b"transfer-encoding", b"expect", b"traceparent"))
 
 
-class Head:
+class RequestHead:
     """What a head says; ``length`` is that of the body."""
 
     __slots__ = ("headers", "length", "method", "url")
@@ -24,10 +24,10 @@ class Head:
         self.method, self.url, self.headers, self.length = method, url, headers, length
 
 
-class Heads(dict[bytes, Head]):
+class Heads(dict[bytes, RequestHead]):
     """Heads by their bytes."""
 
-    def learn(self, data: bytes, exchange: Exchange) -> None:
+    def learn(self, data: bytes, exchange: HttpExchange) -> None:
         """Remember the head of a request whose connection goes on, if it alone is what ``data`` are."""
         body, headers = exchange.body, exchange.headers
         end = len(data) - len(body)
@@ -42,4 +42,4 @@ class Heads(dict[bytes, Head]):
             return
         if len(self) >= _MOST_HEADS:
             self.clear()
-        self[data[:end]] = Head(exchange.method, exchange.url, headers, len(body))
+        self[data[:end]] = RequestHead(exchange.method, exchange.url, headers, len(body))

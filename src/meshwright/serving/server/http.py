@@ -1,6 +1,6 @@
 """Connections of a front: HTTP/1.1 with keep-alive and pipelining, and limits on what each may cost.
 
-`Connection` hands each request to the `Paths` as an `Exchange`; answers leave in the order in which requests came. No
+`Connection` hands each request to the `Paths` as an `HttpExchange`; answers leave in the order in which requests came. No
 task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the connections at each of its
 ticks and ends those that take too long, and at a sixteenth of the models for requests that were forgotten.
 
@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from meshwright.serving.server.connection import Connection
-from meshwright.serving.server.front import Front
+from meshwright.serving.server.front import Frontend
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.heads import Heads
 from meshwright.serving.server.paths import Paths
@@ -40,7 +40,7 @@ _FORGOTTEN = 2
 class HttpServer:
     """Connections of a front, and how long they may take; `serve_http` makes one."""
 
-    def __init__(self, front: Front, limits: Server) -> None:
+    def __init__(self, front: Frontend, limits: Server) -> None:
         self.front, self.limits, self.paths = front, limits, Paths(front)
         self.receive_ns, self.idle_ns = round(limits.receive * 1e9), round(limits.idle * 1e9)
         self.heads = Heads()
@@ -128,6 +128,6 @@ async def serve_http(
     Other processes may listen at the same place, each has its share of the connections. With a ``token``, requests must
     have it. Raises OSError if the place cannot be listened at.
     """
-    http = HttpServer(Front(gate, server, token), server)
+    http = HttpServer(Frontend(gate, server, token), server)
     await http.listen(server.host, server.port if port is None else port, reuse_port)
     return http

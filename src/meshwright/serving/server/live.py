@@ -71,7 +71,7 @@ from meshwright.serving.policies.scaling import (
     note_arrival,
     wanted_devices,
 )
-from meshwright.serving.server.decision_log import ANEW, LOG_KIND, Log
+from meshwright.serving.server.decision_log import ANEW, LOG_KIND, DecisionWriter
 from meshwright.serving.server.recording import Recording
 
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE, AGAIN = range(9)
@@ -95,7 +95,7 @@ class Live:
         self,
         reference: str,
         facts: dict[str, Any],
-        log: Log | None = None,
+        log: DecisionWriter | None = None,
         *,
         numbers: list[int] | None = None,
         scaling: dict[str, Any] | None = None,

@@ -18,7 +18,7 @@ _SHOWN = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldModel:
     """A model that a worker can run; ``points``: sizes of batches, and what they took in seconds."""
 
     served: Served
@@ -49,13 +49,13 @@ class Failed:
         return {"number": self.served.number, "error": self.error}
 
 
-class Loader:
+class ModelLoader:
     """Models for a device (``cpu``, ``cuda:0``), on so many threads; what `load` has done can be selected for."""
 
     def __init__(self, device: str, num_threads: int) -> None:
         self._device, self._num_threads = device, num_threads
         self._asked: queue.SimpleQueue[Served] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Held | Failed] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[HeldModel | Failed] = queue.SimpleQueue()
         self._wakes, self._waker = os.pipe()
         self._thread: threading.Thread | None = None
 
@@ -68,16 +68,16 @@ class Loader:
         return open_model(served.model, self._device, self._num_threads)
 
     @staticmethod
-    def time(served: Served, runnable: Runnable) -> Held:
+    def time(served: Served, runnable: Runnable) -> HeldModel:
         """Run a model once in any case, and find out what batches take where the deployment does not say."""
         model = served.model
         if model.model is None:
-            return Held(served, runnable, [])
+            return HeldModel(served, runnable, [])
         if model.latency is not None:
             rows = warm_up(runnable, name=served.name, longest_s=model.slo, budget_s=_BRIEFLY_S, repeats=1)
         else:
             rows = warm_up(runnable, name=served.name, longest_s=model.slo)
-        return Held(served, runnable, [(row.batch_size, row.seconds) for row in rows])
+        return HeldModel(served, runnable, [(row.batch_size, row.seconds) for row in rows])
 
     def load(self, served: Served) -> None:
         """Open and time a model in the thread, one after the other."""
@@ -86,7 +86,7 @@ class Loader:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
 
-    def take(self) -> list[Held | Failed]:
+    def take(self) -> list[HeldModel | Failed]:
         """What has been loaded, or could not be."""
         os.read(self._wakes, 4096)
         done = []
@@ -97,7 +97,7 @@ class Loader:
     def _work(self) -> None:
         while True:
             served = self._asked.get()
-            done: Held | Failed
+            done: HeldModel | Failed
             try:
                 done = self.time(served, self.make(served))
             except MeshwrightError as error:

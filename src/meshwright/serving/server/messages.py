@@ -18,13 +18,13 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from meshwright.serving.server.tensors import Asked, Output, OutputParameters, Parameters, Request
+from meshwright.serving.server.tensors import OutputParameters, Parameters, ParsedRequest, RequestedOutput, WireRequest
 from meshwright.serving.server.values import BadRequest, InputPlace, explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.serving.server.front import Served
+    from meshwright.serving.server.front import FrontendModel
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 _POOL = DescriptorPool()
@@ -67,11 +67,11 @@ def read_infer(data: bytes) -> Any:
     return read_message(_INFER_REQUEST, data)
 
 
-def asked_of(served: Served, request: Any) -> Asked:
+def asked_of(served: FrontendModel, request: Any) -> ParsedRequest:
     """What a request of a model asks. Raises BadRequest."""
     count, values = served.codec.read_inputs(request.inputs, _taker_of(request))
     try:
-        wanted = Request(
+        wanted = WireRequest(
             inputs=[],
             id=request.id or None,
             outputs=[_output_of(output) for output in request.outputs] or None,
@@ -82,7 +82,7 @@ def asked_of(served: Served, request: Any) -> Asked:
     return served.codec.asked(wanted, count, values)
 
 
-def answer_of(served: Served, asked: Asked, slots: list[int]) -> bytes:
+def answer_of(served: FrontendModel, asked: ParsedRequest, slots: list[int]) -> bytes:
     """An answer of slots, as it is sent."""
     model = served.model
     answer = _INFER_RESPONSE(model_name=model.name, model_version=model.version, id=asked.id or "")
@@ -124,9 +124,9 @@ def _numbers_of(place: InputPlace, item: Any, count: int) -> bytes:
     return place.pack_values(getattr(item.contents, field), count)
 
 
-def _output_of(output: Any) -> Output:
+def _output_of(output: Any) -> RequestedOutput:
     parameters = msgspec.convert(_plain(output.parameters) | {"binary_data": None}, OutputParameters)
-    return Output(output.name, parameters)
+    return RequestedOutput(output.name, parameters)
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,17 +21,17 @@ from meshwright.serving.server.answers import (
     BINARY,
     JSON,
     RETRY,
-    Answers,
     NotCompressed,
+    ResponseWriter,
     TooLarge,
     compress,
     decompress,
     error_body,
 )
-from meshwright.serving.server.exchange import Exchange, Refusal, check_method, path_of, read_integer, show
-from meshwright.serving.server.front import Front, Served
+from meshwright.serving.server.exchange import HttpExchange, Refusal, check_method, path_of, read_integer, show
+from meshwright.serving.server.front import Frontend, FrontendModel
 from meshwright.serving.server.gate import ModelFacts, Ticket
-from meshwright.serving.server.tensors import Asked
+from meshwright.serving.server.tensors import ParsedRequest
 from meshwright.serving.server.trace_context import read_context
 from meshwright.serving.server.values import SHOWN, BadRequest
 from meshwright.spec import Server
@@ -44,15 +44,15 @@ _FIELDS = {503: RETRY, 401: b'WWW-Authenticate: Bearer realm="meshwright"\r\n'}
 class Paths:
     """See the module's docstring."""
 
-    def __init__(self, front: Front) -> None:
-        self.answers = Answers()
+    def __init__(self, front: Frontend) -> None:
+        self.answers = ResponseWriter()
         self._front, self._gate = front, front.gate
         self._has_token = front.has_token
         self._known: dict[str, ModelFacts] | None = None
-        self._infer_paths: dict[bytes, Served] = {}
+        self._infer_paths: dict[bytes, FrontendModel] = {}
         self._openapi = _openapi(front.server)
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: HttpExchange) -> None:
         """Answer a request at once, or have it answered (`Asker.settle`)."""
         if self._gate.models is not self._known:
             self._learn()
@@ -67,14 +67,14 @@ class Paths:
         except Exception as error:
             self.refuse(exchange, self._front.refusal_of(error))
 
-    def refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+    def refuse(self, exchange: HttpExchange, refusal: Refusal) -> None:
         """Answer what is wrong with a request."""
         status = refusal.status
         self._give(exchange, status, error_body(refusal.sentence), refusal.fields or _FIELDS.get(status, b""))
 
     # --- inference ----------------------------------------------------------------------------
 
-    def _infer(self, exchange: Exchange, served: Served) -> None:
+    def _infer(self, exchange: HttpExchange, served: FrontendModel) -> None:
         exchange.served = served
         front, codec, headers = self._front, served.codec, exchange.headers
         body = self._plain_body(exchange) if b"content-encoding" in headers else exchange.body
@@ -87,7 +87,7 @@ class Paths:
         exchange.body = b""
         exchange.owed = codec.answer_bytes * asked.count
 
-    def _reply(self, exchange: Exchange, ticket: Ticket) -> None:
+    def _reply(self, exchange: HttpExchange, ticket: Ticket) -> None:
         """The scheduler has told what became of a request."""
         try:
             self._front.conclude(exchange, ticket, self._make_answer)
@@ -96,7 +96,9 @@ class Paths:
         else:
             exchange.asker.settle(exchange)
 
-    def _make_answer(self, exchange: Exchange, served: Served, asked: Asked, slots: list[int]) -> None:
+    def _make_answer(
+        self, exchange: HttpExchange, served: FrontendModel, asked: ParsedRequest, slots: list[int]
+    ) -> None:
         body, json_bytes = served.codec.encode(asked, slots)
         fields, accepted = exchange.fields, exchange.headers.get(b"accept-encoding")
         if accepted is not None:
@@ -108,7 +110,7 @@ class Paths:
             fields += b"Inference-Header-Content-Length: %d\r\n" % json_bytes
             exchange.answer = self.answers.make(200, body, fields, BINARY)
 
-    def _plain_body(self, exchange: Exchange) -> bytes:
+    def _plain_body(self, exchange: HttpExchange) -> bytes:
         coding = exchange.headers.get(b"content-encoding")
         if coding is None:
             return exchange.body
@@ -129,7 +131,7 @@ class Paths:
 
     # --- everything else ----------------------------------------------------------------------
 
-    def _route(self, exchange: Exchange) -> None:
+    def _route(self, exchange: HttpExchange) -> None:
         """Answer what is no inference, or is one by an unusual name."""
         path = path_of(exchange.url)
         parts = [unquote(part) for part in path.split("/")[1:]]
@@ -164,15 +166,15 @@ class Paths:
             case _:
                 raise _no_path(path)
 
-    def _show(self, exchange: Exchange, document: Any, status: int = 200) -> None:
+    def _show(self, exchange: HttpExchange, document: Any, status: int = 200) -> None:
         check_method(exchange, _READ)
         self._give(exchange, status, document if isinstance(document, bytes) else msgspec.json.encode(document))
 
-    def _show_ready(self, exchange: Exchange, document: dict[str, Any]) -> None:
+    def _show_ready(self, exchange: HttpExchange, document: dict[str, Any]) -> None:
         is_ready = self._front.is_ready
         self._show(exchange, {**document, "ready": is_ready}, 200 if is_ready else 503)
 
-    def _show_index(self, exchange: Exchange) -> None:
+    def _show_index(self, exchange: HttpExchange) -> None:
         """What models there are, as Triton tells it; with ``ready`` only those that are."""
         body = self._plain_body(exchange)
         try:
@@ -183,14 +185,14 @@ class Paths:
             ) from None
         self._give(exchange, 200, msgspec.json.encode(self._front.index(asked.ready)))
 
-    def _give(self, exchange: Exchange, status: int, body: bytes, fields: bytes = b"") -> None:
+    def _give(self, exchange: HttpExchange, status: int, body: bytes, fields: bytes = b"") -> None:
         """The answer of a request that did not come to the scheduler, or was not done by it."""
         self._front.note(exchange, status)
         answer = self.answers.make(status, body, exchange.fields + fields, JSON)
         exchange.answer = answer[: len(answer) - len(body)] if exchange.method == b"HEAD" else answer
         exchange.asker.settle(exchange)
 
-    def _read_headers(self, exchange: Exchange) -> None:
+    def _read_headers(self, exchange: HttpExchange) -> None:
         """What concerns all requests: who may ask, and what is sent back."""
         headers = exchange.headers
         parent = headers.get(b"traceparent")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.policies.pool import LATE, LEVEL_BIT, Ints
-from meshwright.serving.server.channel import Channel
+from meshwright.serving.server.channel import MessageChannel
 from meshwright.serving.server.gate import Fate
 
 # A request is a front's connection, in the upper half, and its slot; above them may stand how important it is.
@@ -25,13 +25,13 @@ STUCK = 20
 
 
 @dataclass(slots=True, eq=False)
-class Front:
+class FrontendPeer:
     """A front's connection. ``submitted``: by model, the last two cells of what was submitted of each slot.
 
     ``known``: the generation of models (`Catalog`) that it has been told of, by its own word.
     """
 
-    channel: Channel
+    channel: MessageChannel
     number: int
     known: int = 0
     submitted: dict[int, Ints] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Front:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class WorkerBatch:
     """Requests of a model that a worker computes, or will.
 
     What the policy has decided may be sent in parts (`Suspects.parts_of`); ``decided`` is its number of requests.
@@ -79,28 +79,28 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerPeer:
     """A worker's connection; ``pings`` are still to be sent. The first of its batches is the one that it computes.
 
     ``held`` and ``loading`` are numbers of models.
     """
 
-    channel: Channel
+    channel: MessageChannel
     device: int
     pid: int
     held: set[int] = field(default_factory=set)
     loading: set[int] = field(default_factory=set)
     pings: int = PINGS
-    batches: deque[Batch] = field(default_factory=deque)
+    batches: deque[WorkerBatch] = field(default_factory=deque)
     since_ns: int = 0
 
-    def give(self, batch: Batch, now: int) -> None:
+    def give(self, batch: WorkerBatch, now: int) -> None:
         """It has one more batch to compute."""
         if not self.batches:
             self.since_ns = now
         self.batches.append(batch)
 
-    def take(self, now: int) -> Batch:
+    def take(self, now: int) -> WorkerBatch:
         """It has computed its first batch."""
         self.since_ns = now
         return self.batches.popleft()

@@ -34,7 +34,7 @@ import numpy as np
 from meshwright.serving.policies.pool import CANCELLED, Ints
 
 if TYPE_CHECKING:
-    from meshwright.serving.server.exchange import Call
+    from meshwright.serving.server.exchange import InboundRequest
     from meshwright.serving.server.gate import Ticket
     from meshwright.serving.server.trace_context import TraceContext
 
@@ -65,7 +65,7 @@ class Recording:
         self.texts: list[bytes] = []
         self.is_cut = False
 
-    def rows_of_request(self, call: Call, ticket: Ticket | None, status: int, now: int) -> None:
+    def rows_of_request(self, call: InboundRequest, ticket: Ticket | None, status: int, now: int) -> None:
         """A request was answered, with ``status`` 0 if its client has gone; ``ticket`` if it was submitted."""
         served = call.served
         if served is None:
@@ -137,7 +137,7 @@ class Recordable(Protocol):
     recording: Recording | None
 
 
-class Recorder:
+class RecordingControl:
     """Does what the supervisor's orders say about recording; ``parts`` are those that note, None for what is not."""
 
     def __init__(self, parts: Callable[[], Iterable[Recordable | None]]) -> None:

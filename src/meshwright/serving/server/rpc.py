@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from meshwright.serving.server.exchange import Call, Refusal
-from meshwright.serving.server.front import Front, Served
+from meshwright.serving.server.exchange import InboundRequest, Refusal
+from meshwright.serving.server.front import Frontend, FrontendModel
 from meshwright.serving.server.gate import Ticket
 from meshwright.serving.server.half_close import half_close
 from meshwright.serving.server.messages import SERVICE_NAME, answer_of, asked_of, classes_of, read_infer, read_message
-from meshwright.serving.server.tensors import Asked
+from meshwright.serving.server.tensors import ParsedRequest
 from meshwright.serving.server.trace_context import read_context
 from meshwright.serving.server.values import BadRequest
 from meshwright.spec import Server
@@ -56,7 +56,7 @@ _LOOK_S = 0.01
 _now_ns = time.monotonic_ns
 
 
-class RpcCall(Call):
+class RpcCall(InboundRequest):
     """A call, and its answer, which is bytes or why there are none."""
 
     answer: asyncio.Future[bytes | Exception] | None = None
@@ -73,7 +73,7 @@ def most_connections(limits: Server) -> int:
 class RpcServer:
     """Calls of a front; `serve_rpc` makes one."""
 
-    def __init__(self, front: Front, limits: Server) -> None:
+    def __init__(self, front: Frontend, limits: Server) -> None:
         self.port = 0
         self._front, self._receive_ns = front, round(limits.receive * 1e9)
         self._limits = limits
@@ -179,7 +179,7 @@ class RpcServer:
         assert call.answer is not None
         answer: bytes | Exception = b""
 
-        def make(_: RpcCall, served: Served, asked: Asked, slots: list[int]) -> None:
+        def make(_: RpcCall, served: FrontendModel, asked: ParsedRequest, slots: list[int]) -> None:
             nonlocal answer
             answer = answer_of(served, asked, slots)
 
@@ -265,7 +265,7 @@ class RpcServer:
             task.cancel(_OVERDUE)
 
 
-async def serve_rpc(front: Front, server: Server, *, port: int | None = None, reuse_port: bool = True) -> RpcServer:
+async def serve_rpc(front: Frontend, server: Server, *, port: int | None = None, reuse_port: bool = True) -> RpcServer:
     """Listen where a server says, or at another port (0: a free one), and answer as a front does.
 
     Raises RuntimeError if the place cannot be listened at.

@@ -24,15 +24,15 @@ from meshwright.serving.server import reports
 from meshwright.serving.server.begun import clear_begun
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
-from meshwright.serving.server.channel import Channel, Kind
+from meshwright.serving.server.channel import Kind, MessageChannel
 from meshwright.serving.server.decision_log import LogFile
-from meshwright.serving.server.fleet import Fleet
+from meshwright.serving.server.fleet import DeviceFleet
 from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, AGAIN, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
-from meshwright.serving.server.peers import SLOT_BITS, Front, Worker, front_of
-from meshwright.serving.server.recording import Recorder
+from meshwright.serving.server.peers import SLOT_BITS, FrontendPeer, WorkerPeer, front_of
+from meshwright.serving.server.recording import RecordingControl
 from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.serving.server.suspects import Suspects
@@ -59,11 +59,11 @@ class Scheduler:
         self._catalog = Catalog(read_models(folder))
         self._changes = Changes(self._catalog)
         self._live: Live | None = None
-        self._recorder = Recorder(lambda: [self._live])
+        self._recorder = RecordingControl(lambda: [self._live])
         self._lateness = Lateness(NEVER)
         self._fronts = Fronts(self._board)
         self._workers = Workers(self._board)
-        self._fleet = Fleet(deployment)
+        self._fleet = DeviceFleet(deployment)
         self._next_scale = NEVER
         self._connections = 0
         self._events: list[Ints] = []
@@ -160,7 +160,7 @@ class Scheduler:
             self._change(now)
 
     @property
-    def _staff(self) -> list[Worker]:
+    def _staff(self) -> list[WorkerPeer]:
         """Workers that are there, and stay."""
         return [worker for device, worker in self._workers.present.items() if device in self._fleet.hired]
 
@@ -212,20 +212,20 @@ class Scheduler:
 
     # --- connections ---------------------------------------------------------------------------
 
-    def _greet(self, channel: Channel, content: dict[str, Any], now: int) -> None:
+    def _greet(self, channel: MessageChannel, content: dict[str, Any], now: int) -> None:
         """Whoever has connected has said who it is."""
         if "front" in content:
             self._connections += 1
-            front = Front(channel, self._connections)
+            front = FrontendPeer(channel, self._connections)
             self._fronts.add(front)
             self._board.connect(channel, partial(self._hear_front, front), partial(self._lose_front, front))
             self._tell(front)
         else:
             self._welcome(channel, content, now)
 
-    def _welcome(self, channel: Channel, content: dict[str, Any], now: int) -> None:
+    def _welcome(self, channel: MessageChannel, content: dict[str, Any], now: int) -> None:
         """A worker has come."""
-        worker = Worker(channel, content["worker"], content["pid"])
+        worker = WorkerPeer(channel, content["worker"], content["pid"])
         before = self._workers.present.get(worker.device)
         if before is not None:
             self._board.forget(before.channel)
@@ -241,7 +241,7 @@ class Scheduler:
             self._changes.equip(worker)
         self._employ(worker, now)
 
-    def _employ(self, worker: Worker, now: int) -> None:
+    def _employ(self, worker: WorkerPeer, now: int) -> None:
         """A worker that is wanted and has all models can be used."""
         if worker.device in self._workers.usable or worker.device not in self._fleet.hired:
             return
@@ -267,7 +267,7 @@ class Scheduler:
         for worker in self._workers.present.values():
             self._employ(worker, now)
 
-    def _tell(self, only: Front | None = None) -> None:
+    def _tell(self, only: FrontendPeer | None = None) -> None:
         """Tell all fronts, or one, what models there are."""
         is_open = self._live is not None
         document = {
@@ -278,7 +278,7 @@ class Scheduler:
         }
         self._fronts.tell(document, only)
 
-    def _hear_front(self, front: Front, now: int) -> None:
+    def _hear_front(self, front: FrontendPeer, now: int) -> None:
         live = self._live
         for kind, messages in groupby(front.channel.receive(), itemgetter(0)):
             contents: list[Any] = [content for _, content in messages]
@@ -297,7 +297,7 @@ class Scheduler:
                     front.keep(rows)
                 self._events.append(events)
 
-    def _lose_front(self, front: Front, now: int) -> None:
+    def _lose_front(self, front: FrontendPeer, now: int) -> None:
         """A front has gone: what it had in queues is cancelled, what runs is not answered."""
         self._fronts.remove(front)
         self._suspects.forget(front.number)
@@ -309,7 +309,7 @@ class Scheduler:
             if front_of(request) == front.number:
                 self._event(CANCEL, now, self._place_of(model), request, deadline)
 
-    def _hear_worker(self, worker: Worker, now: int) -> None:
+    def _hear_worker(self, worker: WorkerPeer, now: int) -> None:
         for kind, content in worker.channel.receive():
             if kind == Kind.RAN:
                 self._finish(worker, content, now)
@@ -318,7 +318,7 @@ class Scheduler:
                 self._employ(worker, now)
                 self._change(now)
 
-    def _finish(self, worker: Worker, cells: Ints, now: int) -> None:
+    def _finish(self, worker: WorkerPeer, cells: Ints, now: int) -> None:
         """A worker has done a batch, or answers a ping."""
         number, begin, end, num_late = cells[:4].tolist()
         if number == PING:
@@ -349,7 +349,7 @@ class Scheduler:
         else:
             self._event(FREE, now, worker.device, 0, 0, taken)
 
-    def _lose_worker(self, worker: Worker, now: int) -> None:
+    def _lose_worker(self, worker: WorkerPeer, now: int) -> None:
         """A worker has gone: what it had comes again, but for what it had begun and another one before it, too."""
         if self._workers.present.get(worker.device) is not worker:
             return

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.begun import take_begun
-from meshwright.serving.server.peers import Worker, front_of
+from meshwright.serving.server.peers import WorkerPeer, front_of
 
 
 class Suspects:
@@ -30,7 +30,7 @@ class Suspects:
         parts = [requests[~alone]] if not alone.all() else []
         return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
-    def judge(self, worker: Worker, is_awaited: Callable[[int], bool]) -> Iterator[tuple[int, Ints, Ints]]:
+    def judge(self, worker: WorkerPeer, is_awaited: Callable[[int], bool]) -> Iterator[tuple[int, Ints, Ints]]:
         """What a worker that has gone had to do: model, requests at fault, and those that are to come again.
 
         Only what it had begun can have harmed it, and is suspected from now on, if anybody still waits for it.

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.serving.server.channel import Channel, Closed, Kind, listen
+from meshwright.serving.server.channel import Closed, Kind, MessageChannel, listen
 from meshwright.serving.server.reports import Orders
 
 # Sleeping takes up to 50 us more than what is asked for (prctl(2), PR_SET_TIMERSLACK): too much, where there is less to
@@ -32,7 +32,7 @@ class Switchboard:
     a second: 86 us of CPU each, 107 without pauses.)
     """
 
-    def __init__(self, path: Path, greet: Callable[[Channel, dict[str, Any], int], None]) -> None:
+    def __init__(self, path: Path, greet: Callable[[MessageChannel, dict[str, Any], int], None]) -> None:
         self.pause_ns = 0
         self._heard_ns = 0
         self._greet = greet
@@ -60,7 +60,7 @@ class Switchboard:
         for key, mask in ready:
             key.data(now, mask)
 
-    def connect(self, channel: Channel, hear: Hear, lose: Hear) -> None:
+    def connect(self, channel: MessageChannel, hear: Hear, lose: Hear) -> None:
         """From now on ``hear`` is for this channel, and ``lose`` for its end."""
         self._selector.modify(channel, selectors.EVENT_READ, partial(self._hear, channel, hear, lose))
 
@@ -74,13 +74,13 @@ class Switchboard:
 
         self._selector.register(sys.stdin, selectors.EVENT_READ, read)
 
-    def listen_for_room(self, channel: Channel) -> None:
+    def listen_for_room(self, channel: MessageChannel) -> None:
         """Something was sent: if it had to wait, go on when there is room."""
         if channel.is_waiting:
             key = self._selector.get_key(channel)
             self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, key.data)
 
-    def forget(self, channel: Channel) -> None:
+    def forget(self, channel: MessageChannel) -> None:
         """Close a channel."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
@@ -90,16 +90,16 @@ class Switchboard:
         """Nobody can connect any more, and whoever has is disconnected."""
         self._listener.close()
         for key in self._selector.get_map().values():
-            if isinstance(key.fileobj, Channel):
+            if isinstance(key.fileobj, MessageChannel):
                 key.fileobj.close()
 
     def _accept(self, _now: int, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
             connection: socket.socket = self._listener.accept()[0]
-            channel = Channel(connection)
+            channel = MessageChannel(connection)
             self._selector.register(channel, selectors.EVENT_READ, partial(self._meet, channel))
 
-    def _meet(self, channel: Channel, now: int, _mask: int) -> None:
+    def _meet(self, channel: MessageChannel, now: int, _mask: int) -> None:
         try:
             for kind, content in channel.receive():
                 if kind == Kind.TEXT:
@@ -110,7 +110,7 @@ class Switchboard:
         except Closed:
             self.forget(channel)
 
-    def _hear(self, channel: Channel, hear: Hear, lose: Hear, now: int, mask: int) -> None:
+    def _hear(self, channel: MessageChannel, hear: Hear, lose: Hear, now: int, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 channel.flush()

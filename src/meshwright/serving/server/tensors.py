@@ -2,9 +2,9 @@
 
 A request is JSON, or JSON with tensors after it (the "binary tensor data" extension: whoever sends it says how long the
 JSON is, and of each input that follows how many bytes it has). Each input has a shape [n, *that of one sample], with
-the same n for all; so have the outputs. `Codec.decode` checks all of it and gives an `Asked`, or raises `BadRequest`
-with a sentence for whoever sent it; `Codec.write` puts the values into slots, and `Codec.encode` makes an answer of
-them.
+the same n for all; so have the outputs. `Codec.decode` checks all of it and gives an `ParsedRequest`, or raises
+`BadRequest` with a sentence for whoever sent it; `Codec.write` puts the values into slots, and `Codec.encode` makes an
+answer of them.
 
 What is decided here, where the protocol leaves it open:
 
@@ -52,7 +52,7 @@ class OutputParameters(msgspec.Struct, gc=False):
     shared_memory_region: str | None = None
 
 
-class Output(msgspec.Struct, gc=False):
+class RequestedOutput(msgspec.Struct, gc=False):
     """An output that is asked for."""
 
     name: str
@@ -68,12 +68,12 @@ class Parameters(msgspec.Struct, gc=False):
     sequence_id: int | str | None = None
 
 
-class Request(msgspec.Struct, gc=False):
+class WireRequest(msgspec.Struct, gc=False):
     """A request as it is sent."""
 
     inputs: list[Input]
     id: str | None = None
-    outputs: list[Output] | None = None
+    outputs: list[RequestedOutput] | None = None
     parameters: Parameters | None = None
 
 
@@ -88,10 +88,10 @@ class _Named(Protocol):
 _Item = TypeVar("_Item", bound=_Named)
 # Priorities begin with 1, and what has none is as important as what has this one.
 LEAST_IMPORTANT, _UNSAID = 7, 4
-_REQUESTS = msgspec.json.Decoder(Request)
+_REQUESTS = msgspec.json.Decoder(WireRequest)
 
 
-class Asked:
+class ParsedRequest:
     """A request that was understood: ``count`` samples, ``values`` of each input, and which outputs are wanted how.
 
     ``timeout_us`` is None where the request does not say it; ``level``: how important it is (`policies.ordering`).
@@ -136,7 +136,7 @@ class Codec:
             for number, place in enumerate(outputs)
         ]
 
-    def decode(self, body: bytes, json_bytes: int | None = None) -> Asked:
+    def decode(self, body: bytes, json_bytes: int | None = None) -> ParsedRequest:
         """Read a request; ``json_bytes`` is how long the JSON is if tensors follow it. Raises BadRequest."""
         text = body if json_bytes is None else memoryview(body)[:json_bytes]
         if json_bytes is not None and json_bytes > len(body):
@@ -153,7 +153,7 @@ class Codec:
         else:
             count, values = self._read_binary(request.inputs, memoryview(body)[json_bytes:])
         if request.parameters is None and request.outputs is None and request.id is None and self._all_can_be_json:
-            return Asked(count, values, self._all_as_json)
+            return ParsedRequest(count, values, self._all_as_json)
         return self.asked(request, count, values)
 
     def read_inputs(
@@ -179,7 +179,7 @@ class Codec:
             raise BadRequest(f"Inputs are missing: {', '.join(map(repr, missing))}.")
         return count, values
 
-    def write(self, asked: Asked, slots: list[int]) -> None:
+    def write(self, asked: ParsedRequest, slots: list[int]) -> None:
         """Put the values of a request into as many slots."""
         if asked.count == 1:
             begin, memory = slots[0] * self._slot_bytes, self._memory
@@ -190,7 +190,7 @@ class Codec:
             for place, value in zip(self._inputs, asked.values, strict=True):
                 place.rows[slots] = np.frombuffer(value, np.uint8).reshape(asked.count, place.sample_bytes)
 
-    def encode(self, asked: Asked, slots: list[int]) -> tuple[bytes, int | None]:
+    def encode(self, asked: ParsedRequest, slots: list[int]) -> tuple[bytes, int | None]:
         """An answer's body, and the length of its JSON if tensors follow it. Raises NotFinite."""
         if asked.count == 1 and asked.outputs is self._all_as_json and asked.id is None:
             texts: list[bytes] = []
@@ -220,7 +220,7 @@ class Codec:
             return self._memory[at : at + place.sample_bytes]
         return place.rows[slots].tobytes()
 
-    def asked(self, request: Request, count: int, values: list[Any]) -> Asked:
+    def asked(self, request: WireRequest, count: int, values: list[Any]) -> ParsedRequest:
         """The rest of a request: which outputs, and how; how long it may take."""
         parameters = request.parameters
         as_binary = parameters is not None and parameters.binary_data_output
@@ -228,8 +228,8 @@ class Codec:
         if request.outputs:
             outputs = self._chosen(request.outputs, as_binary)
         elif not as_binary and not self._all_can_be_json:
-            outputs = self._chosen([Output(name) for name in self._outputs], False)
-        asked = Asked(count, values, outputs)
+            outputs = self._chosen([RequestedOutput(name) for name in self._outputs], False)
+        asked = ParsedRequest(count, values, outputs)
         if request.id is not None:
             asked.id = request.id
         if parameters is not None:
@@ -245,7 +245,7 @@ class Codec:
                 asked.level = min(priority, LEAST_IMPORTANT) - _UNSAID
         return asked
 
-    def _chosen(self, items: Sequence[Output], as_binary: bool) -> list[tuple[OutputPlace, bool]]:
+    def _chosen(self, items: Sequence[RequestedOutput], as_binary: bool) -> list[tuple[OutputPlace, bool]]:
         chosen: dict[str, tuple[OutputPlace, bool]] = {}
         for item in items:
             place, parameters = self._outputs.get(item.name), item.parameters

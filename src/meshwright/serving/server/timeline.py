@@ -17,16 +17,23 @@ import msgspec
 
 from meshwright.serving.policies.pool import RESIZE, RUN
 from meshwright.serving.server.live import CANCEL, DOWN, UP, WAKE
-from meshwright.serving.server.timeline_facts import Batch, Facts, Known, fate_name, learn, read_batches
+from meshwright.serving.server.timeline_facts import (
+    RecordedBatch,
+    RecordedRun,
+    SampleFacts,
+    fate_name,
+    learn,
+    read_batches,
+)
 from meshwright.serving.server.timeline_requests import request_events
-from meshwright.serving.server.trace_events import Event, Trace
+from meshwright.serving.server.trace_events import Event, TraceEvents
 
 _SEEN = {CANCEL: "request cancelled", UP: "device is there", DOWN: "device has gone", WAKE: "timer"}
 
 
-def timeline_pieces(facts: Facts) -> Iterator[bytes]:
+def timeline_pieces(facts: RecordedRun) -> Iterator[bytes]:
     """The text of the trace, in pieces. ``otherData`` tells what it holds, and what it lacks."""
-    fronts, known = facts.of("front"), Known()
+    fronts, known = facts.of("front"), SampleFacts()
     batches = [batch for name, worker in facts.of("worker").items() for batch in read_batches(name, worker, known)]
     if scheduler := facts.processes.get("scheduler"):
         learn(known, scheduler)
@@ -38,7 +45,7 @@ def timeline_pieces(facts: Facts) -> Iterator[bytes]:
         "missing": sorted(facts.missing),
     }
     begins = [int(each["requests"][:, 0].min()) for each in fronts.values() if len(each["requests"])]
-    trace = Trace(min([facts.begin_ns, *begins, *(batch.begin for batch in batches)]))
+    trace = TraceEvents(min([facts.begin_ns, *begins, *(batch.begin for batch in batches)]))
     yield b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % msgspec.json.encode(told)
     yield from trace.text(_scheduler_events(trace, facts, told))
     yield from trace.text(_device_events(trace, facts, batches, known))
@@ -46,7 +53,7 @@ def timeline_pieces(facts: Facts) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _scheduler_events(trace: Trace, facts: Facts, told: Event) -> Iterator[Event]:
+def _scheduler_events(trace: TraceEvents, facts: RecordedRun, told: Event) -> Iterator[Event]:
     pid, named = trace.process("scheduler")
     yield from named
     tid, named = trace.thread(pid, "recording")
@@ -74,8 +81,10 @@ def _scheduler_events(trace: Trace, facts: Facts, told: Event) -> Iterator[Event
             yield trace.instant((pid, tid), _SEEN[kind], "event", moment, args)
 
 
-def _device_events(trace: Trace, facts: Facts, batches: list[Batch], known: Known) -> Iterator[Event]:
-    of_worker: dict[str, list[Batch]] = defaultdict(list)
+def _device_events(
+    trace: TraceEvents, facts: RecordedRun, batches: list[RecordedBatch], known: SampleFacts
+) -> Iterator[Event]:
+    of_worker: dict[str, list[RecordedBatch]] = defaultdict(list)
     for batch in batches:
         of_worker[batch.worker].append(batch)
     for name, worker in facts.of("worker").items():
@@ -90,7 +99,7 @@ def _device_events(trace: Trace, facts: Facts, batches: list[Batch], known: Know
             yield trace.span((pid, tid), "model", "model", begin, end, {})
 
 
-def _batch_span(trace: Trace, place: tuple[int, int], model: str, batch: Batch) -> Event:
+def _batch_span(trace: TraceEvents, place: tuple[int, int], model: str, batch: RecordedBatch) -> Event:
     taken = batch.end - batch.begin
     counts = {"late": batch.late, "passed_over": batch.passed_over, "failed": batch.failed}
     words = "".join(f", {count} {what.replace('_', ' ')}" for what, count in counts.items() if count)

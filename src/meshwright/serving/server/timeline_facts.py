@@ -17,7 +17,7 @@ Sample = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RecordedRun:
     """What was recorded: by whom, from when to when (ns), of which models, by number; ``missing`` did not answer."""
 
     begin_ns: int
@@ -33,7 +33,7 @@ class Facts:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Batch:
+class RecordedBatch:
     """A batch, of whose samples some were passed over, failed, or were done after their deadline."""
 
     worker: str
@@ -49,12 +49,12 @@ class Batch:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Known:
+class SampleFacts:
     """What others than the fronts know of samples; ``decided`` by model and request, as slots are used again."""
 
     arrived: dict[Sample, int] = field(default_factory=dict)
     decided: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
-    batches: dict[Sample, Batch] = field(default_factory=dict)
+    batches: dict[Sample, RecordedBatch] = field(default_factory=dict)
     # Where batches of a worker are drawn.
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -64,14 +64,14 @@ def fate_name(fate: int) -> str:
     return Fate(fate).name.lower()
 
 
-def read_batches(name: str, worker: Recorded, known: Known) -> Iterator[Batch]:
+def read_batches(name: str, worker: Recorded, known: SampleFacts) -> Iterator[RecordedBatch]:
     """Batches of a worker, in order; which samples ran where is known from then on."""
     first = 0
     for number, model, expected, begin, end, size in worker["batches"].tolist():
         samples = worker["samples"][first : first + size]
         first += size
         deadlines, outcomes = samples[:, 1], samples[:, 2]
-        batch = Batch(
+        batch = RecordedBatch(
             worker=name,
             number=number,
             model=model,
@@ -87,7 +87,7 @@ def read_batches(name: str, worker: Recorded, known: Known) -> Iterator[Batch]:
         yield batch
 
 
-def learn(known: Known, scheduler: Recorded) -> None:
+def learn(known: SampleFacts, scheduler: Recorded) -> None:
     """When samples came to the scheduler, and when it decided."""
     events = scheduler["events"]
     for _, moment, model, request, deadline, _ in events[np.isin(events[:, 0], (ARRIVE, AGAIN))].tolist():

@@ -24,9 +24,9 @@ import numpy as np
 
 from meshwright.serving.server.peers import SLOT_BITS, slots_of
 from meshwright.serving.server.recording import Recorded
-from meshwright.serving.server.timeline_facts import Batch, Facts, Known, Sample, fate_name
+from meshwright.serving.server.timeline_facts import RecordedBatch, RecordedRun, Sample, SampleFacts, fate_name
 from meshwright.serving.server.trace_context import SAMPLED, read_state
-from meshwright.serving.server.trace_events import Event, Trace
+from meshwright.serving.server.trace_events import Event, TraceEvents
 
 _PHASES = ("front", "message", "queue", "device", "batch", "answer")
 
@@ -44,7 +44,7 @@ class _Request:
     context: Event = field(default_factory=dict)
 
 
-def request_events(trace: Trace, facts: Facts, known: Known) -> Iterator[Event]:
+def request_events(trace: TraceEvents, facts: RecordedRun, known: SampleFacts) -> Iterator[Event]:
     """Requests of all fronts."""
     numbers = count(1)
     for name, front in facts.of("front").items():
@@ -76,7 +76,7 @@ def _submissions(front: Recorded) -> dict[Sample, int]:
     return {(model, channel << SLOT_BITS | slot, deadline): moment for moment, channel, (model, slot, deadline) in rows}
 
 
-def _answered(facts: Facts, front: Recorded) -> list[_Request]:
+def _answered(facts: RecordedRun, front: Recorded) -> list[_Request]:
     slots, first, found = front["slots"].ravel().tolist(), 0, []
     for begun, answered, status, fate, model, channel, deadline, size, text in front["requests"].tolist():
         found.append(
@@ -94,7 +94,7 @@ def _answered(facts: Facts, front: Recorded) -> list[_Request]:
     return found
 
 
-def _under_way(facts: Facts, answered: list[_Request], submitted: dict[Sample, int]) -> list[_Request]:
+def _under_way(facts: RecordedRun, answered: list[_Request], submitted: dict[Sample, int]) -> list[_Request]:
     """Samples of which nothing has come back, each like a request of its own."""
     told = {sample for each in answered for sample in each.samples}
     return [
@@ -117,10 +117,10 @@ def _context(text: bytes) -> Event:
 
 
 def _request_events(
-    trace: Trace,
+    trace: TraceEvents,
     place: tuple[int, int],
     request: _Request,
-    known: Known,
+    known: SampleFacts,
     submitted: dict[Sample, int],
     number: int,
 ) -> Iterator[Event]:
@@ -151,7 +151,7 @@ def _request_events(
 
 
 def _moments(
-    request: _Request, known: Known, submitted: dict[Sample, int], batches: list[Batch]
+    request: _Request, known: SampleFacts, submitted: dict[Sample, int], batches: list[RecordedBatch]
 ) -> tuple[int, int, int, int, int, int]:
     """The ends of the phases; of one that is not known, or that the request has not come to, that of the request."""
     end, samples = request.end, request.samples

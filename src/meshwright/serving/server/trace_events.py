@@ -14,7 +14,7 @@ Event = dict[str, Any]
 _CHUNK = 4096
 
 
-class Trace:
+class TraceEvents:
     """Numbers of processes, threads and arrows, and events of them; moments are given in ns, and told in us."""
 
     def __init__(self, zero_ns: int) -> None:

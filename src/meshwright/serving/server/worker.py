@@ -20,13 +20,13 @@ import numpy as np
 
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.begun import Begun
-from meshwright.serving.server.channel import Channel, Closed, Kind, connect
-from meshwright.serving.server.loading import Held, Loader
+from meshwright.serving.server.channel import Closed, Kind, MessageChannel, connect
+from meshwright.serving.server.loading import HeldModel, ModelLoader
 from meshwright.serving.server.models import run_batch
 from meshwright.serving.server.models.runnable import Arrays, Runnable
 from meshwright.serving.server.peers import SLOT_BITS, slots_of
 from meshwright.serving.server.promptness import ask_for_short_turns
-from meshwright.serving.server.recording import Recorder, Recording
+from meshwright.serving.server.recording import Recording, RecordingControl
 from meshwright.serving.server.reports import (
     Orders,
     end_after_input,
@@ -66,13 +66,13 @@ class _Timed:
 class Worker:
     """See the module's docstring. ``held`` are the models that it has from the begin."""
 
-    def __init__(self, folder: Path, device: int, held: list[Held], loader: Loader) -> None:
+    def __init__(self, folder: Path, device: int, held: list[HeldModel], loader: ModelLoader) -> None:
         self._folder, self._device, self._loader = folder, device, loader
         self._held = {one.served.number: one for one in held}
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._epoch, self._begun = 0, Begun(folder, os.getpid())
         self._silent_until = 0.0
-        self._orders, self._recorder = Orders(), Recorder(lambda: [self])
+        self._orders, self._recorder = Orders(), RecordingControl(lambda: [self])
         self.recording: Recording | None = None
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class Worker:
                 self._obey(channel)
             channel.close()
 
-    def _obey(self, channel: Channel) -> None:
+    def _obey(self, channel: MessageChannel) -> None:
         # Not select(2): a model may hold more files open than that can tell apart.
         watched = select.poll()
         for source in (sys.stdin, self._loader):
@@ -101,7 +101,7 @@ class Worker:
                 self._recorder.obey(self._orders.read())
             if loads in ready:
                 for loaded in self._loader.take():
-                    if isinstance(loaded, Held):
+                    if isinstance(loaded, HeldModel):
                         self._held[loaded.served.number] = loaded
                     channel.send_text(loaded.document())
             channel.flush()
@@ -200,7 +200,7 @@ def main(arguments: list[str]) -> None:
     device = deployment.server.device if deployment.server.device == "cpu" else f"cuda:{number}"
     with reporting_errors():
         served = read_models(folder)
-        loader = Loader(device, int(os.environ.get("OMP_NUM_THREADS", "1")))
+        loader = ModelLoader(device, int(os.environ.get("OMP_NUM_THREADS", "1")))
         opened = []
         for place, one in enumerate(served):
             report("loading", device=number, model=one.name, place=place, of=len(served))

@@ -11,7 +11,7 @@ from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server import reports
 from meshwright.serving.server.channel import Closed, Kind
 from meshwright.serving.server.fronts import Fronts
-from meshwright.serving.server.peers import Batch, Worker
+from meshwright.serving.server.peers import WorkerBatch, WorkerPeer
 from meshwright.serving.server.served import Served
 from meshwright.serving.server.switchboard import Switchboard
 
@@ -23,25 +23,25 @@ class Workers:
     """By device: ``present`` has all that are connected, ``usable`` those that get batches."""
 
     def __init__(self, board: Switchboard) -> None:
-        self.present: dict[int, Worker] = {}
-        self.usable: dict[int, Worker] = {}
+        self.present: dict[int, WorkerPeer] = {}
+        self.usable: dict[int, WorkerPeer] = {}
         self._board = board
         self._batches = 0
 
-    def run(self, worker: Worker, served: Served, parts: list[Ints], fronts: Fronts, now: int) -> None:
+    def run(self, worker: WorkerPeer, served: Served, parts: list[Ints], fronts: Fronts, now: int) -> None:
         """Have a worker compute a batch, in parts one after the other."""
         decided = sum(len(part) for part in parts)
         for place, part in enumerate(parts):
             expected = served.table[len(part)]
             is_last = place == len(parts) - 1
-            worker.give(Batch(self._batches, served.number, part, decided, expected, is_last), now)
+            worker.give(WorkerBatch(self._batches, served.number, part, decided, expected, is_last), now)
             head = np.array([Kind.RUN, self._batches, served.number, expected, len(part)], np.int64)
             self._batches += 1
             with contextlib.suppress(Closed):  # seen when it is read
                 worker.channel.send(np.concatenate([head, part, fronts.deadlines_of(served.number, part)]))
                 self._board.listen_for_room(worker.channel)
 
-    def ping(self, worker: Worker) -> None:
+    def ping(self, worker: WorkerPeer) -> None:
         """Find out how long the way to a worker takes, if that is not known well yet."""
         if worker.pings:
             worker.pings -= 1

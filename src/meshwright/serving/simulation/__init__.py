@@ -10,11 +10,11 @@ weights     devices that hold some of the models, and load others
 """
 
 from meshwright.serving.simulation.goodput import IN_TIME, compare_policies, find_goodput
-from meshwright.serving.simulation.simulate import Served, ServingResult, latency_table, simulate_deployment
+from meshwright.serving.simulation.simulate import ServedCounts, ServingResult, latency_table, simulate_deployment
 
 __all__ = [
     "IN_TIME",
-    "Served",
+    "ServedCounts",
     "ServingResult",
     "compare_policies",
     "find_goodput",

@@ -44,7 +44,7 @@ from meshwright.serving.simulation.fleet import (
     FAILED,
     IS_ON,
     NEXT,
-    Fleet,
+    FleetSeries,
     can_help,
     decide_on_devices,
     fail_device,
@@ -69,7 +69,7 @@ PLACES, SLOS = 1024, 4
 _LONGEST = 2.0**60
 
 
-class Outcome(NamedTuple):
+class ServingRun(NamedTuple):
     """What happened: counts and histogram by model; ns and loads of each device; batches by their size."""
 
     counts: Ints
@@ -98,7 +98,7 @@ class Truth(NamedTuple):
     weights: Weights
 
 
-class Devices(NamedTuple):
+class DeviceBehaviour(NamedTuple):
     """What devices really do.
 
     A heap of those at work by their ends; what each computes, and, in the second half, what it will compute next
@@ -122,8 +122,8 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
     truth: Truth,
     arrival: Ints,
     queue: NDArray[np.int32],
-    outcome: Outcome,
-    fleet: Fleet,
+    outcome: ServingRun,
+    fleet: FleetSeries,
     seed: int,
 ) -> int:
     """Run all requests through a policy; returns the moment of the last event.
@@ -133,7 +133,7 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
     np.random.seed(seed)  # numba's own generator, of this thread  # noqa: NPY002
     num_devices, num_requests = pool[NUM_DEVICES], len(arrival)
     slots = (2 * num_devices, pool[ROW])
-    devices = Devices(
+    devices = DeviceBehaviour(
         np.zeros(4 + 3 * num_devices, np.int64),
         np.zeros((slots[0], 3), np.int64),
         np.zeros(slots, np.int64),
@@ -191,7 +191,9 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
 
 
 @inlined
-def _end(pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, fleet: Fleet, now: int) -> int:
+def _end(
+    pool: Ints, truth: Truth, arrival: Ints, outcome: ServingRun, devices: DeviceBehaviour, fleet: FleetSeries, now: int
+) -> int:
     """The device that ends first is done with its batch; it begins its next one if it has one.
 
     Returns the device; -1 if it is down for the policy: one that is yet at work is draining.
@@ -217,7 +219,9 @@ def _end(pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Dev
 
 
 @compiled
-def _change(pool: Ints, truth: Truth, outcome: Outcome, devices: Devices, fleet: Fleet, change: int, now: int) -> int:
+def _change(
+    pool: Ints, truth: Truth, outcome: ServingRun, devices: DeviceBehaviour, fleet: FleetSeries, change: int, now: int
+) -> int:
     """A device fails, or returns; where their number is decided on, it may be started again then.
 
     Returns the device that has come up, or -1.
@@ -239,7 +243,7 @@ def _change(pool: Ints, truth: Truth, outcome: Outcome, devices: Devices, fleet:
 
 
 @compiled
-def _scale(pool: Ints, devices: Devices, fleet: Fleet, now: int) -> int:
+def _scale(pool: Ints, devices: DeviceBehaviour, fleet: FleetSeries, now: int) -> int:
     """A device that was started has come up; or how many there should be is decided on, and some go.
 
     Returns the device that has come up, or -1.
@@ -258,7 +262,9 @@ def _scale(pool: Ints, devices: Devices, fleet: Fleet, now: int) -> int:
 
 
 @inlined
-def _carry_out(pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, row: int, now: int) -> None:
+def _carry_out(
+    pool: Ints, truth: Truth, arrival: Ints, outcome: ServingRun, devices: DeviceBehaviour, row: int, now: int
+) -> None:
     """Do what one row of decisions says."""
     kind, target, count, begin = pool[row], pool[row + 1], pool[row + 4], pool[row + 5]
     first, model = pool[CHOSEN] + pool[row + 3], pool[pool[MODEL] + pool[row + 2]]
@@ -293,7 +299,7 @@ def _draw_length(pool: Ints, truth: Truth, device: int, model: int, count: int) 
 
 
 @compiled
-def _give_up(outcome: Outcome, devices: Devices, device: int, now: int) -> None:
+def _give_up(outcome: ServingRun, devices: DeviceBehaviour, device: int, now: int) -> None:
     """What a device computes is lost, and so is what it would compute next."""
     if not is_in(devices.ends, 0, device):
         return
@@ -311,7 +317,7 @@ def _give_up(outcome: Outcome, devices: Devices, device: int, now: int) -> None:
 
 
 @compiled
-def _take_lost(devices: Devices) -> tuple[int, int]:
+def _take_lost(devices: DeviceBehaviour) -> tuple[int, int]:
     """Take out the model and the number of a request that was lost.
 
     It comes again as an event of its own, as one batch may bring more decisions than fit.
@@ -324,7 +330,7 @@ def _take_lost(devices: Devices) -> tuple[int, int]:
 
 @inlined
 def _record(
-    pool: Ints, outcome: Outcome, truth: Truth, arrival: Ints, requests: Ints, count: int, model: int, now: int
+    pool: Ints, outcome: ServingRun, truth: Truth, arrival: Ints, requests: Ints, count: int, model: int, now: int
 ) -> None:
     slo = pool[pool[SLO] + model]
     scale, counts = PLACES / slo, False

@@ -31,7 +31,7 @@ POINTS = 4096
 _NS = 1e9
 
 
-class Fleet(NamedTuple):
+class FleetSeries(NamedTuple):
     """``series``: moment, devices that are up, that are being started and that are wanted; moment -1 where none is."""
 
     numbers: Ints
@@ -64,7 +64,7 @@ class Scaled:
         return {"device_s": self.device_s, "mean_devices": self.mean_devices, "num_starts": self.num_starts}
 
 
-def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns: int) -> Fleet:
+def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns: int) -> FleetSeries:
     """The fleet of a deployment, at the begin; ``span_ns`` is what its series is about.
 
     Raises ServingError for a policy that plans for a number of devices of its own.
@@ -73,7 +73,7 @@ def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns:
     numbers, table = np.zeros(9, np.int64), np.zeros((6, num_devices), np.int64)
     if scaling is None:
         numbers[NEXT], numbers[AT_FIRST] = NEVER, num_devices
-        return Fleet(numbers, table, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
+        return FleetSeries(numbers, table, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
     if isinstance(policy, Nexus):
         raise ServingError(
             "Policy nexus plans for all devices, an epoch ahead, and cannot tell how many it needs. Leave scaling out, "
@@ -93,7 +93,7 @@ def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns:
         calm_ns=round(scaling.calm * _NS),
         target=scaling.target,
     )
-    return Fleet(numbers, table, series, scaler)
+    return FleetSeries(numbers, table, series, scaler)
 
 
 def refuse_scaling(deployment: Deployment) -> None:
@@ -105,7 +105,7 @@ def refuse_scaling(deployment: Deployment) -> None:
         )
 
 
-def what_was_taken(fleet: Fleet, end: int) -> Scaled | None:
+def what_was_taken(fleet: FleetSeries, end: int) -> Scaled | None:
     """What a fleet took until the end; None if it is off."""
     if not fleet.numbers[IS_ON]:
         return None
@@ -128,7 +128,7 @@ def what_was_taken(fleet: Fleet, end: int) -> Scaled | None:
 
 
 @compiled
-def decide_on_devices(fleet: Fleet, pool: Ints, now: int) -> int:
+def decide_on_devices(fleet: FleetSeries, pool: Ints, now: int) -> int:
     """Start what is wanted, and start no more what is not; how many devices have to go."""
     numbers, table = fleet.numbers, fleet.table
     numbers[DECISION_AT] = now + numbers[EVERY]
@@ -152,7 +152,7 @@ def decide_on_devices(fleet: Fleet, pool: Ints, now: int) -> int:
 
 
 @compiled
-def take_ready(fleet: Fleet, now: int) -> int:
+def take_ready(fleet: FleetSeries, now: int) -> int:
     """A device whose start is over, which is up from now on; -1 if there is none."""
     for device in range(fleet.table.shape[1]):
         if fleet.table[READY_AT, device] <= now:
@@ -164,7 +164,7 @@ def take_ready(fleet: Fleet, now: int) -> int:
 
 
 @compiled
-def leave(fleet: Fleet, device: int, is_at_work: bool, now: int) -> None:
+def leave(fleet: FleetSeries, device: int, is_at_work: bool, now: int) -> None:
     """A device gets no more batches; it is held until it has ended those that it has."""
     if fleet.table[UP_SINCE, device] >= 0:
         fleet.table[UP, device] += now - fleet.table[UP_SINCE, device]
@@ -174,7 +174,7 @@ def leave(fleet: Fleet, device: int, is_at_work: bool, now: int) -> None:
 
 
 @compiled
-def release(fleet: Fleet, device: int, now: int) -> None:
+def release(fleet: FleetSeries, device: int, now: int) -> None:
     """A device is held no longer."""
     if fleet.table[HELD_SINCE, device] >= 0:
         fleet.table[HELD, device] += now - fleet.table[HELD_SINCE, device]
@@ -182,7 +182,7 @@ def release(fleet: Fleet, device: int, now: int) -> None:
 
 
 @compiled
-def fail_device(fleet: Fleet, device: int, now: int) -> None:
+def fail_device(fleet: FleetSeries, device: int, now: int) -> None:
     """A device fails, whether it was up, draining or being started."""
     fleet.table[FAILED, device] = 1
     if fleet.table[READY_AT, device] < NEVER:
@@ -192,7 +192,7 @@ def fail_device(fleet: Fleet, device: int, now: int) -> None:
 
 
 @compiled
-def note_devices(fleet: Fleet, pool: Ints, now: int) -> None:
+def note_devices(fleet: FleetSeries, pool: Ints, now: int) -> None:
     """Something has changed: add a point to the series, and find the next moment."""
     row = fleet.series[min(now // fleet.numbers[POINT], POINTS - 1)]
     row[0], row[1], row[2] = now, pool[NUM_UP], fleet.numbers[NUM_STARTING]
@@ -201,7 +201,7 @@ def note_devices(fleet: Fleet, pool: Ints, now: int) -> None:
 
 
 @compiled
-def can_help(fleet: Fleet, pool: Ints) -> bool:
+def can_help(fleet: FleetSeries, pool: Ints) -> bool:
     """Will there be devices for what waits, though nothing else happens any more?"""
     if fleet.numbers[IS_ON] == 0 or pool[NUM_UP] > 0:
         return bool(fleet.numbers[NUM_STARTING] > 0)
@@ -212,6 +212,6 @@ def can_help(fleet: Fleet, pool: Ints) -> bool:
 
 
 @compiled
-def _can_start(fleet: Fleet, pool: Ints, device: int) -> bool:
+def _can_start(fleet: FleetSeries, pool: Ints, device: int) -> bool:
     is_down = pool[pool[DEVICE] + device] == DOWN
     return bool(is_down and fleet.table[FAILED, device] == 0 and fleet.table[HELD_SINCE, device] < 0)

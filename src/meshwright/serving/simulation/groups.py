@@ -21,7 +21,7 @@ _DEALING = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class SubDeployment:
     """One group as a ``deployment`` of its own, whose devices are the ``first_device`` of all and those behind it.
 
     ``numbers`` are those of its models among all, and ``chosen`` the places of its requests among all, with the
@@ -36,7 +36,7 @@ class Part:
     seed: int
 
 
-def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) -> Iterator[Part]:
+def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) -> Iterator[SubDeployment]:
     """The groups with their requests; ``whose`` are the models of all requests, copies counted one by one."""
     copies = np.array([model.copies for model in deployment.models])
     lot = np.random.default_rng([seed, _DEALING]).random(len(whose))
@@ -54,7 +54,7 @@ def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) ->
         numbers = np.flatnonzero(np.repeat(weight[place] > 0, copies))
         number_of[numbers] = np.arange(len(numbers))
         if len(held):
-            yield Part(
+            yield SubDeployment(
                 deployment=_alone(deployment, group, [int(at) for at in held], device),
                 first_device=device,
                 numbers=numbers,

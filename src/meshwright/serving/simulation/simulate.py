@@ -28,12 +28,12 @@ from meshwright.serving.simulation.engine import (
     NUM_TOO_LATE,
     PLACES,
     SLOS,
-    Outcome,
+    ServingRun,
     Truth,
     simulate_events,
     simulate_plainly,
 )
-from meshwright.serving.simulation.fleet import Fleet, Scaled, make_fleet, what_was_taken
+from meshwright.serving.simulation.fleet import FleetSeries, Scaled, make_fleet, what_was_taken
 from meshwright.serving.simulation.groups import split_groups
 from meshwright.serving.simulation.weights import NO_WEIGHTS, find_weights
 from meshwright.spec import Deployment, Gamma, Outage, ServingError, Straggler, Trace
@@ -44,7 +44,7 @@ _NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Served:
+class ServedCounts:
     """What became of the requests of one model (or several), counted; ``dropped`` by reason.
 
     Reasons are those of policies (`pool.REASONS`), ``unplaced`` where no group holds the model, and ``unanswered`` for
@@ -113,7 +113,7 @@ class ServingResult:
 
     seconds: float
     end_s: float
-    models: tuple[Served, ...]
+    models: tuple[ServedCounts, ...]
     busy_s: NDArray[np.float64] = field(repr=False)
     batches: NDArray[np.int64] = field(repr=False)
     scaled: Scaled | None = None
@@ -218,9 +218,9 @@ def _simulate_pool(
     counted_from: int,
     seed: int,
     scale: float,
-    fleet: Fleet,
+    fleet: FleetSeries,
     weights: Weights = NO_WEIGHTS,
-) -> tuple[Outcome, int]:
+) -> tuple[ServingRun, int]:
     """All requests through devices that hold or load all models; what happened, and the moment of the last event."""
     latency = latency_table(deployment)
     pool = make_pool(deployment, policy, latency, scale, weights, _most_waiting(deployment, arrival, whose))
@@ -243,7 +243,7 @@ def _simulate_groups(
     counted_from: int,
     seed: int,
     scale: float,
-) -> tuple[Outcome, int]:
+) -> tuple[ServingRun, int]:
     """Each group is a pool of its own; what happened in all of them. What no group holds has arrived, no more."""
     whole = _empty(_number(deployment), deployment.devices, 0)
     end = 0
@@ -264,8 +264,8 @@ def _simulate_groups(
     return whole, end
 
 
-def _empty(num_models: int, num_devices: int, row: int) -> Outcome:
-    return Outcome(
+def _empty(num_models: int, num_devices: int, row: int) -> ServingRun:
+    return ServingRun(
         counts=np.zeros((num_models, NUM_COUNTS), np.int64),
         histogram=np.zeros((num_models, PLACES * SLOS), np.int32),
         busy=np.zeros(num_devices, np.int64),
@@ -366,7 +366,7 @@ def _joined(outages: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
+def _collect(deployment: Deployment, outcome: ServingRun) -> tuple[ServedCounts, ...]:
     served, first = [], 0
     for model in deployment.models:
         counts = outcome.counts[first : first + model.copies].sum(axis=0)
@@ -376,7 +376,7 @@ def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
         done = int(counts[NUM_IN_TIME] + counts[NUM_TOO_LATE]) + sum(dropped.values())
         dropped["unanswered"] = int(counts[NUM_ARRIVED]) - done
         served.append(
-            Served(
+            ServedCounts(
                 model=model.name,
                 slo_s=float(model.slo),
                 num_requests=int(counts[NUM_ARRIVED]),

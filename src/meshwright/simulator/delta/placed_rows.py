@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.transfers import Computations, Receives, Routes, Sends, lay_out_transfers
+from meshwright.program.transfers import Computations, Receives, Sends, StageRoutes, lay_out_transfers
 from meshwright.simulator.delta.graph import NOWHERE
 from meshwright.simulator.delta.rewire import StreamRows
 from meshwright.simulator.waiters import Column, Ids, Times
@@ -126,7 +126,7 @@ def computation(sizes: Sizes, stage: Ids | int, microbatch: Ids | int, is_backwa
     return np.where(is_backward, sizes.num_computations - 1 - place, place)
 
 
-def _routes(sizes: Sizes, channels: Channels) -> tuple[Ids, Routes, NDArray[np.bool_]]:
+def _routes(sizes: Sizes, channels: Channels) -> tuple[Ids, StageRoutes, NDArray[np.bool_]]:
     """The slot of each route, the routes as `crossings` numbers them, and whether they carry gradients."""
     slots = np.flatnonzero(channels.key >= 0)
     slots = slots[np.argsort(channels.key[slots])]
@@ -138,7 +138,7 @@ def _routes(sizes: Sizes, channels: Channels) -> tuple[Ids, Routes, NDArray[np.b
     source, target = np.where(is_gradient, high, low), np.where(is_gradient, low, high)
     ends = [end + sizes.stages * is_gradient for end in (source, target)]
     leaving, arriving = (_by_end(end, 2 * sizes.stages) for end in ends)
-    return slot, Routes(source.astype(np.int32), target.astype(np.int32), *leaving, *arriving), is_gradient
+    return slot, StageRoutes(source.astype(np.int32), target.astype(np.int32), *leaving, *arriving), is_gradient
 
 
 def _by_end(end: Ids, count: int) -> tuple[Column, Column]:
@@ -161,7 +161,7 @@ def _write_transfers(
     table: Table,
     found: tuple[Sends, Receives],
     number: Ids,
-    which: tuple[Ids, Routes, NDArray[np.bool_]],
+    which: tuple[Ids, StageRoutes, NDArray[np.bool_]],
     facts: tuple[Ids, Channels],
 ) -> None:
     (sent, received), (slot, routes, is_gradient), (ranks, channels) = found, which, facts

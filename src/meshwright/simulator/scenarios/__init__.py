@@ -9,7 +9,7 @@
 from meshwright.simulator.scenarios.bill import price_per_hour
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.noise import has_jitter
-from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
+from meshwright.simulator.scenarios.outcome import Replan, ScenarioOutcome, simulate_scenario
 from meshwright.simulator.scenarios.parameters import (
     MAX_CASES,
     Parameter,
@@ -25,9 +25,9 @@ from meshwright.simulator.scenarios.sweep import Sweep, sweep_cases
 __all__ = [
     "MAX_CASES",
     "JitteredSteps",
-    "Outcome",
     "Parameter",
     "Replan",
+    "ScenarioOutcome",
     "StepTimes",
     "Sweep",
     "Value",

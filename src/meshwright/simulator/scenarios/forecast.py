@@ -34,7 +34,7 @@ from meshwright.simulator.scenarios.failures import (
     failures_of,
     mean_time_to_failure,
 )
-from meshwright.simulator.scenarios.run import Change, RunTimes, Saving, Stretch, follow_run
+from meshwright.simulator.scenarios.run import Change, RunTimes, Saving, StepStretch, follow_run
 from meshwright.spec import Graph, Placement, Plan, ScenarioError
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Scenario, SlowDevice
 
@@ -197,7 +197,7 @@ def _best(
 
 def _stretches(
     plan: Plan | Placement, usual: CostModel, scenario: Scenario, step_at: StepAt, replan_at: ReplanAt | None
-) -> list[Stretch]:
+) -> list[StepStretch]:
     """The times between which steps have one speed."""
     losses = list[tuple[LostDevice, set[int]]]()
     for place, effect in enumerate(scenario.effects):
@@ -207,7 +207,7 @@ def _stretches(
     timed: list[SlowDevice | LostDevice] = [*scenario.effects_of(SlowDevice), *(effect for effect, _ in losses)]
     moments = {0.0, *(float(effect.since) for effect in timed)}
     moments |= {float(effect.until) for effect in timed if effect.until is not None}
-    stretches: list[Stretch] = []
+    stretches: list[StepStretch] = []
     before: frozenset[int] = frozenset()
     used = frozenset(_devices_of(plan))
     for moment in sorted(moments):
@@ -222,7 +222,7 @@ def _stretches(
                     raise ScenarioError("lost-device: nobody can plan anew here; give then = 'wait'.")
                 step_s = replan_at(moment, every) or math.inf
         change: Change = "" if lost == before or not moment else "lost" if lost - before else "back"
-        stretches.append(Stretch(begin_s=moment, step_s=step_s, change=change))
+        stretches.append(StepStretch(begin_s=moment, step_s=step_s, change=change))
         before = lost
     return stretches
 

@@ -24,7 +24,7 @@ Replan = Callable[[CostModel], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ScenarioOutcome:
     """A steady step without jitter; steps under jitter, a long run and its price as far as the scenario has any."""
 
     simulation: Simulation
@@ -60,7 +60,7 @@ def simulate_scenario(
     num_seeds: int = NUM_SEEDS,
     contention: Contention = "queued",
     replan: Replan | None = None,
-) -> Outcome:
+) -> ScenarioOutcome:
     """Simulate a plan on the machines of ``usual`` as the scenario makes them.
 
     A run is followed if the scenario says what happens in one, or if a number of ``run_steps`` is given. ``result`` is
@@ -109,4 +109,4 @@ def simulate_scenario(
         run.wall_s if run else None,
         run.num_steps if run else None,
     )
-    return Outcome(simulation=result, steps=steps, run=run, price=price)
+    return ScenarioOutcome(simulation=result, steps=steps, run=run, price=price)

@@ -27,7 +27,7 @@ Change = Literal["", "lost", "back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class StepStretch:
     """From ``begin_s`` on a step takes ``step_s``, infinite while the run stands still.
 
     ``change``: what happens at its begin. Devices are ``lost``, with what they held; or are ``back``, for which a run
@@ -67,7 +67,9 @@ class RunTimes:
         return self.computing_s + self.lost_s + self.saving_s + self.restarting_s + self.waiting_s
 
 
-def follow_run(num_steps: float, stretches: Sequence[Stretch], failures: Iterator[Failure], saving: Saving) -> RunTimes:
+def follow_run(
+    num_steps: float, stretches: Sequence[StepStretch], failures: Iterator[Failure], saving: Saving
+) -> RunTimes:
     """Follow a run to its end; stretches are in order, the first from 0 on. Raises ScenarioError if it has no end."""
     run = _Run(num_steps=num_steps, stretches=stretches, failures=failures, saving=saving)
     while run.left > 1e-12 * num_steps:
@@ -79,7 +81,7 @@ class _Run:
     """The state of a run: the moment, and steps that are saved, that are not, and the seconds that these took."""
 
     def __init__(
-        self, *, num_steps: float, stretches: Sequence[Stretch], failures: Iterator[Failure], saving: Saving
+        self, *, num_steps: float, stretches: Sequence[StepStretch], failures: Iterator[Failure], saving: Saving
     ) -> None:
         self.times = RunTimes()
         self._num_steps, self._stretches, self._failures, self._saving = num_steps, stretches, failures, saving
@@ -145,7 +147,7 @@ class _Run:
         self._now = end_s
         self._saved, self._fresh, self._fresh_s = self._saved + self._fresh, 0.0, 0.0
 
-    def _change(self, stretch: Stretch) -> None:
+    def _change(self, stretch: StepStretch) -> None:
         stood = [math.isinf(before.step_s) for before in self._stretches[: self._place + 1]]
         if stretch.change == "lost":
             self._drop()

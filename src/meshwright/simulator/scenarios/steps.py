@@ -18,7 +18,7 @@ from meshwright.simulator.plan import SETTLED_STEPS, program_of
 from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.scenarios.noise import with_jitter
-from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, run_unrolled
+from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, record_run, run_unrolled
 from meshwright.simulator.teams import form_teams
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Graph, Placement, Plan, Program, ProgramError, Timeline, to_seconds
@@ -106,7 +106,7 @@ class JitteredSteps:
         # An asynchronous step may end after the next one began to end; what is told adds up all the same.
         return np.maximum.accumulate(ends)
 
-    def _run(self, unrolled: Unrolled, seed: int) -> Run:
+    def _run(self, unrolled: Unrolled, seed: int) -> SimulatedRun:
         noisy = with_jitter(self._program, unrolled, self._scenario, self._cluster, seed, self._width)
         network, start_ps, end_ps = run_unrolled(self._program, noisy, self._costs.host_ps, self._contention)
-        return Run(unrolled=replace(noisy, network=network), network=network, start_ps=start_ps, end_ps=end_ps)
+        return SimulatedRun(unrolled=replace(noisy, network=network), network=network, start_ps=start_ps, end_ps=end_ps)

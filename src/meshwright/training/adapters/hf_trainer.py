@@ -28,7 +28,7 @@ from meshwright.spec.errors import GraphMismatchError, PlanError, RunError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.training.adapters.shared import (
-    Refusal,
+    RefusedSetting,
     microbatch_size,
     refuse_given,
     refuse_overridden,
@@ -249,7 +249,7 @@ class PlannedTrainer(transformers.Trainer):
         refuse_given(
             "PlannedTrainer",
             [
-                Refusal(
+                RefusedSetting(
                     self.compute_loss_func is not None,
                     "compute_loss_func",
                     "a model that computes its loss from labels",
@@ -364,12 +364,16 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
         "PlannedTrainer",
         [
             *(
-                Refusal(bool(getattr(args, name, None)), f"{name}={getattr(args, name, None)!r}", expected, advice)
+                RefusedSetting(
+                    bool(getattr(args, name, None)), f"{name}={getattr(args, name, None)!r}", expected, advice
+                )
                 for name, (expected, advice) in flags.items()
             ),
-            Refusal(evaluates, f"eval_strategy={args.eval_strategy!r}", "'no'", flags["eval_on_start"][1]),
-            Refusal(layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, as adamw."),
-            Refusal(
+            RefusedSetting(evaluates, f"eval_strategy={args.eval_strategy!r}", "'no'", flags["eval_on_start"][1]),
+            RefusedSetting(
+                layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, as adamw."
+            ),
+            RefusedSetting(
                 args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "one", "Start one process per GPU (torchrun)."
             ),
         ],

@@ -28,7 +28,7 @@ from meshwright.runtime.devices import own_device
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.training.adapters.shared import Refusal, refuse_given, refuse_overridden, take_plan
+from meshwright.training.adapters.shared import RefusedSetting, refuse_given, refuse_overridden, take_plan
 from meshwright.training.trainer import Trainer, prepare
 
 _PREFIX = "module."
@@ -244,33 +244,33 @@ class PlannedStrategy(Strategy):
         refuse_given(
             "Lightning's Trainer",
             [
-                Refusal(
+                RefusedSetting(
                     count != 1,
                     f"accumulate_grad_batches={count}",
                     f"1, since the plan makes {self._plan.num_microbatches} microbatches of a batch itself",
                     f"Let the DataLoader make batches of {self._plan.workload.global_batch}.",
                 ),
-                Refusal(
+                RefusedSetting(
                     plugin is not Precision,
                     f"precision={trainer.precision!r}",
                     f"'32-true', since the precision is the plan's {precision}",
                     "Leave it out, and plan with --precision.",
                 ),
-                Refusal(by_value, "gradient_clip_algorithm='value'", "'norm'", "Clip by norm."),
-                Refusal(trainer.enable_validation, "batches for validation", "training alone", _EVALUATE),
-                Refusal(
+                RefusedSetting(by_value, "gradient_clip_algorithm='value'", "'norm'", "Clip by norm."),
+                RefusedSetting(trainer.enable_validation, "batches for validation", "training alone", _EVALUATE),
+                RefusedSetting(
                     not module.automatic_optimization,
                     "a module with manual optimization",
                     "automatic_optimization, since the plan runs backward and update",
                     "Train with your own loop and meshwright.prepare.",
                 ),
-                Refusal(
+                RefusedSetting(
                     bool(getattr(trainer, "_detect_anomaly", False)),
                     "detect_anomaly=True",
                     "False, since backwards are the plan's",
                     "Look for anomalies in one process.",
                 ),
-                Refusal(
+                RefusedSetting(
                     bool(getattr(trainer, "sync_batchnorm", False)),
                     "sync_batchnorm=True",
                     "False, since statistics are those of microbatches",

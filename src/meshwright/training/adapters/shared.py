@@ -12,7 +12,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 
 
-class Refusal(NamedTuple):
+class RefusedSetting(NamedTuple):
     """A setting that another loop has and a plan decides, or that nothing here does."""
 
     given: bool
@@ -34,7 +34,7 @@ def take_plan(plan: Plan | Placement | Path | str) -> Plan | Placement:
     return found
 
 
-def refuse_given(where: str, refusals: Iterable[Refusal]) -> None:
+def refuse_given(where: str, refusals: Iterable[RefusedSetting]) -> None:
     """Raise RunError for the first setting that was given."""
     for item in refusals:
         if item.given:

@@ -38,7 +38,7 @@ class Have(NamedTuple):
     sums: bool = False
 
 
-class ProgramCosts:
+class ConversionCosts:
     """Seconds of exchanges along the axes of a mesh, each asked once."""
 
     def __init__(self, mesh: LogicalMesh) -> None:

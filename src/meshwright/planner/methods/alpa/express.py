@@ -17,8 +17,8 @@ from meshwright.planner.methods.alpa.groups import ATTENTION
 from meshwright.planner.methods.alpa.mesh import AXES
 from meshwright.planner.methods.alpa.placements import Placements
 from meshwright.program.sharding.dims import Split
-from meshwright.program.sharding.facts import Facts
-from meshwright.program.sharding.propagate import Place, State, propagate
+from meshwright.program.sharding.facts import AxisGraph
+from meshwright.program.sharding.propagate import Place, PropagationState, propagate
 from meshwright.program.sharding.rules import rule_for
 from meshwright.spec import PlanError
 from meshwright.spec.graph import Extent
@@ -73,7 +73,7 @@ class _Wanted:
 
     placements: Placements
     axis: int
-    facts: Facts
+    facts: AxisGraph
 
     def split(self, index: int) -> Split | None:
         """The split of an op."""
@@ -83,13 +83,13 @@ class _Wanted:
             return split
         return Split(split.label, split.parts // self.placements.batch_size)
 
-    def differing(self, state: State) -> Iterator[int]:
+    def differing(self, state: PropagationState) -> Iterator[int]:
         """Ops that are split otherwise."""
         for index, way in enumerate(self.placements.ways):
             if way[self.axis] and state.splits[index] != self.split(index):
                 yield index
 
-    def elsewhere(self, state: State) -> Iterator[int]:
+    def elsewhere(self, state: PropagationState) -> Iterator[int]:
         """Tensors that lie otherwise."""
         for index, way in enumerate(self.placements.ways):
             for tensor in self.facts.graph.ops[index].outputs if way[self.axis] else ():
@@ -99,7 +99,7 @@ class _Wanted:
 
 
 def _sharding(placements: Placements, axis: int) -> Sharding:
-    facts = Facts(placements.graph, placements.shape[axis])
+    facts = AxisGraph(placements.graph, placements.shape[axis])
     wanted = _Wanted(placements=placements, axis=axis, facts=facts)
     reasons = []
     for sequence_parallel in (False, True):
@@ -157,7 +157,7 @@ def _placement(wanted: _Wanted, index: int) -> OpPlacement:
     raise PlanError(f"Op {op.name!r} is split along {split}, which no dim of its first tensors names.")
 
 
-def _layout(facts: Facts, place: Place) -> Layout:
+def _layout(facts: AxisGraph, place: Place) -> Layout:
     if place is None:
         return Replicate()
     batched, rest = divmod(place[1], facts.samples)

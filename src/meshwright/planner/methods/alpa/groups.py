@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.planner.methods.alpa.repeats import Folded
 from meshwright.program.sharding.dims import OpDims, Split, find_label, gradient_is_sum
-from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
 
@@ -31,7 +31,7 @@ AxisUse = Literal["any", "samples", "model"]
 ATTENTION = "aten.scaled_dot_product_attention"
 
 
-class Choice(NamedTuple):
+class RootSplit(NamedTuple):
     """How a root is split on one axis, and over what its outputs are scattered if they are sums over the ranks."""
 
     split: Split | None
@@ -46,20 +46,20 @@ class Want(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class OpGroup:
     """Ops of which the first is the root; ``choices`` per axis, and the splits of each op at each of them."""
 
     ops: tuple[int, ...]
-    choices: tuple[tuple[Choice, ...], ...]
+    choices: tuple[tuple[RootSplit, ...], ...]
     splits: tuple[dict[int, tuple[Split | None, ...]], ...]
 
 
-class Model:
+class AxisModel:
     """A graph's kept ops, as one axis of ``size`` ranks sees them; ``following``: whether ops follow others."""
 
     def __init__(self, graph: Graph, folded: Folded, size: int, *, following: bool = True) -> None:
         self.graph, self.folded, self.following = graph, folded, following
-        self.facts = Facts(graph, size)
+        self.facts = AxisGraph(graph, size)
         self.size = size
 
     @cached_property
@@ -104,7 +104,7 @@ class Model:
         sums = any(not dims.in_outputs(label) for label, _ in _labels(dims) if label not in dims.fixed)
         return product or sums or bool(dims.inner) or self.graph.ops[index].kind.startswith(ATTENTION)
 
-    def outputs(self, index: int, choice: Choice) -> Iterator[tuple[int, Place]]:
+    def outputs(self, index: int, choice: RootSplit) -> Iterator[tuple[int, Place]]:
         """How the outputs of an op lie."""
         dims = self.facts.dims[index]
         summed = self.sums_outputs(index, choice.split)
@@ -143,7 +143,7 @@ class Model:
         return zip((*op.inputs, *op.outputs), (*dims.inputs, *dims.outputs), strict=True)
 
 
-def find_groups(models: Sequence[Model], uses: Sequence[AxisUse]) -> list[Group]:
+def find_groups(models: Sequence[AxisModel], uses: Sequence[AxisUse]) -> list[OpGroup]:
     """All groups, in the order of their roots; ``models`` of both axes."""
     followed = models[0].followed
     members: dict[int, list[int]] = {}
@@ -163,11 +163,11 @@ def find_groups(models: Sequence[Model], uses: Sequence[AxisUse]) -> list[Group]
     for root, ops in members.items():
         choices = tuple(chosen[root] for chosen in per_axis)
         splits = tuple(_follow(model, ops, chosen) for model, chosen in zip(models, choices, strict=True))
-        found.append(Group(ops=tuple(ops), choices=choices, splits=splits))
+        found.append(OpGroup(ops=tuple(ops), choices=choices, splits=splits))
     return found
 
 
-def _follow(model: Model, ops: Sequence[int], choices: Sequence[Choice]) -> dict[int, tuple[Split | None, ...]]:
+def _follow(model: AxisModel, ops: Sequence[int], choices: Sequence[RootSplit]) -> dict[int, tuple[Split | None, ...]]:
     """The split of each op of a group at each choice of its root."""
     table: dict[int, list[Split | None]] = {index: [] for index in ops}
     for choice in choices:
@@ -180,31 +180,31 @@ def _follow(model: Model, ops: Sequence[int], choices: Sequence[Choice]) -> dict
                 place = lies[model.graph.ops[index].inputs[position]]
                 dims = model.facts.dims[index]
                 split = dims.split_at(dims.inputs[position], place) if place else None
-                own = Choice(split if split and model.facts.can_split(index, split) else None)
+                own = RootSplit(split if split and model.facts.can_split(index, split) else None)
             table[index].append(own.split)
             lies |= dict(model.outputs(index, own))
     return {index: tuple(splits) for index, splits in table.items()}
 
 
-def _choices(model: Model, roots: Sequence[int], use: AxisUse) -> dict[int, tuple[Choice, ...]]:
+def _choices(model: AxisModel, roots: Sequence[int], use: AxisUse) -> dict[int, tuple[RootSplit, ...]]:
     if model.size == 1:
-        return {root: (Choice(None),) for root in roots}
+        return {root: (RootSplit(None),) for root in roots}
     splits = _Splits(model, roots)
     found = {}
     for root in roots:
-        choices = [Choice(None)]
+        choices = [RootSplit(None)]
         for split in splits.of[root]:
             places: Iterable[Place] = (None,)
             outputs = model.graph.ops[root].outputs
             if model.sums_outputs(root, split) and len(outputs) == 1:
                 places = (None, *splits.places(outputs[0]))
-            choices += [Choice(split, place) for place in places]
+            choices += [RootSplit(split, place) for place in places]
         allowed = [choice for choice in choices if _is_allowed(model, root, choice, use)]
-        found[root] = tuple(allowed or [Choice(None)])
+        found[root] = tuple(allowed or [RootSplit(None)])
     return found
 
 
-def _is_allowed(model: Model, root: int, choice: Choice, use: AxisUse) -> bool:
+def _is_allowed(model: AxisModel, root: int, choice: RootSplit, use: AxisUse) -> bool:
     if use == "any":
         return True
     dims = model.facts.dims[root]
@@ -220,7 +220,7 @@ def _is_allowed(model: Model, root: int, choice: Choice, use: AxisUse) -> bool:
 class _Splits:
     """The splits of all ops: those that roots can choose, carried along views to other ops and back."""
 
-    def __init__(self, model: Model, roots: Sequence[int]) -> None:
+    def __init__(self, model: AxisModel, roots: Sequence[int]) -> None:
         self.model = model
         self.of: dict[int, dict[Split, None]] = {index: {} for index in model.folded.ops}
         self._touching: dict[int, list[tuple[int, int | None]]] = {}

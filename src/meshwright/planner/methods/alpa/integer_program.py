@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.planner.methods.alpa.conversions import Integers
 from meshwright.planner.methods.alpa.mesh import Floats
-from meshwright.solving import Rows, minimise
+from meshwright.solving import SparseRows, minimise
 from meshwright.spec import NoFeasiblePlanError
 
 # Microseconds keep costs well above the solver's tolerances.
@@ -29,7 +29,7 @@ _SCALE = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Node:
+class StrategyNode:
     """Seconds and bytes of each strategy of a group, shape (K,)."""
 
     seconds: Floats
@@ -37,7 +37,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tensor:
+class RoutedTensor:
     """One tensor on its way to its readers: node ``producer`` lays it out as layout ``have[k]`` under its strategy k.
 
     ``readers``: nodes, each with the layout that it wants under each of its strategies. ``seconds`` and
@@ -52,7 +52,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class StrategySolution:
     """The strategy of each node. ``bound_s``: proven, no choice costs less. ``status``: as HiGHS says."""
 
     chosen: tuple[int, ...]
@@ -63,7 +63,9 @@ class Solution:
     num_constraints: int
 
 
-def cost_of(nodes: Sequence[Node], tensors: Sequence[Tensor], chosen: Sequence[int]) -> tuple[float, float]:
+def cost_of(
+    nodes: Sequence[StrategyNode], tensors: Sequence[RoutedTensor], chosen: Sequence[int]
+) -> tuple[float, float]:
     """Seconds and bytes of a choice."""
     seconds = sum(float(node.seconds[k]) for node, k in zip(nodes, chosen, strict=True))
     num_bytes = sum(float(node.memory_bytes[k]) for node, k in zip(nodes, chosen, strict=True))
@@ -75,17 +77,19 @@ def cost_of(nodes: Sequence[Node], tensors: Sequence[Tensor], chosen: Sequence[i
     return seconds, num_bytes
 
 
-class Program:
+class ProgramColumns:
     """Columns and rows of the program, appended array by array."""
 
-    def __init__(self, nodes: Sequence[Node], tensors: Sequence[Tensor], memory_limit_bytes: float | None) -> None:
+    def __init__(
+        self, nodes: Sequence[StrategyNode], tensors: Sequence[RoutedTensor], memory_limit_bytes: float | None
+    ) -> None:
         self.nodes = nodes
         sizes = [len(node.seconds) for node in nodes]
         self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.costs = [node.seconds for node in nodes]
         self.bytes = [node.memory_bytes for node in nodes]
         self.num_columns = self.num_binaries = int(self.first[-1])
-        self.matrix = Rows()
+        self.matrix = SparseRows()
         for v, size in enumerate(sizes):
             row = self.matrix.add(np.ones(1), np.ones(1))
             self.matrix.fill(np.full(size, row), self._strategies(v), 1.0)
@@ -108,7 +112,7 @@ class Program:
         self.num_columns += costs.size
         return columns.reshape(costs.shape)
 
-    def _add_tensor(self, tensor: Tensor, *, limited: bool) -> None:
+    def _add_tensor(self, tensor: RoutedTensor, *, limited: bool) -> None:
         costs = tensor.seconds > 0
         if limited:
             costs |= tensor.memory_bytes > 0
@@ -134,7 +138,7 @@ class Program:
                 self.matrix.fill(row + np.arange(costs.size), carried.ravel(), -1.0)
             self.matrix.fill(row + np.arange(costs.size), shared.ravel(), 1.0)
 
-    def _carry(self, tensor: Tensor, reader: int, want: Integers, carried: Integers) -> None:
+    def _carry(self, tensor: RoutedTensor, reader: int, want: Integers, carried: Integers) -> None:
         """Rows that say what a reader is carried: its sums are the producer's layout, and the reader's wish."""
         haves, wants = carried.shape
         row = self.matrix.add(np.zeros(haves), np.zeros(haves))
@@ -144,7 +148,7 @@ class Program:
         self.matrix.fill(row + np.tile(np.arange(wants), haves), carried.ravel(), 1.0)
         self.matrix.fill(row + want, self._strategies(reader), -1.0)
 
-    def solve(self, deadline_s: float) -> tuple[Solution, list[int]]:
+    def solve(self, deadline_s: float) -> tuple[StrategySolution, list[int]]:
         """Solve it. Raises NoFeasiblePlanError where memory does not suffice, or time ends before anything is found."""
         found = minimise(
             np.concatenate(self.costs),
@@ -162,7 +166,7 @@ class Program:
                 "limit, raise it or take a larger mesh; where time ended, raise the limit."
             )
         chosen = [int(values[a:b].argmax()) for a, b in zip(self.first[:-1], self.first[1:], strict=True)]
-        solution = Solution(
+        solution = StrategySolution(
             chosen=tuple(chosen),
             objective_s=found.objective,
             bound_s=found.bound,
@@ -174,14 +178,14 @@ class Program:
 
 
 def solve_choices(
-    nodes: Sequence[Node],
-    tensors: Sequence[Tensor],
+    nodes: Sequence[StrategyNode],
+    tensors: Sequence[RoutedTensor],
     *,
     memory_limit_bytes: float | None = None,
     deadline_s: float = 600.0,
-) -> Solution:
+) -> StrategySolution:
     """The cheapest choice of a strategy per node; HiGHS on one thread, to proven optimality.
 
     Raises NoFeasiblePlanError if none fits in memory, MeshwrightError without highspy.
     """
-    return Program(nodes, tensors, memory_limit_bytes).solve(deadline_s)[0]
+    return ProgramColumns(nodes, tensors, memory_limit_bytes).solve(deadline_s)[0]

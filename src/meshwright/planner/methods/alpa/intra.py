@@ -19,13 +19,13 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
-from meshwright.planner.methods.alpa.conversions import Have, Integers, ProgramCosts
-from meshwright.planner.methods.alpa.groups import AxisUse, Model, Want, find_groups
-from meshwright.planner.methods.alpa.integer_program import Node, Tensor, solve_choices
+from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have, Integers
+from meshwright.planner.methods.alpa.groups import AxisModel, AxisUse, Want, find_groups
+from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategyNode, solve_choices
 from meshwright.planner.methods.alpa.mesh import AXES, Floats, LogicalMesh
 from meshwright.planner.methods.alpa.placements import Placements, lay_out
 from meshwright.planner.methods.alpa.repeats import fold
-from meshwright.planner.methods.alpa.strategies import Amounts, Sharded, Strategies
+from meshwright.planner.methods.alpa.strategies import Amounts, MeshGraph, Strategies
 from meshwright.program.sharding.shard import with_samples
 from meshwright.spec import DeviceKind, Graph, PlanError, Workload
 
@@ -37,8 +37,8 @@ class ChoiceProblem:
     """Nodes and tensors of the integer program, and the groups and readings that they stand for."""
 
     strategies: tuple[Strategies, ...]
-    nodes: tuple[Node, ...]
-    tensors: tuple[Tensor, ...]
+    nodes: tuple[StrategyNode, ...]
+    tensors: tuple[RoutedTensor, ...]
 
 
 def place_ops(
@@ -73,7 +73,7 @@ def make_choice_problem(
     uses: tuple[AxisUse, AxisUse] = ("any", "any"),
     tiled: bool = True,
     following: bool = True,
-) -> tuple[Sharded, ChoiceProblem]:
+) -> tuple[MeshGraph, ChoiceProblem]:
     """The integer program of `place_ops`. Raises GraphError for a batch that the graph does not describe."""
     graph.check_batch_size(amounts.batch_size)
     if len(amounts.op_seconds) != len(graph.ops):
@@ -83,10 +83,10 @@ def make_choice_problem(
         )
     folded = fold(graph, tiled=tiled)
     whole = graph if graph.batch_size is not None else with_samples(graph, amounts.batch_size)
-    outer, inner = (Model(whole, folded, size, following=following) for size in mesh.shape)
-    sharded = Sharded((outer, inner), amounts, ProgramCosts(mesh))
+    outer, inner = (AxisModel(whole, folded, size, following=following) for size in mesh.shape)
+    sharded = MeshGraph((outer, inner), amounts, ConversionCosts(mesh))
     strategies = [sharded.strategies(group) for group in find_groups(sharded.models, uses)]
-    nodes = [Node(seconds=item.seconds.sum(axis=0), memory_bytes=item.memory_bytes) for item in strategies]
+    nodes = [StrategyNode(seconds=item.seconds.sum(axis=0), memory_bytes=item.memory_bytes) for item in strategies]
     tensors = _tensors(sharded, strategies)
     return sharded, ChoiceProblem(strategies=tuple(strategies), nodes=tuple(nodes), tensors=tuple(tensors))
 
@@ -125,7 +125,7 @@ class _Maker(NamedTuple):
     haves: tuple[Sequence[Have], Sequence[Have]]
 
 
-def _tensors(sharded: Sharded, strategies: Sequence[Strategies]) -> list[Tensor]:
+def _tensors(sharded: MeshGraph, strategies: Sequence[Strategies]) -> list[RoutedTensor]:
     """The tensors that may have to be converted on their way to readers."""
     node_of = {index: v for v, item in enumerate(strategies) for index in item.group.ops}
     models, graph = sharded.models, sharded.amounts.graph
@@ -143,7 +143,7 @@ def _tensors(sharded: Sharded, strategies: Sequence[Strategies]) -> list[Tensor]
 
 
 def _maker(
-    sharded: Sharded,
+    sharded: MeshGraph,
     strategies: Sequence[Strategies],
     node_of: Mapping[int, int],
     tensor: int,
@@ -162,14 +162,14 @@ def _maker(
 
 
 def _tensor(
-    sharded: Sharded,
+    sharded: MeshGraph,
     strategies: Sequence[Strategies],
     node_of: Mapping[int, int],
     tensor: int,
     weight: int,
     maker: _Maker,
     slots: Sequence[tuple[int, int]],
-) -> Tensor:
+) -> RoutedTensor:
     amounts, models = sharded.amounts, sharded.models
     have, haves = _numbered(maker.haves, strategies[maker.node].pairs, {})
     numbers: dict[tuple[Want, Want], int] = {}
@@ -186,7 +186,7 @@ def _tensor(
         seconds = _shared_parameter(sharded, haves, wants, size, with_gradient=gradient)
     else:
         seconds = sharded.costs.convert(haves, wants, size, with_gradient=gradient)
-    return Tensor(
+    return RoutedTensor(
         producer=maker.node,
         have=have,
         readers=tuple(readers),
@@ -196,7 +196,7 @@ def _tensor(
 
 
 def _shared_parameter(
-    sharded: Sharded,
+    sharded: MeshGraph,
     haves: Sequence[tuple[Have, Have]],
     wants: Sequence[tuple[Want, Want]],
     size: float,
@@ -230,7 +230,10 @@ def _numbered(
 
 
 def _copied(
-    models: tuple[Model, Model], haves: Sequence[tuple[Have, Have]], wants: Sequence[tuple[Want, Want]], size: float
+    models: tuple[AxisModel, AxisModel],
+    haves: Sequence[tuple[Have, Have]],
+    wants: Sequence[tuple[Want, Want]],
+    size: float,
 ) -> Floats:
     """Bytes of the converted tensor, which its reader keeps beside the one that it was made from."""
     parts = [

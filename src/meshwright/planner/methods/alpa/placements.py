@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.planner.methods.alpa.groups import Choice, Group, Model
-from meshwright.planner.methods.alpa.integer_program import Solution, Tensor
+from meshwright.planner.methods.alpa.groups import AxisModel, OpGroup, RootSplit
+from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategySolution
 from meshwright.planner.methods.alpa.mesh import AXES
-from meshwright.planner.methods.alpa.strategies import TERMS, Sharded, Strategies
+from meshwright.planner.methods.alpa.strategies import TERMS, MeshGraph, Strategies
 from meshwright.program.sharding.dims import Split
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
@@ -47,7 +47,7 @@ class Placements:
     terms: dict[str, float]
     memory_bytes: float
     num_groups: int
-    solution: Solution
+    solution: StrategySolution
 
     @property
     def gap(self) -> float:
@@ -75,7 +75,7 @@ class Placements:
 
 
 def lay_out(
-    sharded: Sharded, strategies: Sequence[Strategies], tensors: Sequence[Tensor], solution: Solution
+    sharded: MeshGraph, strategies: Sequence[Strategies], tensors: Sequence[RoutedTensor], solution: StrategySolution
 ) -> Placements:
     """The placements of a solution: what the kept ops chose, for all ops that they stand for."""
     graph, models = sharded.amounts.graph, sharded.models
@@ -119,18 +119,18 @@ def lay_out(
     )
 
 
-def _choice(group: Group, index: int, axis: int, at: int) -> Choice:
-    return group.choices[axis][at] if index == group.ops[0] else Choice(group.splits[axis][index][at])
+def _choice(group: OpGroup, index: int, axis: int, at: int) -> RootSplit:
+    return group.choices[axis][at] if index == group.ops[0] else RootSplit(group.splits[axis][index][at])
 
 
-def _tensor_places(model: Model, index: int, choice: Choice) -> list[Place]:
+def _tensor_places(model: AxisModel, index: int, choice: RootSplit) -> list[Place]:
     """Where an op's inputs are wanted and its outputs lie."""
     dims = model.facts.dims[index]
     inputs = [dims.place_in(item, choice.split) for item in dims.inputs]
     return [*inputs, *(place for _, place in model.outputs(index, choice))]
 
 
-def _layout(sharded: Sharded, place: Place) -> Layout:
+def _layout(sharded: MeshGraph, place: Place) -> Layout:
     if place is None:
         return Replicate()
     dim, parts = place
@@ -139,7 +139,7 @@ def _layout(sharded: Sharded, place: Place) -> Layout:
     return Shard(dim, Extent(0, parts // samples) if symbolic else Extent(parts))
 
 
-def _way(model: Model, index: int, split: Split | None) -> str:
+def _way(model: AxisModel, index: int, split: Split | None) -> str:
     if split is None:
         return "whole"
     dims = model.facts.dims[index]

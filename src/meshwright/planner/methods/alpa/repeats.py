@@ -29,7 +29,7 @@ Slot = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RepeatedRun:
     """``count`` copies of ``length`` ops, from op ``start`` on."""
 
     start: int
@@ -82,12 +82,12 @@ def fold(graph: Graph, *, tiled: bool = True) -> Folded:
     )
 
 
-def _without_ends(run: Run) -> Run:
+def _without_ends(run: RepeatedRun) -> RepeatedRun:
     """The copies between the first and the last one, which meet something else than their like."""
-    return Run(start=run.start + run.length, length=run.length, count=max(run.count - 2, 0))
+    return RepeatedRun(start=run.start + run.length, length=run.length, count=max(run.count - 2, 0))
 
 
-def _find_runs(graph: Graph, producer: Mapping[int, int]) -> Iterator[Run]:
+def _find_runs(graph: Graph, producer: Mapping[int, int]) -> Iterator[RepeatedRun]:
     """Runs from the front, each the one that folds most ops away among those that begin at its layer."""
     blocks = [layer.block or f"layer {i}" for i, layer in enumerate(graph.layers)]
     at = 0
@@ -109,12 +109,12 @@ def _repeats(blocks: list[str], at: int, period: int) -> int:
     return count
 
 
-def _run(graph: Graph, at: int, period: int, count: int) -> Run:
+def _run(graph: Graph, at: int, period: int, count: int) -> RepeatedRun:
     start, stop = graph.layers[at].start, graph.layers[at + period - 1].stop
-    return Run(start=start, length=stop - start, count=count)
+    return RepeatedRun(start=start, length=stop - start, count=count)
 
 
-def _can_fold(graph: Graph, run: Run, producer: Mapping[int, int]) -> bool:
+def _can_fold(graph: Graph, run: RepeatedRun, producer: Mapping[int, int]) -> bool:
     """Whether one copy can stand for all of the run."""
     stop = run.start + run.length * run.count
     classes = classify_ops(graph).class_of[run.start : stop].reshape(run.count, run.length)
@@ -133,7 +133,7 @@ def _can_fold(graph: Graph, run: Run, producer: Mapping[int, int]) -> bool:
 _Source = tuple[object, ...]
 
 
-def _wiring(graph: Graph, run: Run, copy: int, producer: Mapping[int, int]) -> Iterator[_Source]:
+def _wiring(graph: Graph, run: RepeatedRun, copy: int, producer: Mapping[int, int]) -> Iterator[_Source]:
     base = run.start + copy * run.length
     parameters: dict[int, int] = {}
     for op in graph.ops[base : base + run.length]:
@@ -149,7 +149,7 @@ def _wiring(graph: Graph, run: Run, copy: int, producer: Mapping[int, int]) -> I
                 yield "outside", tensor
 
 
-def _shares_parameters(graph: Graph, run: Run) -> bool:
+def _shares_parameters(graph: Graph, run: RepeatedRun) -> bool:
     """Whether a copy reads a parameter that others read, too: its gradient is summed once for all of them."""
     reader: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
@@ -169,7 +169,7 @@ def _begins(first: list[_Source], second: list[_Source]) -> bool:
 
 
 def _readings(
-    graph: Graph, ops: tuple[int, ...], run_of: Mapping[int, Run], producer: Mapping[int, int]
+    graph: Graph, ops: tuple[int, ...], run_of: Mapping[int, RepeatedRun], producer: Mapping[int, int]
 ) -> Iterator[Reading]:
     own: dict[int, list[Slot]] = {}
     carried: dict[int, list[Slot]] = {}
@@ -197,7 +197,7 @@ def _readings(
             yield from (Reading(tensor, n, r) for n, r in ((count - 1, inner + next_), (1, inner + last)) if r)
 
 
-def _stand_in(graph: Graph, run_of: Mapping[int, Run], made: int, tensor: int) -> int:
+def _stand_in(graph: Graph, run_of: Mapping[int, RepeatedRun], made: int, tensor: int) -> int:
     """The tensor of the first copy that stands for one of a later copy."""
     run = run_of.get(made)
     if run is None:

@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from meshwright.planner.methods.alpa.conversions import Have, Integers, ProgramCosts
-from meshwright.planner.methods.alpa.groups import Choice, Group, Model, Want
+from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have, Integers
+from meshwright.planner.methods.alpa.groups import AxisModel, OpGroup, RootSplit, Want
 from meshwright.planner.methods.alpa.mesh import AXES, Floats
 from meshwright.program.sharding.dims import Split, find_label
 from meshwright.program.sharding.propagate import Place
@@ -39,7 +39,7 @@ TERMS = ("compute", "exchange", "gradients")
 class Strategies:
     """``pairs`` (K, 2) of choices, ``seconds`` (3, K) by `TERMS`, ``memory_bytes`` (K,), for all that it stands for."""
 
-    group: Group
+    group: OpGroup
     weight: int
     pairs: Integers
     seconds: Floats
@@ -76,14 +76,14 @@ class Amounts:
         return frozenset(self.graph.tensors[i].storage for op in self.graph.ops for i in op.saved)
 
 
-class Sharded(NamedTuple):
+class MeshGraph(NamedTuple):
     """The two axes of a mesh at work on one graph."""
 
-    models: tuple[Model, Model]
+    models: tuple[AxisModel, AxisModel]
     amounts: Amounts
-    costs: ProgramCosts
+    costs: ConversionCosts
 
-    def strategies(self, group: Group) -> Strategies:
+    def strategies(self, group: OpGroup) -> Strategies:
         """The strategies of a group."""
         pairs = np.array(_fitting_pairs(self.models, group), np.int64)
         seconds = np.zeros((len(TERMS), *map(len, group.choices)))
@@ -108,17 +108,17 @@ class Sharded(NamedTuple):
             memory_bytes=weight * memory[at],
         )
 
-    def haves(self, group: Group, index: int, tensor: int) -> tuple[list[Have], list[Have]]:
+    def haves(self, group: OpGroup, index: int, tensor: int) -> tuple[list[Have], list[Have]]:
         """How an output of an op of a group lies on each axis, by choice."""
         return _both(
             [
-                Have(dict(model.outputs(index, choice if index == group.ops[0] else Choice(split)))[tensor])
+                Have(dict(model.outputs(index, choice if index == group.ops[0] else RootSplit(split)))[tensor])
                 for choice, split in zip(group.choices[axis], group.splits[axis][index], strict=True)
             ]
             for axis, model in enumerate(self.models)
         )
 
-    def wants(self, group: Group, index: int, position: int) -> tuple[list[Want], list[Want]]:
+    def wants(self, group: OpGroup, index: int, position: int) -> tuple[list[Want], list[Want]]:
         """How an op of a group reads an input on each axis, by choice."""
         return _both(
             [model.want(index, position, split) for split in group.splits[axis][index]]
@@ -133,7 +133,7 @@ class Sharded(NamedTuple):
         ]
         return np.outer(*rows)
 
-    def _share(self, group: Group, index: int) -> Floats:
+    def _share(self, group: OpGroup, index: int) -> Floats:
         """The part of an op's work that one device does, (choices, choices)."""
         rows = []
         for axis, model in enumerate(self.models):
@@ -145,7 +145,7 @@ class Sharded(NamedTuple):
             rows.append(np.array(shares))
         return np.outer(*rows)
 
-    def _exchanged_inside(self, group: Group, index: int) -> Floats:
+    def _exchanged_inside(self, group: OpGroup, index: int) -> Floats:
         """What an op exchanges itself: numbers for each place of its second input, as the table says."""
         seconds = np.zeros(tuple(map(len, group.choices)))
         facts, op = self.models[0].facts, self.amounts.graph.ops[index]
@@ -163,7 +163,7 @@ class Sharded(NamedTuple):
                     seconds[at] += sum(self.costs.seconds(axis, kind, size) for kind in row.exchanges)
         return seconds
 
-    def _completed(self, group: Group) -> Floats:
+    def _completed(self, group: OpGroup) -> Floats:
         """What completes the sums that the root leaves, forward and backward."""
         root, graph = group.ops[0], self.amounts.graph
         seconds = np.zeros(tuple(map(len, group.choices)))
@@ -185,7 +185,7 @@ class Sharded(NamedTuple):
                     seconds[at] += self.costs.convert_one(have, (outer, inner), size, with_gradient=gradient)
         return seconds
 
-    def _parameters(self, group: Group, index: int) -> tuple[Floats, Floats]:
+    def _parameters(self, group: OpGroup, index: int) -> tuple[Floats, Floats]:
         """Of the parameters that an op is the first to read: seconds to sum their gradients, and bytes."""
         seconds = np.zeros(tuple(map(len, group.choices)))
         memory = np.zeros_like(seconds)
@@ -202,7 +202,7 @@ class Sharded(NamedTuple):
                 seconds[at] += self.costs.all_reduce(summed, num_bytes / float(parts[at])) if summed else 0.0
         return seconds, memory
 
-    def _activations(self, group: Group, index: int, share: Floats) -> Floats:
+    def _activations(self, group: OpGroup, index: int, share: Floats) -> Floats:
         """Bytes that an op makes and that are kept for the backward of a microbatch."""
         graph, op = self.amounts.graph, self.amounts.graph.ops[index]
         memory = np.zeros_like(share)
@@ -220,7 +220,7 @@ def _both(items: Iterable[_T]) -> tuple[_T, _T]:
     return outer, inner
 
 
-def _fitting_pairs(models: tuple[Model, Model], group: Group) -> list[tuple[int, int]]:
+def _fitting_pairs(models: tuple[AxisModel, AxisModel], group: OpGroup) -> list[tuple[int, int]]:
     """Pairs of choices under which both axes together divide all tensors of the group that both split."""
     clashes: set[tuple[int, int]] = set()
     for index in group.ops if min(model.size for model in models) > 1 else ():
@@ -239,7 +239,7 @@ def _fitting_pairs(models: tuple[Model, Model], group: Group) -> list[tuple[int,
 _Way = tuple[Place, Split | None]
 
 
-def _ways(model: Model, group: Group, index: int, axis: int) -> list[list[_Way]]:
+def _ways(model: AxisModel, group: OpGroup, index: int, axis: int) -> list[list[_Way]]:
     """Of each tensor of an op, how it is split by choice; a scattered root's outputs as they are scattered."""
     found = []
     splits = group.splits[axis][index]
@@ -254,7 +254,7 @@ def _ways(model: Model, group: Group, index: int, axis: int) -> list[list[_Way]]
     return found
 
 
-def _divides(models: tuple[Model, Model], index: int, at: int, outer: _Way, inner: _Way) -> bool:
+def _divides(models: tuple[AxisModel, AxisModel], index: int, at: int, outer: _Way, inner: _Way) -> bool:
     (place, split), (other, other_split) = outer, inner
     if place is None or other is None or place[0] != other[0]:
         return True

@@ -48,7 +48,7 @@ class Weight:
     splits: tuple[bool, ...]
 
 
-class Machine(NamedTuple):
+class SoapMachine(NamedTuple):
     """Devices and the links between them; see `arrays.Soap`."""
 
     kind: Integers
@@ -63,7 +63,7 @@ def assemble(
     layers: Sequence[LayerTable],
     edges: Sequence[Edge],
     weights: Sequence[Weight],
-    machine: Machine,
+    machine: SoapMachine,
     *,
     barrier: bool = False,
     penalty_ps_per_byte: int = 0,

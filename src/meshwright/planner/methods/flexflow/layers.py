@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.placing.op_tasks import find_tasks
-from meshwright.program.sharding.calls import Call, one
+from meshwright.program.sharding.calls import OpSignature, one
 from meshwright.program.sharding.dims import OpDims, Split, find_label
-from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.table import operator_name
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _Reader:
     """Reads the dims of the ops of one graph."""
 
     def __init__(self, graph: Graph, batch_size: int) -> None:
-        self.graph, self.batch_size, self.facts = graph, batch_size, Facts(graph, 1)
+        self.graph, self.batch_size, self.facts = graph, batch_size, AxisGraph(graph, 1)
         self.placed = {op for op, item in enumerate(graph.ops) if not item.replicable}
 
     def makers_of(self, ops: tuple[int, ...]) -> set[int]:
@@ -213,7 +213,7 @@ class _Reader:
         """The labelled dims of an op, and the windows of those that slide."""
         item = self.graph.ops[op]
         shapes = [tuple(self.facts.shapes[t] for t in tensors) for tensors in (item.inputs, item.outputs)]
-        call = Call(operator_name(item.kind), dict(item.attributes), *shapes)
+        call = OpSignature(operator_name(item.kind), dict(item.attributes), *shapes)
         if call.operator == "batch_norm":
             channels = (one("d1", call.inputs[0][1]),)
             rest = tuple(channels if len(shape) == 1 else () for shape in call.inputs[1:])
@@ -235,7 +235,7 @@ def _labels(dims: OpDims, *, is_sink: bool) -> list[str]:
     return [label for label in found if label not in dims.fixed | dims.inner]
 
 
-def _slide(call: Call) -> tuple[OpDims, dict[str, Window]] | None:
+def _slide(call: OpSignature) -> tuple[OpDims, dict[str, Window]] | None:
     """Dims of what a window slides over; None if attributes say something else than numbers."""
     given, made = call.inputs[0], call.outputs[0]
     rank = len(given) - 2
@@ -265,7 +265,7 @@ def _slide(call: Call) -> tuple[OpDims, dict[str, Window]] | None:
     return OpDims(tuple(inputs), (target,), fixed), windows
 
 
-def _listed(call: Call, name: str, rank: int, default: list[int] | None) -> list[int] | None:
+def _listed(call: OpSignature, name: str, rank: int, default: list[int] | None) -> list[int] | None:
     """An attribute that is a number for each place, or one for all; None for a word."""
     text = call.attributes.get(name)
     if text is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.planner.methods.flexflow.assemble import Machine
+from meshwright.planner.methods.flexflow.assemble import SoapMachine
 from meshwright.simulator.routes import hop_links
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHORT, _LONG = 1024, 64 * 2**20
 
 
-def make_machine(cluster: Cluster, cost: CostModel) -> Machine:
+def make_machine(cluster: Cluster, cost: CostModel) -> SoapMachine:
     """All devices of a cluster."""
     num_devices, columns = cluster.num_ranks, cluster.columns()
     latency = np.zeros((num_devices, num_devices), np.int64)
@@ -40,7 +40,7 @@ def make_machine(cluster: Cluster, cost: CostModel) -> Machine:
     hops = hop_links(cluster, everyone[:, None] + 0 * everyone, everyone + 0 * everyone[:, None])
     numbers, dense = np.unique(hops, return_inverse=True)
     first = int(numbers[0] == -1)
-    return Machine(
+    return SoapMachine(
         kind=columns.kind.astype(np.int64),
         limit_bytes=np.array([cluster.device_kind(rank).memory_bytes for rank in range(num_devices)], np.int64),
         latency_ps=latency,

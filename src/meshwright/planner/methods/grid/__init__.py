@@ -8,6 +8,6 @@ of single layers, `moments`).
 """
 
 from meshwright.planner.methods.grid.method import grid
-from meshwright.planner.methods.grid.sheet import Configuration, Grid, bound_grid
+from meshwright.planner.methods.grid.sheet import Configuration, ConfigurationGrid, bound_grid
 
-__all__ = ["Configuration", "Grid", "bound_grid", "grid"]
+__all__ = ["Configuration", "ConfigurationGrid", "bound_grid", "grid"]

@@ -40,7 +40,7 @@ FLIGHTS = {
 }
 
 
-class Rows(NamedTuple):
+class ConfigurationRows(NamedTuple):
     """Configurations as columns, shape (rows,): positions, index of the schedule, stage of ZeRO; bounds."""
 
     positions: Integers
@@ -134,7 +134,7 @@ def cover(
     shard_size: int,
     also_all: bool,
     has_masters: bool,
-) -> Rows:
+) -> ConfigurationRows:
     """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
 
     ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
@@ -145,7 +145,7 @@ def cover(
     """
     num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
-    rows = Rows(
+    rows = ConfigurationRows(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most), np.empty(most)
     )
     edges, sums = np.empty(num_layers + 1, np.int64), _room(len(layers.forward), num_layers)
@@ -186,7 +186,9 @@ def cover(
                 rows.seconds[made] = _seconds(sums, exchanges, kind_of, form)
                 rows.bytes[made] = _bytes(layers, sums, edges, form, has_masters)
                 made += 1
-    return Rows(rows.positions[:made], rows.schedule[:made], rows.zero[:made], rows.seconds[:made], rows.bytes[:made])
+    return ConfigurationRows(
+        rows.positions[:made], rows.schedule[:made], rows.zero[:made], rows.seconds[:made], rows.bytes[:made]
+    )
 
 
 @compiled

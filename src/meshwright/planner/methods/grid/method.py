@@ -17,7 +17,7 @@ from meshwright.planner.evaluate import RankedPlan, share_of_hosts
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, ONE_EACH, SPLIT
-from meshwright.planner.methods.grid.sheet import Configuration, Grid, bound_grid
+from meshwright.planner.methods.grid.sheet import Configuration, ConfigurationGrid, bound_grid
 from meshwright.planner.problem import Problem
 from meshwright.spec import Offload, Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
@@ -68,7 +68,7 @@ def grid(problem: Problem, state: SearchState) -> Steps:
 class _Run:
     """What came of the configurations that were simulated so far."""
 
-    def __init__(self, problem: Problem, state: SearchState, found: Grid, *, counts_pruned: bool) -> None:
+    def __init__(self, problem: Problem, state: SearchState, found: ConfigurationGrid, *, counts_pruned: bool) -> None:
         # Those that cannot fit by the bound of their sheet were counted before.
         self._counts_pruned = counts_pruned
         self._problem, self._state, self._misfits, self._found = problem, state, _Misfits(), found
@@ -220,7 +220,7 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
             yield space.make_whole(stages, wanted.microbatch_size, wanted.schedule)
 
 
-def _summary(found: Grid, run: _Run, best_s: float) -> str:
+def _summary(found: ConfigurationGrid, run: _Run, best_s: float) -> str:
     text = (
         f"Uniform grid: {format_count(found.num_configurations, 'configuration')} bounded, of which "
         f"{found.num_fitting:,} may fit; {format_count(run.num_simulated, 'plan')} simulated."

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from meshwright.planner.bounds import ROUNDING
 from meshwright.planner.even_slices import slice_evenly
 from meshwright.planner.layouts import memory_limit
-from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, SPLIT, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
+from meshwright.planner.methods.grid.cover import (
+    FLIGHTS,
+    IN_TURN,
+    SPLIT,
+    WHOLE_IN_TURN,
+    ConfigurationRows,
+    Exchanges,
+    Layers,
+    cover,
+)
 from meshwright.planner.methods.grid.figures import Figures
 from meshwright.planner.methods.grid.floors import floor_bytes
 from meshwright.planner.microbatches import divisors
@@ -69,7 +78,7 @@ class Sheet:
 
     problem: Problem
     cells: list[_Cell]
-    rows: list[Rows]
+    rows: list[ConfigurationRows]
     limit_bytes: float
     knows_exchange: bool = False
     seconds: Floats = field(init=False)
@@ -115,7 +124,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Grid:
+class ConfigurationGrid:
     """All uniform configurations of a problem; ``is_complete``: not those of its first shardings alone."""
 
     sheets: tuple[Sheet, ...]
@@ -175,7 +184,7 @@ class Grid:
         return np.concatenate([*seconds, np.empty(0)]), np.concatenate([*places, empty]), np.concatenate([*rows, empty])
 
 
-def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None) -> Grid:
+def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None) -> ConfigurationGrid:
     """Bound all uniform configurations of a problem. Raises what is wrong with its shardings if none is possible.
 
     Where no time is left, those of the first shardings alone.
@@ -194,7 +203,7 @@ def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None
             errors.append(error)
     if not sheets:
         raise errors[0]
-    return Grid(sheets=tuple(sheets), is_complete=is_complete)
+    return ConfigurationGrid(sheets=tuple(sheets), is_complete=is_complete)
 
 
 def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
@@ -269,7 +278,7 @@ def _sizes_for_all(
     return tuple(size for size in sizes if batch // size >= least)
 
 
-def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
+def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> ConfigurationRows:
     seconds, weights = cell.figures.seconds(cell.microbatch_size, cell.recompute), cell.figures.bytes(cell.recompute)
     variants = variants_of(problem)
     columns = (

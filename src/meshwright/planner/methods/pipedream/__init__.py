@@ -10,7 +10,7 @@ proposes such plans to a search, whose simulator estimates them.
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1.
 """
 
-from meshwright.planner.methods.pipedream.levels import Level, Options
+from meshwright.planner.methods.pipedream.levels import Level, PipeDreamOptions
 from meshwright.planner.methods.pipedream.method import pipedream
 from meshwright.planner.methods.pipedream.orders import count_states
 from meshwright.planner.methods.pipedream.planning import PipedreamPlan, PipedreamStage, plan_profile
@@ -18,7 +18,7 @@ from meshwright.planner.methods.pipedream.profile import Profile, load_profile, 
 
 __all__ = [
     "Level",
-    "Options",
+    "PipeDreamOptions",
     "PipedreamPlan",
     "PipedreamStage",
     "Profile",

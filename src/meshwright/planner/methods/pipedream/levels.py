@@ -15,13 +15,13 @@ import numpy as np
 
 from meshwright.planner.methods.pipedream.recurrence import (
     Floats,
+    IntervalTable,
     LevelProblem,
-    Table,
     fill_intervals,
     fill_table,
     make_table,
 )
-from meshwright.planner.methods.pipedream.states import States
+from meshwright.planner.methods.pipedream.states import ProfileStates
 
 # Multiples of the bound within which a pipeline is looked for, before it is without one.
 _SLACKS = (1.0625, 1.25, 2.0, 4.0)
@@ -40,7 +40,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PipeDreamOptions:
     """What PipeDream's optimizer can be asked for; the defaults are its own.
 
     ``compression_ratio``: activations shrink so many times on links, None for links that take no time at all.
@@ -55,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class LevelStage:
     """The layers between two states (``start`` -1: from the first one) as one stage, on the lowest level.
 
     ``replicas`` are those of each level, the lowest first: the stage is on their product of devices.
@@ -67,14 +67,14 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class LevelSolution:
     """Stages in the order of the pipeline, and the seconds of the slowest of the top level."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[LevelStage, ...]
     bottleneck_s: float
 
 
-def solve_levels(states: States, levels: Sequence[Level], options: Options) -> Solution | None:
+def solve_levels(states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions) -> LevelSolution | None:
     """The stages with the least bottleneck, exact for these states; None where none fits."""
     problems: list[LevelProblem] = []
     below_s: Floats = np.empty((0, 0))
@@ -87,18 +87,18 @@ def solve_levels(states: States, levels: Sequence[Level], options: Options) -> S
     if not math.isfinite(seconds):
         return None
 
-    def stages(level: int, start: int, stop: int, seconds: float, outer: tuple[int, ...]) -> Iterator[Cut]:
+    def stages(level: int, start: int, stop: int, seconds: float, outer: tuple[int, ...]) -> Iterator[LevelStage]:
         problem = problems[level]
         table = make_table(problem)
         fill_table(problem, start, stop, max(seconds * (1 + _ROUNDING), _NO_TIME_S), True, table)
         for first, last, replicas in _read_stages(table, start, stop, problem.num_machines):
             if level == 0:
-                yield Cut(start=first, stop=last, replicas=(replicas, *outer))
+                yield LevelStage(start=first, stop=last, replicas=(replicas, *outer))
             else:
                 inside = float(problem.below_s[first + 1, last])
                 yield from stages(level - 1, first, last, inside, (replicas, *outer))
 
-    return Solution(cuts=tuple(stages(top, -1, last, seconds, ())), bottleneck_s=seconds)
+    return LevelSolution(cuts=tuple(stages(top, -1, last, seconds, ())), bottleneck_s=seconds)
 
 
 def data_parallel_seconds(seconds: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
@@ -111,7 +111,9 @@ def data_parallel_seconds(seconds: float, parameter_bytes: float, levels: Sequen
     return seconds
 
 
-def _problem(states: States, below: Sequence[Level], level: Level, below_s: Floats, options: Options) -> LevelProblem:
+def _problem(
+    states: ProfileStates, below: Sequence[Level], level: Level, below_s: Floats, options: PipeDreamOptions
+) -> LevelProblem:
     return LevelProblem(
         members=states.members,
         seconds=states.seconds,
@@ -144,7 +146,7 @@ def _least_seconds(problem: LevelProblem) -> float:
     return float(table.best[-1, problem.num_machines])
 
 
-def _read_stages(table: Table, start: int, stop: int, machines: int) -> list[tuple[int, int, int]]:
+def _read_stages(table: IntervalTable, start: int, stop: int, machines: int) -> list[tuple[int, int, int]]:
     """The stages (first state, last state, replicas) of an interval, in the order of the pipeline."""
     found: list[tuple[int, int, int]] = []
     while stop > start:

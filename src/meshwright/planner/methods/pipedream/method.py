@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.method import Proposal, SearchState, Steps
-from meshwright.planner.methods.pipedream.levels import Level, Options
+from meshwright.planner.methods.pipedream.levels import Level, PipeDreamOptions
 from meshwright.planner.methods.pipedream.planning import PipedreamPlan, PipedreamStage, plan_states
 from meshwright.planner.methods.pipedream.profile import Profile, make_profile
 from meshwright.planner.methods.pipedream.states import states_along
@@ -99,7 +99,7 @@ def _solve(space: Space, size: int, weighed: Profile, schedules: tuple[str, ...]
     ratio = 2.0 if space.workload.kind == "inference" else 1.0
     some = divisors(num_microbatches) if never_flushes else range(1, num_microbatches + 1)
     for levels, ratio_or_none, replicas in product(_levels(space), (ratio, None), (tuple(some), (1,))):
-        options = Options(compression_ratio=ratio_or_none, replicas=replicas)
+        options = PipeDreamOptions(compression_ratio=ratio_or_none, replicas=replicas)
         try:
             plan = plan_states(weighed, states, levels, options)
         except NoFeasiblePlanError:

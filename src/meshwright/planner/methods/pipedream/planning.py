@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from meshwright.planner.methods.pipedream.levels import Level, Options, data_parallel_seconds, solve_levels
+from meshwright.planner.methods.pipedream.levels import Level, PipeDreamOptions, data_parallel_seconds, solve_levels
 from meshwright.planner.methods.pipedream.orders import find_orders
 from meshwright.planner.methods.pipedream.profile import Profile
-from meshwright.planner.methods.pipedream.states import States, find_states, states_along
+from meshwright.planner.methods.pipedream.states import ProfileStates, find_states, states_along
 from meshwright.spec import NoFeasiblePlanError, PlanError
 from meshwright.spec.units import format_bytes, format_count, format_percent, format_seconds
 
 # Beyond, states are taken from orders of the layers. Finding so many takes about 0.2 s.
 MAX_STATES = 20_000
-DEFAULT_OPTIONS = Options()
+DEFAULT_OPTIONS = PipeDreamOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class PipedreamPlan:
 
     profile: Profile
     levels: tuple[Level, ...]
-    options: Options
+    options: PipeDreamOptions
     stages: tuple[PipedreamStage, ...]
     bottleneck_s: float
     bound_s: float
@@ -123,7 +123,11 @@ class PipedreamPlan:
 
 
 def plan_profile(
-    profile: Profile, levels: Sequence[Level], options: Options = DEFAULT_OPTIONS, *, max_states: int = MAX_STATES
+    profile: Profile,
+    levels: Sequence[Level],
+    options: PipeDreamOptions = DEFAULT_OPTIONS,
+    *,
+    max_states: int = MAX_STATES,
 ) -> PipedreamPlan:
     """PipeDream's plan for machines on ``levels``, the lowest first (devices of a host, then hosts).
 
@@ -134,7 +138,9 @@ def plan_profile(
     return plan_states(profile, states, levels, options)
 
 
-def plan_states(profile: Profile, states: States, levels: Sequence[Level], options: Options) -> PipedreamPlan:
+def plan_states(
+    profile: Profile, states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions
+) -> PipedreamPlan:
     """The best plan that cuts only at some states of a profile. Raises NoFeasiblePlanError where there is none."""
     solution = solve_levels(states, levels, options)
     if solution is None:
@@ -170,7 +176,9 @@ def _between(sums: Any, start: int, stop: int) -> float:
     return float(sums[stop] - (sums[start] if start >= 0 else 0.0))
 
 
-def _stage_seconds(states: States, start: int, stop: int, replicas: Sequence[int], levels: Sequence[Level]) -> float:
+def _stage_seconds(
+    states: ProfileStates, start: int, stop: int, replicas: Sequence[int], levels: Sequence[Level]
+) -> float:
     taken = [
         Level(num_machines=count, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s)
         for count, level in zip(replicas, levels, strict=True)
@@ -179,7 +187,7 @@ def _stage_seconds(states: States, start: int, stop: int, replicas: Sequence[int
     return data_parallel_seconds(_between(states.seconds, start, stop), weights, taken)
 
 
-def _check(levels: Sequence[Level], options: Options) -> None:
+def _check(levels: Sequence[Level], options: PipeDreamOptions) -> None:
     if not levels:
         raise PlanError("No levels of machines were given; expected at least one. Give the machines and their links.")
     for level in levels:
@@ -195,7 +203,9 @@ def _check(levels: Sequence[Level], options: Options) -> None:
             raise PlanError(f"A {name} of {value:g} was given; expected more than 0. Leave it out for none.")
 
 
-def _nothing_fits(profile: Profile, states: States, levels: Sequence[Level], options: Options) -> NoFeasiblePlanError:
+def _nothing_fits(
+    profile: Profile, states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions
+) -> NoFeasiblePlanError:
     machines = math.prod(level.num_machines for level in levels)
     given = f"{format_count(len(profile.names), 'layer')} on {format_count(machines, 'machine')}"
     if options.memory_bytes is not None:

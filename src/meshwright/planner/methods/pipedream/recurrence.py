@@ -42,7 +42,7 @@ class LevelProblem(NamedTuple):
     """One level; S states.
 
     ``members`` (S, words), ``seconds`` T, ``activation_bytes`` A, ``parameter_bytes`` P and ``frontier_bytes`` a (S,)
-    are those of `States`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
+    are those of `ProfileStates`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
     ``machines_below`` is f, ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 where
     transfers are free; ``allowed`` (M + 1,) says how many replicas a stage may
     have; ``memory_bytes`` infinite for no limit.
@@ -64,7 +64,7 @@ class LevelProblem(NamedTuple):
     memory_bytes: float
 
 
-class Table(NamedTuple):
+class IntervalTable(NamedTuple):
     """What all intervals behind one state take, entry [j, m]: seconds (B), or how many stages; and how.
 
     Shapes (S, M + 1): the cut k before the last stage, and the replicas r that this has. A cut of -2 stands for none,
@@ -76,14 +76,14 @@ class Table(NamedTuple):
     replicas: Integers
 
 
-def make_table(problem: LevelProblem) -> Table:
+def make_table(problem: LevelProblem) -> IntervalTable:
     """An empty table for a level."""
     shape = (len(problem.seconds), problem.num_machines + 1)
-    return Table(np.full(shape, np.inf), np.full(shape, -2, np.int64), np.zeros(shape, np.int64))
+    return IntervalTable(np.full(shape, np.inf), np.full(shape, -2, np.int64), np.zeros(shape, np.int64))
 
 
 @compiled
-def fill_intervals(p: LevelProblem, table: Table) -> Floats:
+def fill_intervals(p: LevelProblem, table: IntervalTable) -> Floats:
     """B[i, j, M] of all intervals, shape (S + 1, S), entry [i + 1, j]; infinite where there is none."""
     count = len(p.seconds)
     found = np.full((count + 1, count), np.inf)
@@ -94,7 +94,7 @@ def fill_intervals(p: LevelProblem, table: Table) -> Floats:
 
 
 @compiled
-def fill_table(p: LevelProblem, i: int, stop: int, cutoff_s: float, counting: bool, table: Table) -> None:
+def fill_table(p: LevelProblem, i: int, stop: int, cutoff_s: float, counting: bool, table: IntervalTable) -> None:
     """Fill the table for all intervals behind state i (the first layer, if i is -1) up to state ``stop``.
 
     With a cutoff only what the whole interval needs for less time than that is filled in; ``counting``: how few stages
@@ -150,7 +150,7 @@ def _interval_seconds(p: LevelProblem, k: int, j: int) -> float:
 
 
 @compiled
-def _take_one_stage(p: LevelProblem, i: int, j: int, cutoff_s: float, counting: bool, table: Table) -> None:
+def _take_one_stage(p: LevelProblem, i: int, j: int, cutoff_s: float, counting: bool, table: IntervalTable) -> None:
     weights = p.parameter_bytes[j] - (p.parameter_bytes[i] if i >= 0 else 0.0)
     kept = p.activation_bytes[j] - (p.activation_bytes[i] if i >= 0 else 0.0) + weights
     for m in range(1, p.num_machines + 1):
@@ -164,7 +164,7 @@ def _take_one_stage(p: LevelProblem, i: int, j: int, cutoff_s: float, counting: 
 
 @compiled
 def _cut(
-    p: LevelProblem, i: int, j: int, stop: int, cutoff_s: float, counting: bool, useful: Integers, table: Table
+    p: LevelProblem, i: int, j: int, stop: int, cutoff_s: float, counting: bool, useful: Integers, table: IntervalTable
 ) -> None:
     """Try all last stages of the interval behind i up to j, which begin behind one of the useful states."""
     best, last, most = table.best[j], j == len(p.seconds) - 1, p.num_machines

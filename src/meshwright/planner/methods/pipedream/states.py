@@ -35,7 +35,7 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class States:
+class ProfileStates:
     """States of a profile, ascending by their seconds, and no state before one that lies inside it.
 
     ``members`` (states, words): bit l % 64 of word l // 64 says whether layer l belongs to it. The others have shape
@@ -86,7 +86,7 @@ class _Sets:
         return found
 
 
-def find_states(profile: Profile, max_states: int) -> States | None:
+def find_states(profile: Profile, max_states: int) -> ProfileStates | None:
     """All states; None if there are more than ``max_states``.
 
     Raises PlanError where some layers have nothing to do with the others, so that no steps lead there.
@@ -110,7 +110,7 @@ def find_states(profile: Profile, max_states: int) -> States | None:
     return _weigh(profile, sets, found, complete=True)
 
 
-def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> States:
+def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> ProfileStates:
     """The states that orders of the layers pass through; in each order a layer follows those that it reads."""
     sets = _Sets(profile)
     found: dict[int, int] = {}
@@ -150,7 +150,7 @@ def _layers(members: int) -> Iterator[int]:
         members ^= lowest
 
 
-def _weigh(profile: Profile, sets: _Sets, found: dict[int, int], *, complete: bool) -> States:
+def _weigh(profile: Profile, sets: _Sets, found: dict[int, int], *, complete: bool) -> ProfileStates:
     words = -(-sets.count // 64)
     members = _words(found, words)
     frontier = _words(map(sets.frontier, found.values()), words)
@@ -160,7 +160,7 @@ def _weigh(profile: Profile, sets: _Sets, found: dict[int, int], *, complete: bo
     sums = _sums(members, weights)
     leaving = _sums(frontier, weights[:, 1:2])[:, 0]
     order = np.lexsort((_sums(members, np.ones((sets.count, 1)))[:, 0], sums[:, 0]))
-    return States(
+    return ProfileStates(
         members=members[order],
         seconds=sums[order, 0] / PICOSECONDS_PER_SECOND,
         activation_bytes=sums[order, 1],

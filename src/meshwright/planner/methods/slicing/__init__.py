@@ -6,9 +6,9 @@ what is known already are passed over. The most promising candidates are simulat
 the next best of its problem follows.
 """
 
-from meshwright.planner.methods.slicing.candidates import Candidate, CandidateSearch
+from meshwright.planner.methods.slicing.candidates import CandidateSearch, PlanCandidate
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
 from meshwright.planner.methods.slicing.method import slicing
 from meshwright.planner.methods.slicing.slicing import Slicing, solve_slicing
 
-__all__ = ["Candidate", "CandidateSearch", "Slicing", "SlicingProblem", "slicing", "solve_slicing"]
+__all__ = ["CandidateSearch", "PlanCandidate", "Slicing", "SlicingProblem", "slicing", "solve_slicing"]

@@ -9,7 +9,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.memory import backend_of
 from meshwright.planner.layouts import Places
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
-from meshwright.planner.stage_tables import StageBytes, Tables
+from meshwright.planner.stage_tables import StageBytesTable, Tables
 from meshwright.spec import GradientExchange, Offload, Workload
 from meshwright.spec.offload import ON_DEVICE
 
@@ -75,7 +75,7 @@ def make_problem(
     )
 
 
-def _pass_bytes(stages: StageBytes, zero: int) -> Floats:
+def _pass_bytes(stages: StageBytesTable, zero: int) -> Floats:
     """The gradients whose sum takes as long as the gathers and scatters of a microbatch: each is half of a sum."""
     gathers = max(zero - 1, 0)
     return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
@@ -109,7 +109,7 @@ def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind:
     return counts
 
 
-def _transfer_seconds(stages: StageBytes, pair: tuple[int, int], cost: CostModel) -> list[float]:
+def _transfer_seconds(stages: StageBytesTable, pair: tuple[int, int], cost: CostModel) -> list[float]:
     """Seconds per microbatch to carry values over each boundary and their gradients back; 0 before layer 0.
 
     A pair that is one rank twice stands for no link, and takes no time.

@@ -58,7 +58,7 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """A plan of a space's local graph with its closed-form seconds per step, and where it was found."""
 
     plan: Plan
@@ -88,12 +88,12 @@ class CandidateSearch:
         self._places: dict[tuple[Layout, tuple[int, ...]], Places] = {}
         self._beside: dict[_Search, NDArray[np.float64]] = {}
 
-    def run(self, best_s: float = math.inf) -> list[Candidate]:
+    def run(self, best_s: float = math.inf) -> list[PlanCandidate]:
         """All candidates, cheapest estimate first; equal estimates in the order of the search.
 
         ``best_s``: an estimate that is known from elsewhere, against which these have to hold.
         """
-        found: list[Candidate] = []
+        found: list[PlanCandidate] = []
         for size in self._sizes("slice into equal replicas"):
             for schedule in self._schedules:
                 found += filter(None, map(self._solve, self._equal(size, schedule, best_s * EQUAL_SLACK)))
@@ -170,7 +170,7 @@ class CandidateSearch:
         whole = (r for r in range(1, num_ranks + 1) if num_ranks % r == 0 or r % per_node == 0)
         return self.space.shareable(whole, size)
 
-    def _solve(self, search: _Search) -> Candidate | None:
+    def _solve(self, search: _Search) -> PlanCandidate | None:
         slicing = solve_slicing(
             self._problem(search), replicas=search.replicas, num_stages=search.num_stages, cutoff_s=search.cutoff_s
         )
@@ -179,7 +179,7 @@ class CandidateSearch:
         plan = self._plan(
             self.space.tables(search.size), search.schedule, search.layout, slicing.bounds, slicing.replicas
         )
-        return Candidate(plan=plan, estimate_s=slicing.seconds, found_in=search, search=self)
+        return PlanCandidate(plan=plan, estimate_s=slicing.seconds, found_in=search, search=self)
 
     def _problem(self, search: _Search) -> SlicingProblem:
         tables = self.space.tables(search.size)
@@ -195,7 +195,7 @@ class CandidateSearch:
             offload=self.space.offload,
         )
 
-    def next_best(self, candidate: Candidate, peak_bytes: Sequence[int]) -> Candidate | None:
+    def next_best(self, candidate: PlanCandidate, peak_bytes: Sequence[int]) -> PlanCandidate | None:
         """The next plan of the same problem, after a candidate whose ranks need more than they have; None if none is.
 
         Until then its stages stand at lower bounds (`stage_bytes`). What a walk finds is put there for all problems of

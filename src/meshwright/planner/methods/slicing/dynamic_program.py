@@ -76,7 +76,7 @@ class SlicingProblem(NamedTuple):
         return len(self.kind_of)
 
 
-class Tables(NamedTuple):
+class SlicingTables(NamedTuple):
     """What one threshold fills; made once per problem.
 
     ``sums``, ``stops``, ``takes`` (S + 1, D + 1, L + 1), entry [s, d, i] for layers i.. on the last d ranks in s stages
@@ -96,11 +96,11 @@ class Tables(NamedTuple):
     most_memory: float
 
 
-def make_tables(problem: SlicingProblem, num_stages: int) -> Tables:
+def make_tables(problem: SlicingProblem, num_stages: int) -> SlicingTables:
     """Tables for a problem with exactly ``num_stages`` stages, or any number if 0."""
     num_layers = problem.num_layers
     shape = (num_stages + 1, problem.num_ranks + 1, num_layers + 1)
-    return Tables(
+    return SlicingTables(
         sums=np.empty(shape),
         stops=np.zeros(shape, np.int64),
         takes=np.zeros(shape, np.int64),
@@ -175,7 +175,7 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 
 
 @compiled
-def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: Tables) -> float:
+def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: SlicingTables) -> float:
     """Fill the tables for a threshold; ``choices`` are the allowed numbers of replicas, ascending.
 
     Returns a threshold above ``theta`` below which nothing changes (infinite if nothing was refused for ``theta``).
@@ -201,7 +201,7 @@ def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: Tabl
 
 
 @compiled
-def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, tables: Tables) -> float:
+def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, tables: SlicingTables) -> float:
     """The least number of replicas with which a stage i:j could stay within ``theta`` and memory anywhere.
 
     More than all ranks where none could. Returns the least value above ``theta`` for which a stage was refused.
@@ -226,7 +226,7 @@ def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, ta
 
 
 @compiled
-def _find_fewest_ranks(tables: Tables) -> None:
+def _find_fewest_ranks(tables: SlicingTables) -> None:
     """The least numbers of ranks that could hold the layers before i and from i on (more than all where none can)."""
     fewest, before, after = tables.fewest, tables.before, tables.after
     num_layers = fewest.shape[0]
@@ -243,7 +243,7 @@ def _find_fewest_ranks(tables: Tables) -> None:
 
 
 @compiled
-def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int, tables: Tables) -> float:
+def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int, tables: SlicingTables) -> float:
     """Try all ends of a stage that begins at layer i with r of the d ranks left; improve ``sums[stage, d, i]``.
 
     Returns the least bottleneck above ``theta`` of a stage that was refused for it (infinite if none was).

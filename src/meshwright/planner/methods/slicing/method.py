@@ -12,7 +12,7 @@ from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.bounds import bound_space
 from meshwright.planner.evaluate import RankedPlan, share_of_hosts
 from meshwright.planner.method import Proposal, SearchState, Steps
-from meshwright.planner.methods.slicing.candidates import Candidate, CandidateSearch
+from meshwright.planner.methods.slicing.candidates import CandidateSearch, PlanCandidate
 from meshwright.planner.problem import Problem
 from meshwright.program.lowering import unlower_plan
 from meshwright.simulator import form_teams
@@ -51,7 +51,7 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
             raise _nothing_adopted(adopted, [*errors, *(error for _, error in state.refused)])
 
 
-def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[Candidate]:
+def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[PlanCandidate]:
     """The best slicings of all settings, cheapest estimate first; and what bounds all plans of the problem.
 
     A setting whose bound is above the best that is known of as many devices is passed over. Raises PlanError where all
@@ -64,7 +64,7 @@ def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchSta
             f"Exact slicing has tables of ranks by ranks, for up to {MAX_RANKS:,} of them, but the plans are to have "
             f"{min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or larger teams."
         )
-    found: list[Candidate] = []
+    found: list[PlanCandidate] = []
     best_s: dict[int, float] = {}
     for bound_s, _, space in small:
         search, count = CandidateSearch(space, schedules, state), space.setting.num_devices
@@ -88,14 +88,14 @@ def _known_s(state: SearchState, num_devices: int) -> float:
 
 
 def _simulate(
-    candidates: Sequence[Candidate], wanted: int, state: SearchState, *, counts: bool
+    candidates: Sequence[PlanCandidate], wanted: int, state: SearchState, *, counts: bool
 ) -> Generator[Proposal, RankedPlan | None, list[RankedPlan]]:
     """Simulate candidates until so many fit; after one that needs too much memory, the next best of its problem."""
     fitting: list[RankedPlan] = []
     num_rejected = num_refused = num_done = num_skipped = 0
     seen: set[Plan] = set()
     for first in choose(candidates, wanted):
-        candidate: Candidate | None = first
+        candidate: PlanCandidate | None = first
         while candidate is not None:
             if len(fitting) == wanted or (fitting and num_rejected > wanted) or num_refused == MAX_REFUSED:
                 return fitting
@@ -127,7 +127,7 @@ def _simulate(
     return fitting
 
 
-def _lacks_hosts(candidate: Candidate, plan: Plan) -> bool:
+def _lacks_hosts(candidate: PlanCandidate, plan: Plan) -> bool:
     problem = candidate.search.space.problem
     return share_of_hosts(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost) > 1
 

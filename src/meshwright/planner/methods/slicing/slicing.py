@@ -39,7 +39,7 @@ import numpy as np
 
 from meshwright.planner.methods.slicing.dynamic_program import (
     SlicingProblem,
-    Tables,
+    SlicingTables,
     bottleneck_of,
     fill_tables,
     make_tables,
@@ -83,7 +83,7 @@ def solve_slicing(
     return minimise_over_thresholds(solve, cutoff_s)
 
 
-def _read_slicing(problem: SlicingProblem, tables: Tables) -> Slicing | None:
+def _read_slicing(problem: SlicingProblem, tables: SlicingTables) -> Slicing | None:
     """The slicing of least sum that filled tables hold; None if there is none."""
     stage, layer, left = len(tables.sums) - 1, 0, problem.num_ranks
     sum_s = float(tables.sums[stage, left, layer])

@@ -9,7 +9,7 @@
 `accpar`   every layer split over unequal halves of a cluster, by one of three types (`accpar_chains` has the layers)
 """
 
-from meshwright.planner.methods.unequal.accpar import ChainLayer, Half, Split, baselines, solve_accpar
+from meshwright.planner.methods.unequal.accpar import ChainLayer, Half, HalvingSplit, baselines, solve_accpar
 from meshwright.planner.methods.unequal.accpar_chains import chain_layers, halve
 from meshwright.planner.methods.unequal.groups import DeviceClass, count_states, find_classes, find_groups
 from meshwright.planner.methods.unequal.mapping import Mapping, solve_mapping
@@ -40,9 +40,9 @@ __all__ = [
     "ChainLayer",
     "DeviceClass",
     "Half",
+    "HalvingSplit",
     "Mapping",
     "MappingProblem",
-    "Split",
     "StageTable",
     "VirtualWorker",
     "VirtualWorkers",

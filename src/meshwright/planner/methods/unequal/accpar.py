@@ -74,7 +74,7 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class HalvingSplit:
     """How a group is halved: the share of the first half, a type for every layer, and how the halves are split.
 
     ``exchange_s`` is what the halves exchange, ``seconds`` all that the group takes.
@@ -84,7 +84,7 @@ class Split:
     types: tuple[PartitionType, ...]
     exchange_s: float
     seconds: float
-    halves: tuple[Split | None, Split | None]
+    halves: tuple[HalvingSplit | None, HalvingSplit | None]
     group: Half
 
     def explain(self, layers: Sequence[ChainLayer]) -> str:
@@ -104,7 +104,7 @@ class Split:
         )
         return "\n".join(lines)
 
-    def levels(self, depth: int = 0) -> Iterator[tuple[int, Split]]:
+    def levels(self, depth: int = 0) -> Iterator[tuple[int, HalvingSplit]]:
         """This split and those below it, with their depth."""
         yield depth, self
         for half in self.halves:
@@ -120,7 +120,7 @@ class Allowed:
     equal: bool = False
 
 
-def solve_accpar(layers: Sequence[ChainLayer], group: Half, allowed: Allowed | None = None) -> Split:
+def solve_accpar(layers: Sequence[ChainLayer], group: Half, allowed: Allowed | None = None) -> HalvingSplit:
     """Split a chain over a group of at least two devices. Raises PlanError for fewer, or no layers."""
     if group.halves is None or not layers:
         raise PlanError(
@@ -169,7 +169,7 @@ class _Sizes:
         )
 
 
-def _split(sizes: _Sizes, group: Half, allowed: Allowed) -> Split:
+def _split(sizes: _Sizes, group: Half, allowed: Allowed) -> HalvingSplit:
     assert group.halves is not None
     shares = np.arange(1, NUM_SHARES + 1) / (NUM_SHARES + 1)
     if allowed.equal:
@@ -183,14 +183,14 @@ def _split(sizes: _Sizes, group: Half, allowed: Allowed) -> Split:
             step /= _FINER
     _, share, types = found
     exchange_s = _exchanged(sizes, group, share, types)
-    halves: list[Split | None] = []
+    halves: list[HalvingSplit | None] = []
     seconds: list[float] = []
     for half, part in zip(group.halves, (share, 1 - share), strict=True):
         own = sizes.part(types, part)
         below = _split(own, half, allowed) if half.halves else None
         halves.append(below)
         seconds.append(below.seconds if below else float(own.seconds[:, half.kinds[0]].sum()))
-    return Split(
+    return HalvingSplit(
         share=share,
         types=types,
         exchange_s=exchange_s,

@@ -33,7 +33,7 @@ MAX_STATES = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
+class DeviceClasses:
     """The classes of a space's devices, the groups of them, and what these groups mean for links.
 
     ``set_of`` has the set of classes of each group; ``link_of`` the link between two sets, of which ``links`` has a
@@ -49,7 +49,7 @@ class Devices:
     latency_s: tuple[float, ...]
     bucket_s: tuple[float, ...]
 
-    def of_sizes(self, num_ranks: int) -> Devices | None:
+    def of_sizes(self, num_ranks: int) -> DeviceClasses | None:
         """The same with groups of so many devices alone; None if there are too few of them to use all devices."""
         chosen = [index for index, group in enumerate(self.groups) if sum(group) == num_ranks]
         met = [any(self.groups[index][k] for index in chosen) for k in range(len(self.classes))]
@@ -76,7 +76,7 @@ class Devices:
         return found
 
 
-def find_devices(space: Space, ranks: Sequence[int] | None = None) -> Devices:
+def find_devices(space: Space, ranks: Sequence[int] | None = None) -> DeviceClasses:
     """The devices of a space, or some of them; nodes that are alike are merged where there are too many states."""
     chosen = range(space.num_ranks) if ranks is None else ranks
     classes = _classes(space, chosen, merged=False)
@@ -86,7 +86,7 @@ def find_devices(space: Space, ranks: Sequence[int] | None = None) -> Devices:
     sets = list(dict.fromkeys(map(_support, groups)))
     links: list[tuple[int, int]] = [(0, 0)]
     link_of = [[_number(_slowest_pair(space, classes, a, b), links) for b in sets] for a in sets]
-    devices = Devices(
+    devices = DeviceClasses(
         classes=classes,
         groups=groups,
         set_of=tuple(sets.index(_support(group)) for group in groups),
@@ -146,7 +146,7 @@ def _slowest_pair(
 
 
 def make_mapping_problem(
-    space: Space, size: int, schedule: str, devices: Devices, beside: NDArray[np.float64]
+    space: Space, size: int, schedule: str, devices: DeviceClasses, beside: NDArray[np.float64]
 ) -> MappingProblem:
     """The arrays of one mapping problem; ``beside`` (L, L + 1) are bytes that only a simulation showed."""
     tables = space.tables(size)
@@ -192,7 +192,7 @@ def make_mapping_problem(
     return MappingProblem(**{name: own[name] if name in own else shared[name] for name in MappingProblem._fields})
 
 
-def plan_mapping(space: Space, size: int, schedule: str, devices: Devices, mapping: Mapping) -> Plan:
+def plan_mapping(space: Space, size: int, schedule: str, devices: DeviceClasses, mapping: Mapping) -> Plan:
     """The plan of the local graph that a mapping stands for."""
     ranks = devices.ranks(mapping.groups)
     stages = tuple(

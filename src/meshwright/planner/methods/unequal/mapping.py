@@ -34,8 +34,8 @@ import numpy as np
 
 from meshwright.planner.methods.unequal.stage_table import (
     MappingProblem,
+    MappingTables,
     StageTable,
-    Tables,
     bottleneck_of,
     estimate_stages,
     fill_tables,
@@ -78,7 +78,7 @@ def num_entries(num_layers: int, sizes: Sequence[int], num_sets: int) -> int:
     return int(np.prod(np.asarray(sizes, np.float64) + 1)) * (num_layers + 1) * num_sets
 
 
-def make_tables(problem: MappingProblem) -> Tables:
+def make_tables(problem: MappingProblem) -> MappingTables:
     """Room for a problem, and which state follows which. Raises PlanError for too many states."""
     num_sets = len(problem.link_of)
     if num_entries(problem.num_layers, problem.sizes.tolist(), num_sets) > MAX_ENTRIES:
@@ -91,7 +91,7 @@ def make_tables(problem: MappingProblem) -> Tables:
     after = states[:, None, :] - problem.counts[None, :, :]
     following = np.where((after >= 0).all(axis=2), after @ strides, -1)
     shape = (len(states), problem.num_layers + 1, num_sets)
-    return Tables(
+    return MappingTables(
         sums=np.empty(shape),
         stops=np.zeros(shape, np.int32),
         takes=np.zeros(shape, np.int32),
@@ -100,7 +100,7 @@ def make_tables(problem: MappingProblem) -> Tables:
     )
 
 
-def _read_mapping(problem: MappingProblem, stages: StageTable, tables: Tables) -> Mapping | None:
+def _read_mapping(problem: MappingProblem, stages: StageTable, tables: MappingTables) -> Mapping | None:
     """The mapping of least sum that filled tables hold; None if there is none."""
     state, layer, before = len(tables.left) - 1, 0, 0
     sum_s = float(tables.sums[state, layer, before])

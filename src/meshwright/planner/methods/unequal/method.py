@@ -21,7 +21,7 @@ from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.slicing.method import LEAST_SIMULATED, choose
 from meshwright.planner.methods.unequal.assemble import (
-    Devices,
+    DeviceClasses,
     are_equal,
     find_devices,
     make_mapping_problem,
@@ -55,7 +55,7 @@ class _Candidate:
     """A mapping, where it was found, and what simulations showed beside the bytes of stages."""
 
     space: Space
-    devices: Devices
+    devices: DeviceClasses
     size: int
     schedule: str
     mapping: Mapping
@@ -117,7 +117,7 @@ def _candidates(problem: Problem, state: SearchState) -> Iterator[_Candidate]:
                 yield from {(item.groups, item.mapping.bounds): item for item in reversed(found)}.values()
 
 
-def _mappings(space: Space, size: int, schedule: str, devices: Devices, cutoff_s: float) -> Iterator[_Candidate]:
+def _mappings(space: Space, size: int, schedule: str, devices: DeviceClasses, cutoff_s: float) -> Iterator[_Candidate]:
     """The best mapping with all groups, and those with groups of one size each, as far as they are below a cutoff."""
     num_layers = len(space.tables(size).graph.layers)
     for some in (devices, *filter(None, map(devices.of_sizes, divisors(space.num_ranks)))):

@@ -82,7 +82,7 @@ class StageTable(NamedTuple):
     fits: NDArray[np.bool_]
 
 
-class Tables(NamedTuple):
+class MappingTables(NamedTuple):
     """What one threshold fills, (states, L + 1, P), and where groups lead: ``following`` (states, G), -1 for nowhere.
 
     ``left`` (states,) are the devices of each state; the last state has all of them.
@@ -197,7 +197,7 @@ def bottleneck_of(p: MappingProblem, table: StageTable, g: int, i: int, j: int, 
 
 
 @compiled
-def fill_tables(p: MappingProblem, stages: StageTable, theta: float, tables: Tables) -> float:
+def fill_tables(p: MappingProblem, stages: StageTable, theta: float, tables: MappingTables) -> float:
     """Fill the tables for a threshold.
 
     Returns a threshold above ``theta`` below which nothing changes (infinite if nothing was refused for ``theta``).
@@ -216,7 +216,9 @@ def fill_tables(p: MappingProblem, stages: StageTable, theta: float, tables: Tab
 
 
 @compiled
-def _extend(p: MappingProblem, stages: StageTable, theta: float, i: int, state: int, g: int, tables: Tables) -> float:
+def _extend(
+    p: MappingProblem, stages: StageTable, theta: float, i: int, state: int, g: int, tables: MappingTables
+) -> float:
     """Try all ends of a stage on group g that begins at layer i; improve ``sums[state, i]`` for all sets before.
 
     Returns the least bottleneck above ``theta`` of a stage that was refused for it (infinite if none was).

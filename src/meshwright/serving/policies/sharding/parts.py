@@ -1,9 +1,9 @@
 """The parts of a sharded scheduler, each for a thread or process of its own.
 
 Whoever runs a part gives it turns: in each, it reads its messages, takes what has happened, and decides. All rows that
-it takes, in their order, can be kept; `Shard.take` and `Rank.take` of a fresh part decide the same by them again. What
-compiled code does in a turn needs no GIL. A device must not fail while shards run apart: a batch could be on its way
-to it.
+it takes, in their order, can be kept; `PolicyShard.take` and `Rank.take` of a fresh part decide the same by them again.
+What compiled code does in a turn needs no GIL. A device must not fail while shards run apart: a batch could be on its
+way to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def allocate_mailboxes(num_shards: int, num_devices: int, num_candidates: int = 
     return np.zeros((2, num_shards, cells_of_mailbox(num_devices + num_candidates)), np.int64)
 
 
-class Shard:
+class PolicyShard:
     """Shard ``number`` of a scheduler, by the arguments of `allocate_pool` for all models and its mailboxes.
 
     ``log`` is given all rows that it takes.
@@ -77,7 +77,7 @@ class Shard:
 
 
 class Rank:
-    """The rank of a scheduler, as `Shard`. Its devices are all up, and free again when shards said that they would."""
+    """The rank of a scheduler, as `PolicyShard`. Its devices are up, and free again when the shards announced it."""
 
     def __init__(self, facts: dict[str, Any], mailboxes: Ints, log: list[Ints] | None = None) -> None:
         self.pool = allocate_rank({**facts, "capacity": 2}, keep_ends=True)

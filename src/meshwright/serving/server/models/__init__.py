@@ -14,7 +14,7 @@ matching       which of its tensors are a model's outputs
 tensors        tensors of a sample: their names, and how they cross to numpy and back
 """
 
-from meshwright.serving.server.models.batches import Failures, run_batch
+from meshwright.serving.server.models.batches import SampleFailures, run_batch
 from meshwright.serving.server.models.emulated import EmulatedModel, echo
 from meshwright.serving.server.models.opening import open_model
 from meshwright.serving.server.models.runnable import DeviceLost, Runnable
@@ -23,8 +23,8 @@ from meshwright.serving.server.models.warming import warm_up
 __all__ = [
     "DeviceLost",
     "EmulatedModel",
-    "Failures",
     "Runnable",
+    "SampleFailures",
     "echo",
     "open_model",
     "run_batch",

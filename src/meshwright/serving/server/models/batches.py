@@ -23,14 +23,14 @@ _LONGEST_MESSAGE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failures:
+class SampleFailures:
     """Places in the batch that have no answer, ascending, and why the first of them has none."""
 
     places: tuple[int, ...] = ()
     error: str = ""
 
 
-def run_batch(model: Runnable, groups: Sequence[Group]) -> Failures:
+def run_batch(model: Runnable, groups: Sequence[Group]) -> SampleFailures:
     """Compute a batch, whose samples lie in slots of one slab or several, and write the outputs there.
 
     Places count through the groups; slots of those that fail keep what they had. Raises DeviceLost, and nothing that
@@ -38,7 +38,7 @@ def run_batch(model: Runnable, groups: Sequence[Group]) -> Failures:
     """
     failed: list[tuple[int, str]] = []
     _run_part(model, groups, 0, failed)
-    return Failures(places=tuple(place for place, _ in failed), error=failed[0][1] if failed else "")
+    return SampleFailures(places=tuple(place for place, _ in failed), error=failed[0][1] if failed else "")
 
 
 def gather(groups: Sequence[Group]) -> Arrays:

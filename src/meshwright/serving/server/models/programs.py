@@ -26,7 +26,7 @@ from meshwright.spec import ServingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ModelProgram:
     """A program with an example of its arguments; ``fixed``: the only size of a batch, or 0; else up to ``largest``."""
 
     call: Callable[..., Any]
@@ -35,7 +35,7 @@ class Program:
     largest: float
 
 
-def load_program(path: Path, device: torch.device) -> Program:
+def load_program(path: Path, device: torch.device) -> ModelProgram:
     """Load a program onto a device. Raises ServingError for a file that is none, or takes no batches."""
     try:
         with quiet_torch():
@@ -64,7 +64,9 @@ def load_program(path: Path, device: torch.device) -> Program:
     arguments = Arguments(args, kwargs, ["input"] * len(args))
     arguments.names = [name for name, value in values if isinstance(value, torch.Tensor)]
     fixed = size if isinstance(size, int) else 0
-    return Program(call=exported.module(), arguments=arguments, fixed=fixed, largest=fixed or _most(exported, size))
+    return ModelProgram(
+        call=exported.module(), arguments=arguments, fixed=fixed, largest=fixed or _most(exported, size)
+    )
 
 
 def _user_inputs(exported: torch.export.ExportedProgram) -> list[tuple[str, Any]]:
