@@ -21,6 +21,10 @@ RUN = [
 ]
 
 
+SHORT = [page for page in PAGES if page.startswith("docs/serving/")]
+SHORT += [f"docs/concepts/{name}.md" for name in ("gains", "planner", "replan", "rules", "serving", "step-times")]
+
+
 @pytest.mark.parametrize("page", RUN)
 def test_what_a_page_runs_ends_as_it_says(page, tmp_path):
     asks = any(
@@ -43,6 +47,15 @@ def test_a_file_that_a_page_shows_is_the_file_that_is_there(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_no_page_shows_an_output_of_a_program_that_failed(page):
     assert "Traceback (most recent call last)" not in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("page", SHORT)
+def test_a_short_page_and_its_paragraphs_stay_short(page):
+    text = (ROOT / page).read_text()
+    assert len(text.split()) <= 1200
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    parts = re.split(r"\n\n|\n(?=\||[-*] |\d+\. )", prose)
+    assert [part for part in parts if len(part.split()) > 120] == []
 
 
 def test_every_page_is_in_the_navigation():
