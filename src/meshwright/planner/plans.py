@@ -48,7 +48,7 @@ class Plans:
     ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
     ``front`` are the plans of which no other one that was simulated is better in step time, in reserved memory and in
     price (without prices: in the devices that it takes for the time of a step), all at once. ``bound_s``: no allowed
-    plan is faster by the same prices of ops; 0 if nothing was proven. ``is_bound_of_rules``: that is, none whose ops
+    plan is faster by the same costs of ops; 0 if nothing was proven. ``is_bound_of_rules``: that is, none whose ops
     are split by the rules of sharding; placements of a method's own may be. ``notes`` are sentences of the method.
     """
 
@@ -223,7 +223,7 @@ class Plans:
         if self.gap is not None:
             which = "plan by the rules of sharding" if self.is_bound_of_rules else "allowed plan"
             text += (
-                f" No {which} takes less than {format_seconds(self.bound_s)} by these prices; the best one takes "
+                f" No {which} takes less than {format_seconds(self.bound_s)} by these costs; the best one takes "
                 f"{format_percent(self.gap)} more."
             )
         return text

@@ -47,7 +47,7 @@ Aim = Literal["throughput", "latency"]
 class Problem:
     """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
-    ``cost`` is the cost model to price with, by default datasheets.
+    ``cost`` is the cost model, by default that of datasheets.
     ``exchange`` is that of all plans, but for what replicas share. ``memory`` says how much of a device plans may use.
     ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
     ``aim``: the shortest step; or, in inference, the least time until a batch that arrives at once is answered.

@@ -175,8 +175,8 @@ def _starts(problem: Problem, plan: Plan) -> Iterator[Plan]:
     # Fewer devices share smaller microbatches out more evenly.
     for size in near:
         graph = space.graph_for(size)
-        prices = space.cost.estimate_ops(graph, size, space.cluster.device_kind(0))
-        work = prices.forward_s + prices.backward_s + prices.accumulate_s
+        costs = space.cost.estimate_ops(graph, size, space.cluster.device_kind(0))
+        work = costs.forward_s + costs.backward_s + costs.accumulate_s
         seconds = np.add.reduceat(work, [layer.start for layer in graph.layers])
         count = space.workload.global_batch // size
         for replicas in shapes if size == plan.microbatch_size else shapes[:2]:

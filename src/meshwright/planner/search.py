@@ -216,7 +216,7 @@ class _Log:
             self.state.are_bounds_void = True
         else:
             item = replace(item, recompute=setting.recompute)
-            # Bounds know of one price for each stage of some layers, whichever stage it is.
+            # Bounds know one cost of each stage of some layers, whichever stage it is.
             self.state.are_bounds_void |= is_by_stage(setting.recompute)
         self._known[plan] = item
         if not item.fits:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Ids: TypeAlias = NDArray[np.int64]
+Ids = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
 # Columns of bytes that lie side by side, some of them in one word.
 Words: TypeAlias = Iterable[NDArray[np.uint32] | NDArray[np.uint64]]

@@ -39,19 +39,19 @@ def describe_scenario(scenario: Scenario) -> str:
 
 
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
-    """Which of the first devices are priced at another rate, for their kind has none of a precision; empty if none."""
+    """Which of the first devices are estimated at another rate, for their kind has none of a precision; empty if none."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
     numbers, sentences = numbers_of(precision), []
     dtype = numbers.compute
     for name, kind in kinds.items():
         if numbers.products and numbers.products not in kind.peak_flops_per_s:
-            sentences.append(f"{name} has no rate for {numbers.products}, so products are priced in {dtype} there.")
+            sentences.append(f"{name} has no rate for {numbers.products}, so products are estimated in {dtype} there.")
         if dtype in kind.peak_flops_per_s:
             continue
         rates = sorted((rate, other) for other, rate in kind.peak_flops_per_s.items())
         (slowest, slow), (fastest, fast) = rates[0], rates[-1]
         sentences.append(
-            f"{name} has no rate for {dtype}, so what it computes is priced at its slowest, "
+            f"{name} has no rate for {dtype}, so what it computes is estimated at its slowest, "
             f"{format_flops(slowest)}/s of {slow}. A plan in {fast} would have {format_flops(fastest)}/s there."
         )
     return " ".join(sentences)
