@@ -15,7 +15,6 @@ from meshwright.program import (
     Order,
     StageTimes,
     build_program,
-    check_program,
     compute_orders,
     find_orders,
     measure_orders,
@@ -28,6 +27,7 @@ from meshwright.program.order_loops import Columns, play
 from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.program.layouts import plan_of
 from tests.program.order_oracle import all_orders, length_of, most_held
 
