@@ -19,7 +19,7 @@ from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
-from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
+from meshwright.program.found import FoundOrders, StageTimes, find_orders
 from meshwright.program.host_needs import HostNeeds, count_host_needs
 from meshwright.program.lowering import (
     STAYS_EAGER,
@@ -106,7 +106,6 @@ __all__ = [
     "lower_graph",
     "lower_plan",
     "max_in_flight",
-    "measure_orders",
     "minibatches_per_update",
     "name_schedule",
     "num_active",

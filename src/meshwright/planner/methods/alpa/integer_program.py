@@ -63,18 +63,6 @@ class Solution:
     num_constraints: int
 
 
-def cost_of(nodes: Sequence[Node], tensors: Sequence[Tensor], chosen: Sequence[int]) -> tuple[float, float]:
-    """Seconds and bytes of a choice."""
-    seconds = sum(float(node.seconds[k]) for node, k in zip(nodes, chosen, strict=True))
-    num_bytes = sum(float(node.memory_bytes[k]) for node, k in zip(nodes, chosen, strict=True))
-    for tensor in tensors:
-        have = tensor.have[chosen[tensor.producer]]
-        for want in {int(wants[chosen[reader]]) for reader, wants in tensor.readers}:
-            seconds += float(tensor.seconds[have, want])
-            num_bytes += float(tensor.memory_bytes[have, want])
-    return seconds, num_bytes
-
-
 class Program:
     """Columns and rows of the program, appended array by array."""
 
