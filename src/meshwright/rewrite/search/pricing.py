@@ -88,11 +88,6 @@ class CallPrices:
         """Calls that were priced."""
         return len(self._seconds)
 
-    @property
-    def num_measured(self) -> int:
-        """Those of them that were measured."""
-        return sum(self._measured.values())
-
     def price(self, calls: Iterable[Call]) -> None:
         """Price calls that are new, all at once."""
         new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
