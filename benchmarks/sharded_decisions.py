@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from harness import Row, make_row
+from scheduler_parts import PolicyShard, Rank, allocate_mailboxes
 
 from meshwright.serving.policies.pool import RUN
 from meshwright.serving.policies.sharding import ARRIVE
 from meshwright.serving.policies.sharding.mailboxes import WIDTH
-from meshwright.serving.policies.sharding.parts import PolicyShard, Rank, allocate_mailboxes
 
 MS = 1_000_000
 MODELS, DEVICES, TURN = 16, 256, 256

@@ -13,10 +13,6 @@ differ by up to 20 % (seed 0), so that none do.
 
 `joins` are workers in rounds (`join_rounds.py`): every instruction goes on when k of the n of the round before ended.
 
-`delta` is a change of one duration of some 10^4 instructions (`delta_changes.py`) beside a full run, both with all that
-they hand back; and a move of one of 500 ops to another of 8 devices (`placement_moves.py`) beside building, estimating
-and simulating the placement anew.
-
 `controlled` is a parameter server (`controlled_workers.py`): all that `simulate_controlled` does, the policy in Python,
 the log and the timeline too.
 
@@ -51,7 +47,6 @@ from pathlib import Path
 
 import numpy as np
 from controlled_workers import measure_controlled
-from delta_changes import delta_rows
 from harness import make_row, paired_ratios, parse_options, publish, ratio_row
 from join_rounds import join_rounds
 from long_pipeline import measure_apart
@@ -371,7 +366,6 @@ def main() -> int:
         network, num_links = join_rounds(num_workers, need, 200_000 // num_workers)
         seconds, count = cpu_seconds(network, num_links, "queued", repeats), len(network.cost_class)
         rows.append(row(f"queued, joins {need} of {num_workers}", seconds, count / 1e9, "ns per instruction", JOIN_NS))
-    rows += delta_rows(options.quick)
     for contention in CONTENTIONS:
         seconds, num_decisions, num_issued = measure_controlled(contention, 100, max(repeats // 4, 3))
         rows.append(row(f"controlled, {contention}", seconds, num_decisions / 1e6, "µs per decision", None))

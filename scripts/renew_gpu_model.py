@@ -9,10 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from gpu_fit import fit_shipped, kernels_of, left_out, load_ops, measured_kind, predicted
 
-from meshwright.cost.gpu.fit import kernels_of, left_out, predicted
 from meshwright.spec import write_document
-from meshwright.validation.gpu_ops import fit_shipped, load_ops, measured_kind
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "gpu.json"
 

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-
-from meshwright.planner.methods.chain import ChainProblem
+from planning.chain import ChainProblem
 
 SPLITS = json.loads((Path(__file__).parent.parent / "splits" / "planner_differentiable.json").read_text())
 SLICING = SPLITS["slicing"]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 from harness import make_row
+from planning.chain import ChainProblem, solve_chain
 from planning.chains import SLICING, heterogeneous
-
-from meshwright.planner.methods.chain import ChainProblem, solve_chain
 
 STAGES, NUM_LAYERS, MOST_STEPS, TARGET_LOSS = (1, 2, 4, 8, 16, 32), 64, 20_000, 1e-3
 NUM_RATES = 200

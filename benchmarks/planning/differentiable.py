@@ -19,14 +19,13 @@ import time
 
 import numpy as np
 from harness import make_row
+from planning.chain import solve_chain
 from planning.chain_arms import CHAIN_ARMS
+from planning.chain_arms.repair import Repaired
 from planning.chains import scored
 from planning.coupling import coupling_rows
 from planning.measured import measured_rows
 from planning.unequal_devices import unequal_rows
-
-from meshwright.planner.methods.chain import solve_chain
-from meshwright.planner.methods.differentiable.repair import Repaired
 
 MEAN_GAP, WORST_GAP, MOST_S, SPREAD = 0.01, 0.05, 3.0, 0.5
 

@@ -13,9 +13,8 @@ import time
 
 import numpy as np
 from harness import make_row
+from planning.chain import solve_chain
 from planning.chains import SLICING, by_every_threshold, by_trying_all, heterogeneous, scored
-
-from meshwright.planner.methods.chain import solve_chain
 
 MOST_WAYS, NOTEBOOK_S, TARGET_S = 2_000_000, 5430.0, 0.020
 

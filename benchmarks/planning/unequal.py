@@ -4,7 +4,7 @@ Clusters (`benchmarks/clusters`), models and seed: `splits/planner_unequal.json`
 step times are of the simulator. A cluster's figure is the geometric mean over its models of step time over that of the
 best uniform plan that fits (`uniform_plans`); models for which none fits are told apart and not in the mean. Beside it,
 without a target, that over the best uniform plan on any of the kinds of devices, the others left out, which plans of a
-whole cluster cannot do. AccPar and HetPipe stand beside them by their own models (`unequal_papers`).
+whole cluster cannot do. HetPipe's virtual workers stand beside them by their own model (`unequal_papers`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from harness import make_row
 from planning.problems import solve
-from planning.unequal_papers import WORKER_MODELS, accpar_rows, worker_rows
+from planning.unequal_papers import WORKER_MODELS, worker_rows
 from planning.uniform_plans import uniform_plans
 
 from meshwright.cost import CostModel
@@ -39,7 +39,6 @@ def rows(quick):
     for cluster in SPLIT["clusters"]:
         if cluster["name"] in chosen["clusters"]:
             problems = {model: make_problem(cluster, model) for model in chosen["models"]}
-            table += accpar_rows(cluster["name"], problems.values())
             if cluster["name"] == "hetpipe":
                 table += worker_rows(cluster["name"], [problems[model] for model in WORKER_MODELS])
             own = [row for model in chosen["models"] for row in compare(cluster, model, problems[model])]

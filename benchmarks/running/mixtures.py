@@ -4,7 +4,7 @@ Small configurations of Mixtral, Qwen3-MoE (its router's loss among it), DeepSee
 (biases), in which every token goes to all of four experts: so every rank gets as many rows as it sends, which is what
 plans predict. Ranks are processes with one thread each over gloo.
 
-    memory   the largest total of torch's allocations (`training.peak_memory`) beside what the plan predicts. Of what
+    memory   the largest total of torch's allocations (`peak_memory`) beside what the plan predicts. Of what
              gloo's own threads let go the profiler sees nothing: of the processes of a team, which do the
              same, the least total counts, over so many runs
     steps    half of the steps, the ops of the local graph and the links, the other half; as in `predictions`
@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 from harness import make_row, prediction_row
+from running.peak_memory import measure_rank_peak
 from running.predictions import QUICK_STEPS, WARM_UP, fitted_links, measure
+from running.shares import share_source
 
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel
@@ -46,8 +48,6 @@ from meshwright.spec import (
     write_document,
 )
 from meshwright.spec.sharding import Sharding
-from meshwright.training.peak_memory import measure_rank_peak
-from meshwright.training.shares import share_source
 from meshwright.zoo import load_model
 
 TIMEOUT_S = 600

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import make_row, prediction_row, score_row
+from running.shares import share_source
 
 from meshwright.cost import CostModel
 from meshwright.cost.collectives.fitting import fit_measured
@@ -49,7 +50,6 @@ from meshwright.spec import (
 )
 from meshwright.spec.sharding import UNSHARDED, OpPlacement, Sharding
 from meshwright.training import Job, measure_here, run_plan
-from meshwright.training.shares import share_source
 
 NUM_STEPS, QUICK_STEPS, WARM_UP = 40, 12, 5
 TARGET = 0.10

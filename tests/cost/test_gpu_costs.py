@@ -7,7 +7,6 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.cost.gpu.attention import attention_seconds, kernel_of
-from meshwright.cost.gpu.fit import kernels_of, left_out, predicted
 from meshwright.cost.gpu.rates import GpuModel, Rate, is_modelled, shipped_gpu
 from meshwright.cost.software import PYTORCH, read_software
 from meshwright.cost.widths import stays_single
@@ -15,7 +14,7 @@ from meshwright.cost.work import key_in
 from meshwright.cost.work.calls import read_call
 from meshwright.spec import encode_document, load_cluster
 from meshwright.spec.codec import decode_document
-from meshwright.validation.gpu_ops import fit_shipped, load_ops, measured_kind
+from scripts.gpu_fit import fit_shipped, kernels_of, left_out, load_ops, measured_kind, predicted
 from tests.cost.facts import KIND as PROCESSOR
 from tests.cost.facts import B, GraphMaker
 

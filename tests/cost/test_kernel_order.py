@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_order import next_larger, share_of_falls, share_of_false_falls
 
 from meshwright.cost.kernels import shipped_model
 from meshwright.cost.kernels.demand import demand_of
@@ -11,7 +12,6 @@ from meshwright.cost.kernels.fit import split_parts
 from meshwright.cost.kernels.law import law_seconds
 from meshwright.cost.kernels.model import MIN_ROWS
 from meshwright.validation.datasets import load_records
-from meshwright.validation.kernel_order import next_larger, share_of_falls, share_of_false_falls
 from meshwright.validation.kernels import kinds
 from tests.marks import examples
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random as dice
-from dataclasses import replace
 from itertools import pairwise
 
-from meshwright.spec import Extent, Graph, Layer, Op, PlacedStage, Placement, Tensor, Workload
+from meshwright.spec import Extent, Graph, Layer, Op, Tensor
 
 B = Extent(0, 1)
 
@@ -75,54 +73,6 @@ def graph_of(
         mode=mode,
         has_loss=trained,
     )
-
-
-def random_graph(rng: dice.Random, num_ops: int, mode: str) -> Graph:
-    """Ops that read from a few before them; some share weights, draw numbers, or may be computed anywhere."""
-    names = [f"op{i}" for i in range(num_ops)]
-    free = {name for name in names[:-1] if rng.random() < 0.25}
-    reads = lambda i: tuple(sorted({rng.choice(names[max(0, i - 6) : i]) for _ in range(rng.randint(1, 3))}))
-    graph = graph_of(
-        {name: reads(i) if i and rng.random() < 0.9 else ("x",) for i, name in enumerate(names)},
-        parameters={name: f"w{rng.randrange(3)}" for name in names if rng.random() < 0.3},
-        random=tuple(name for name in names if name not in free and rng.random() < 0.15),
-        mode=mode,
-    )
-    follows = lambda tensor: tensor.role != "activation" or tensor.name == names[-1] or rng.random() < 0.85
-    return replace(
-        graph,
-        ops=tuple(replace(op, replicable=op.name in free) for op in graph.ops),
-        tensors=tuple(replace(item, requires_grad=item.requires_grad and follows(item)) for item in graph.tensors),
-    )
-
-
-def random_placement(rng: dice.Random, graph: Graph, num_ranks: int, num_microbatches: int) -> Placement:
-    """Stages of one op or a few, each on any rank."""
-    left, stages = [index for index, op in enumerate(graph.ops) if not op.replicable], []
-    while left:
-        count = rng.choice([1, 1, 1, 2, 3])
-        stages.append((rng.randrange(num_ranks), *left[:count]))
-        left = left[count:]
-    return placement_of(graph, stages, num_microbatches)
-
-
-def placement_of(graph: Graph, stages: list[tuple[int, ...]], num_microbatches: int = 1) -> Placement:
-    """Of each stage the rank and the ops."""
-    return Placement(
-        model="by hand",
-        graph_hash=graph.content_hash,
-        cluster="small",
-        workload=Workload(kind=graph.mode, global_batch=2 * num_microbatches),
-        stages=tuple(PlacedStage(rank=rank, ops=tuple(ops)) for rank, *ops in stages),
-        num_microbatches=num_microbatches,
-    )
-
-
-def moved(placement: Placement, stage: int, rank: int) -> Placement:
-    """The same with one stage elsewhere."""
-    stages = list(placement.stages)
-    stages[stage] = replace(stages[stage], rank=rank)
-    return replace(placement, stages=tuple(stages))
 
 
 def fork(depth: int, num_branches: int = 2, **options) -> Graph:

@@ -13,7 +13,6 @@ from meshwright.planner import evaluate_plan, find_order
 from meshwright.program import (
     SCHEDULES,
     build_program,
-    check_program,
     compute_orders,
     picture_schedule,
     with_schedule,
@@ -21,6 +20,7 @@ from meshwright.program import (
 from meshwright.simulator import allocate_rank, simulate_plan, stage_times
 from meshwright.spec import Opcode, PlanError, load_cluster, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.program.check import check_program
 from tests.program.layouts import plan_of
 from tests.program.own import ALL, pipeline
 from tests.simulator.plans import FixedCost, small_cluster

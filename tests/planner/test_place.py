@@ -14,7 +14,7 @@ from meshwright.planner import Constraints, place
 from meshwright.planner.placing.constraints import find_choices
 from meshwright.planner.placing.earliest_finish import TaskCosts, schedule_tasks
 from meshwright.planner.placing.op_tasks import Tasks, find_tasks
-from meshwright.program import build_placed_program, check_program
+from meshwright.program import build_placed_program
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
     RNG_STATE_BYTES,
@@ -29,6 +29,7 @@ from meshwright.spec import (
 )
 from tests.marks import examples
 from tests.planner.place_graphs import crossings, fork, generator_hops, graph_of
+from tests.program.check import check_program
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.strategies import graphs
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.program import build_program, check_program, max_in_flight, num_active, picture_schedule
+from meshwright.program import build_program, max_in_flight, num_active, picture_schedule
 from meshwright.simulator import simulate_plan
 from meshwright.spec import PlanError, check_plan, with_branches
 from meshwright.spec.codec import decode_document, encode_document
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.program.check import check_program
 from tests.simulator.plans import FixedCost, small_cluster
 
 # Layers 1 and 2 both read layer 0, layer 3 reads both.

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from meshwright.program import (
     build_program,
-    check_program,
     compute_orders,
     max_in_flight,
     repeat_body,
@@ -20,6 +19,7 @@ from meshwright.program import (
 )
 from meshwright.spec import Backward, Drop, Forward, Merge, OptimizerStep, PlanError, Stash, slice_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.program.check import check_program
 from tests.program.endless_plans import endless_plan, endless_plans, schedules
 
 

@@ -15,10 +15,8 @@ from meshwright.program import (
     Order,
     StageTimes,
     build_program,
-    check_program,
     compute_orders,
     find_orders,
-    measure_orders,
     with_schedule,
     write_orders,
 )
@@ -28,6 +26,7 @@ from meshwright.program.order_loops import Columns, play
 from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.program.layouts import plan_of
 from tests.program.order_oracle import all_orders, length_of, most_held
 
@@ -116,7 +115,7 @@ def test_nothing_named_that_fits_is_shorter(problem, whole):
         return
     assert found.named_ps == lengths
     rows = rows_of(found.columns)
-    assert found.length_ps == length_of(rows, *layout) == measure_orders(plan, times, found.columns)
+    assert found.length_ps == length_of(rows, *layout)
     assert found.bound_ps <= found.length_ps <= min(lengths.values(), default=found.length_ps)
     for own, most in zip(rows, times.limit_bytes, strict=True):
         assert most_held(own, times.kept_bytes) <= most
@@ -226,7 +225,7 @@ def test_no_order_of_short_stages_on_branches_is_below_the_bound(data, stages, c
         limit_bytes=most,
     )
     found = find_orders(plan, times)
-    assert found.bound_ps <= shortest <= found.length_ps == measure_orders(plan, times, found.columns)
+    assert found.bound_ps <= shortest <= found.length_ps
     assert all(length >= found.length_ps for length in found.named_ps.values())
     if count == 1:
         assert found.bound_ps == shortest == found.length_ps

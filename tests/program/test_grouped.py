@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from running.shares import share_source
 from torch import nn
 
 from meshwright.capture import capture_model
@@ -14,7 +15,6 @@ from meshwright.capture.grouped import grouped_mm
 from meshwright.program import check_configured_experts, lower_graph, shard_graph
 from meshwright.spec import PlanError, Shard, Sharding
 from meshwright.spec.graph import Extent
-from meshwright.training.shares import share_source
 
 EXPERTS, CHOSEN, TOKENS, WIDTH, HIDDEN = 8, 2, 6, 16, 24
 ROWS = CHOSEN * TOKENS

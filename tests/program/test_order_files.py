@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from meshwright.program import (
     build_program,
-    check_program,
     compute_orders,
     find_schedule,
     name_schedule,
@@ -28,6 +27,7 @@ from meshwright.spec.codec import decode_document, encode_document
 from meshwright.spec.plan import Plan
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.program.layouts import LAYOUTS, plan_of
 from tests.program.own import pipeline
 from tests.program.test_schedules import layouts

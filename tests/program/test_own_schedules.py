@@ -15,7 +15,6 @@ from meshwright.program import (
     SCHEDULES,
     build,
     build_program,
-    check_program,
     compute_orders,
     max_in_flight,
     name_schedule,
@@ -40,6 +39,7 @@ from meshwright.spec import (
 from meshwright.spec.plan import Plan, StagePlan
 from meshwright.spec.workload import Workload
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.program.own import ALL, pipeline, plan_with, write_schedule
 from tests.program.test_program import plans
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from meshwright.program import (
     ProgramBuilder,
     build_program,
-    check_program,
     gradient_buckets,
     local_microbatches,
     max_in_flight,
@@ -36,6 +35,7 @@ from meshwright.spec import (
 from meshwright.spec.program import Program
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 
 
 @st.composite

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.program import SCHEDULES, build_program, check_program, compute_orders, max_in_flight, picture_schedule
+from meshwright.program import SCHEDULES, build_program, compute_orders, max_in_flight, picture_schedule
 from meshwright.spec import Opcode, PlanError
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.program.layouts import LAYOUTS, plan_of
 
 _RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from meshwright.serving import bound_rate, bound_scale, devices_for, largest_batch, throughput
+from meshwright.serving import bound_scale, devices_for, largest_batch
 from meshwright.spec import Latency, Poisson, ServedModel
 
 LINES = st.builds(
@@ -53,34 +53,30 @@ def test_the_largest_batch(latency, limit):
     assert largest_batch(latency, limit) == max(fitting, default=0)
 
 
+def bound_of_one(latency, slo, devices, equation="staggered"):
+    """The rate that devices serve of one model."""
+    one = ServedModel(name="a", slo=slo, latency=latency, arrivals=Poisson(rate=1.0))
+    return bound_scale([one], [1.0], devices, equation)
+
+
 def test_an_alpha_next_to_nothing_is_none():
     assert largest_batch(Latency(alpha=5e-324, beta=0.01, largest=9), 1.0) == 9
 
 
-@given(LATENCIES, SLOS, st.integers(1, 9))
-def test_the_bound_of_a_rate_is_the_best_batch_that_the_equation_allows(latency, slo, devices):
-    for equation, share in (("staggered", 1 + 1 / devices), ("uncoordinated", 2)):
-        allowed = [
-            devices * batch / seconds(latency, batch)
-            for batch in range(1, latency.largest + 1)
-            if seconds(latency, batch) <= slo / share
-            or (batch == 1 and seconds(latency, 1) <= slo and equation == "staggered")
-        ]
-        assert bound_rate(latency, slo, devices, equation) == pytest.approx(max(allowed, default=0.0))
-        assert all(throughput(latency, batch, devices) <= max(allowed) + 1e-6 for batch in range(1, len(allowed) + 1))
-
-
 @given(LATENCIES, st.floats(1, 12), st.integers(1, 9), st.sampled_from(EQUATIONS))
 @example(Latency(alpha=0.005, beta=0.0106, largest=8), 1.73, 1, "staggered")
-def test_the_bound_of_a_rate_is_that_of_a_scale(latency, factor, devices, equation):
-    """One model on devices of its own: both functions answer the same question."""
+def test_the_bound_of_one_model_is_the_best_batch_that_the_equation_allows(latency, factor, devices, equation):
     slo = max(latency.of(1) * factor, 1e-6)
     share = 2 if equation == "uncoordinated" else 1 + 1 / devices
     # Where a batch just fits, rounding decides.
     assume(all(abs(share * seconds(latency, batch) / slo - 1) > 1e-6 for batch in range(1, latency.largest + 1)))
-    one = ServedModel(name="a", slo=slo, latency=latency, arrivals=Poisson(rate=1.0))
-    found = bound_scale([one], [1.0], devices, equation)
-    assert found == pytest.approx(bound_rate(latency, slo, devices, equation), rel=1e-6)
+    allowed = [
+        devices * batch / seconds(latency, batch)
+        for batch in range(1, latency.largest + 1)
+        if seconds(latency, batch) <= slo / share
+        or (batch == 1 and seconds(latency, 1) <= slo and equation == "staggered")
+    ]
+    assert bound_of_one(latency, slo, devices, equation) == pytest.approx(max(allowed, default=0.0), rel=1e-6)
 
 
 @given(LATENCIES, SLOS, st.floats(0.01, 1e5))
@@ -105,7 +101,6 @@ def test_nothing_needs_nothing_and_the_impossible_no_number():
     latency = Latency(alpha=0.001, beta=0.01)
     assert [devices_for(latency, 0.02, 0.0, equation) for equation in EQUATIONS] == [0, 0]
     assert devices_for(latency, 0.005, 1.0) == math.inf
-    assert bound_rate(latency, 0.005, 3) == 0
 
 
 @given(
@@ -149,6 +144,6 @@ def test_nothing_can_be_multiplied_by_anything():
 def test_the_published_resnet_on_eight_devices():
     """Symphony, arXiv 2308.07470, section 3.4: l(b) = 1.053 b + 5.072 ms, 25 ms, 8 devices serve 5,839 per second."""
     latency = Latency(alpha=1.053e-3, beta=5.072e-3)
-    assert bound_rate(latency, 0.025, 8) == pytest.approx(5839, abs=1)
+    assert bound_of_one(latency, 0.025, 8) == pytest.approx(5839, abs=1)
     assert largest_batch(latency, 0.025 / (1 + 1 / 8)) == 16
-    assert bound_rate(latency, 0.025, 8, "uncoordinated") == pytest.approx(8 * 7 / (1.053e-3 * 7 + 5.072e-3))
+    assert bound_of_one(latency, 0.025, 8, "uncoordinated") == pytest.approx(8 * 7 / (1.053e-3 * 7 + 5.072e-3))

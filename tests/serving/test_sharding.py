@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scheduler_parts import PolicyShard, Rank, allocate_mailboxes, receive_rows
 
 from meshwright.compiled import compiled
 from meshwright.serving import load_policy, simulate_deployment
 from meshwright.serving.policies.pool import DROP, NUM_IDLE, RUN
 from meshwright.serving.policies.sharding import ARRIVE, CANDIDATE, GRANT, TAKEN, UNUSED
-from meshwright.serving.policies.sharding.mailboxes import WIDTH, cells_of_mailbox, receive, receive_rows, room_in, send
-from meshwright.serving.policies.sharding.parts import PolicyShard, Rank, allocate_mailboxes
+from meshwright.serving.policies.sharding.mailboxes import WIDTH, cells_of_mailbox, receive, room_in, send
 from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
 from tests.marks import examples

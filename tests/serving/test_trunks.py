@@ -14,11 +14,10 @@ from meshwright.serving import (
     expand_deployment,
     find_capacity,
     load_policy,
-    separate_heads,
     share_trunk,
 )
 from meshwright.serving.trunks import shared_latency
-from meshwright.spec import Deployment, Head, Latency, ServingError, Trunk
+from meshwright.spec import Deployment, Head, Latency, Poisson, ServedModel, ServingError, Trunk
 from tests.serving.deployments import model
 
 
@@ -73,7 +72,7 @@ def test_heads_that_take_nothing_save_whatever_batches_save(rates, alpha, beta, 
     assert together <= apart * (1 + 1e-3 * len(rates))
 
 
-def test_what_is_shared_and_what_is_apart():
+def test_what_is_shared():
     trunk = trunk_of(
         head("a", 300.0, alpha=0.001, beta=0.002, memory=2.0),
         head("b", 100.0, alpha=0.005, beta=0.004, largest=8, memory=3.0),
@@ -86,11 +85,6 @@ def test_what_is_shared_and_what_is_apart():
     assert shared.latency.alpha == pytest.approx(0.004)
     assert shared.latency.beta == pytest.approx(0.014, abs=1e-6)
     assert shared.latency.largest == 32
-    first, second = separate_heads(trunk_of(*trunk.heads[:2], memory=10.0))
-    assert (first.name, second.name, first.memory, second.memory) == ("t.a", "t.b", 12.0, 13.0)
-    assert second.latency.of(1) == pytest.approx(0.002 + 0.008 + 0.005 + 0.004, abs=1e-6)
-    assert second.latency.largest == 8
-    assert (first.arrivals.rate, second.arrivals.rate) == (300.0, 100.0)
     assert share_trunk(trunk_of(head("a", 1.0, memory=2.0))).memory is None
     assert share_trunk(trunk_of(head("a", 0.0))).arrivals.rate == 0
     with pytest.raises(ServingError, match="longer than its SLO"):
@@ -118,7 +112,12 @@ def test_shared_heads_are_served_by_fewer_devices():
     assert (found.trunks, expand_deployment(found)) == ((), found)
     policy = load_policy("symphony")
     shared = find_capacity(Deployment(devices=1, trunks=(trunk,)), policy, 3.0)
-    apart = find_capacity(Deployment(devices=1, models=separate_heads(trunk)), policy, 3.0)
+    alone = line(0.002 + 1e-4, 0.008 + 3e-4 + 1e-7)
+    models = tuple(
+        ServedModel(name=each.name, slo=trunk.slo, latency=alone, arrivals=Poisson(rate=each.rate))
+        for each in trunk.heads
+    )
+    apart = find_capacity(Deployment(devices=1, models=models), policy, 3.0)
     assert (shared.staggered, apart.staggered) == pytest.approx(devices_shared(trunk))
     assert shared.devices < apart.devices
 
@@ -128,5 +127,4 @@ def test_a_trunk_is_loaded_with_its_heads():
     heads = tuple(Head(name=name, latency=each, rate=1.0, load=load) for name, load in (("a", 0.2), ("b", 0.3)))
     trunk = trunk_of(*heads, load=1.0)
     assert share_trunk(trunk).load == pytest.approx(1.5)
-    assert [apart.load for apart in separate_heads(trunk)] == pytest.approx([1.2, 1.3])
     assert share_trunk(replace(trunk, load=None)).load is None

@@ -16,7 +16,6 @@ from meshwright.cost.host_issue import host_factor, load_host_calls
 from meshwright.program import gradient_buckets
 from meshwright.simulator import describe_steady_step, explain_step, simulate_plan, simulate_program
 from meshwright.simulator.critical_path import Bound, find_critical_path
-from meshwright.simulator.delta import DeltaSimulation
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.host_issue import issued_run, with_faster_hosts
 from meshwright.simulator.network import durations, with_durations
@@ -272,24 +271,6 @@ def test_folded_is_unfolded(host_call_s):
     found, whole = simulate_both(plan, graph, cluster, num_steps=2)
     assert found.fold is not None
     assert_same(found, whole)
-
-
-@settings(max_examples=examples(30))
-@given(seed=seeds, size=st.integers(1, 20))
-def test_changed_durations_are_simulated_as_all_are(seed, size):
-    program, costs = random_program(seed, size)
-    costs, *_ = with_random_hosts(program, costs, seed)
-    unrolled, rng = unroll(program, costs, 1), random.Random(seed)
-    simulation = DeltaSimulation(unrolled.network, unrolled.num_links)
-    usual_ps, end_ps = durations(unrolled.network), simulation.end_ps.copy()
-    if not len(usual_ps):
-        return
-    changed = rng.randrange(len(usual_ps))
-    simulation.change([changed], [int(usual_ps[changed]) + 3])
-    assert np.array_equal(simulation.end_ps, run_network(simulation.network, unrolled.num_links).end_ps)
-    simulation.undo()
-    assert np.array_equal(simulation.end_ps, end_ps)
-    assert np.array_equal(run_network(simulation.network, unrolled.num_links).end_ps, end_ps)
 
 
 def test_the_device_part_of_what_follows_changes_in_proportion():

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.program import build_program, check_program
+from meshwright.program import build_program
 from meshwright.simulator import simulate_plan, simulate_program
 from meshwright.simulator.program_estimate import estimate_program
 from meshwright.spec import Loader, Opcode, PlanError
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.simulator.exchanges import layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

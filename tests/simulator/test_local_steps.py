@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.program import build_program, check_program, gradient_buckets
+from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import explain_step, simulate_plan
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.simulator.exchanges import layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

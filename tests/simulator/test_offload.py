@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright.simulator.plan as simulated
-from meshwright.program import build_program, check_program, parameter_groups
+from meshwright.program import build_program, parameter_groups
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.state_shards import StateShards, gather_waits
 from meshwright.spec import (
@@ -32,6 +32,7 @@ from meshwright.spec import (
 from meshwright.spec.sharding import Sharding
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.simulator.plans import FixedCost, small_cluster
 
 GPT = load_shipped_graph("gpt-tiny")

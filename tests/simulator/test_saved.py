@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshwright.simulator.plan as simulated
 from meshwright.cost.memory import find_away, weigh_stage
 from meshwright.cost.memory.sizes import measure_tensors
-from meshwright.program import build_program, check_program, max_in_flight
+from meshwright.program import build_program, max_in_flight
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
     Link,
@@ -32,6 +32,7 @@ from meshwright.spec.recompute import with_recompute
 from meshwright.spec.recompute_words import recompute_choices
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.simulator.plans import FixedCost, small_cluster
 
 GPT = load_shipped_graph("gpt-tiny")

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.program import build_program, check_program, gradient_buckets
+from meshwright.program import build_program, gradient_buckets
 from meshwright.program.servers import assign_parts, server_shares
 from meshwright.simulator import estimate_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
+from tests.program.check import check_program
 from tests.simulator.exchanges import even_machines, layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from running.peak_memory import measure_rank_peak
 
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
@@ -21,7 +22,6 @@ from meshwright.spec import (
     write_document,
 )
 from meshwright.spec.recompute_words import recompute_choices
-from meshwright.training.peak_memory import measure_rank_peak
 from tests.rank_results import write_results
 
 HOST, NVME = Offload(optimizer="host"), Offload(optimizer="nvme")

@@ -19,10 +19,10 @@ Source: Liu, Simonyan and Yang, "DARTS" (ICLR 2019), algorithm 1 (first order).
 from __future__ import annotations
 
 import numpy as np
+from planning.chain import ChainProblem, Cutting, Floats
+from planning.chain_arms.repair import Repaired
 
-from meshwright.planner.methods.chain.problem import ChainProblem, Cutting, Floats
 from meshwright.planner.methods.differentiable.descent import anneal, descend, softmax, softmax_gradient
-from meshwright.planner.methods.differentiable.repair import Repaired
 
 NUM_STARTS, NUM_STEPS, RATE = 8, 300, 0.1
 HOT, COLD = 1.0, 0.2

@@ -25,11 +25,11 @@ sections 2 and 3; the threshold form of log-sum-exp is the conjugate of the entr
 from __future__ import annotations
 
 import numpy as np
+from planning.chain import ChainProblem, Cutting, Floats, Integers
+from planning.chain_arms.repair import Repaired
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.chain.problem import ChainProblem, Cutting, Floats, Integers
 from meshwright.planner.methods.differentiable.descent import anneal, descend
-from meshwright.planner.methods.differentiable.repair import Repaired
 
 NUM_STARTS, NUM_STEPS, RATE = 16, 30, 0.05
 # Temperature t of the maximum, over the mean stage, and g of the minima, over the mean cut cost.

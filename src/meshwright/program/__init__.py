@@ -11,16 +11,15 @@ the host: `offload`, whose room there `host_needs` counts, and copies of activat
 alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
 made as a program
-afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
+afterwards  `repeat_body` unrolls it, `picture_schedule` draws it
 """
 
 from meshwright.program.buckets import Bucket, cut_pieces, gradient_buckets, num_bucket_copies
 from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.check import check_program
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
-from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
+from meshwright.program.found import FoundOrders, StageTimes, find_orders
 from meshwright.program.host_needs import HostNeeds, count_host_needs
 from meshwright.program.lowering import (
     STAYS_EAGER,
@@ -91,7 +90,6 @@ __all__ = [
     "build_placed_program",
     "build_program",
     "check_configured_experts",
-    "check_program",
     "compute_orders",
     "count_host_needs",
     "count_in_flight",
@@ -108,7 +106,6 @@ __all__ = [
     "lower_graph",
     "lower_plan",
     "max_in_flight",
-    "measure_orders",
     "minibatches_per_update",
     "name_schedule",
     "num_active",

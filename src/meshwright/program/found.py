@@ -30,7 +30,7 @@ from meshwright.program.order_bounds import Bounds
 from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, OrderProblem, fits, play
 from meshwright.program.order_moves import improve
 from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders
-from meshwright.program.schedules.columns import join_ranks, make_columns
+from meshwright.program.schedules.columns import make_columns
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 
@@ -112,12 +112,6 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
         named_ps={name: length for name, (length, _) in named.items()},
         name=name,
     )
-
-
-def measure_orders(plan: Plan, times: StageTimes, columns: tuple[OrderColumns, ...]) -> int:
-    """The length of given orders under the model, -1 if their ranks wait in a circle."""
-    joined = _widen(join_ranks(columns))
-    return play(make_problem(plan, times), joined, np.empty(len(joined.opcode), np.int64))
 
 
 def make_problem(plan: Plan, times: StageTimes) -> OrderProblem:

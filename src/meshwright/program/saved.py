@@ -26,8 +26,6 @@ from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan
 from meshwright.spec.slices import StageSlice
 
-Ids = NDArray[np.int64]
-
 
 def stage_away(graph: Graph, plan: Plan, stage: StageSlice) -> Away:
     """What of a stage is away by the program; of a plan that was lowered."""

@@ -26,7 +26,6 @@ from typing import Any
 _PUBLIC = {
     "draw_arrivals": "meshwright.serving.arrivals",
     "mean_rate": "meshwright.serving.arrivals",
-    "bound_rate": "meshwright.serving.batching",
     "bound_scale": "meshwright.serving.batching",
     "devices_for": "meshwright.serving.batching",
     "largest_batch": "meshwright.serving.batching",
@@ -56,7 +55,6 @@ _PUBLIC = {
     "simulate_deployment": "meshwright.serving.simulation",
     "sweep_deployment": "meshwright.serving.sweeps",
     "devices_shared": "meshwright.serving.trunks",
-    "separate_heads": "meshwright.serving.trunks",
     "share_trunk": "meshwright.serving.trunks",
 }
 

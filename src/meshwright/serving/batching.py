@@ -8,9 +8,8 @@ With l(b) = α b + β, or lines between measured sizes, the latency of a batch, 
                      or b = 1 and l(1) ≤ L      a request alone waits for no other
     a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind; or b = 1
 
-`bound_rate` is the highest rate of the batches that an equation allows. Models that share devices each take a
-number of devices that need not be whole, N = r l(b) / b (`devices_for`); together they can be served if these sum to no
-more than there are (`bound_scale`).
+Each of the models that share devices takes a number of devices that need not be whole, N = r l(b) / b (`devices_for`);
+together they can be served if these sum to no more than the devices (`bound_scale`).
 
 Sources: Nexus (SOSP 2019, section 4.1) for the first two; Symphony (arXiv 2308.07470, section 3) for the third.
 """
@@ -49,15 +48,6 @@ def best_batch(latency: Latency, most: int) -> int:
     """The size up to ``most`` with the highest throughput: the largest of a line, but of points not always."""
     sizes = [most, *(size for size, _ in latency.points if size < most)]
     return max(sizes, key=lambda size: throughput(latency, size))
-
-
-def bound_rate(latency: Latency, slo_s: float, num_devices: int, equation: Equation = "staggered") -> float:
-    """Requests per second of one model that an equation allows so many devices of its own; 0 if none."""
-    share = 2.0 if equation == "uncoordinated" else 1.0 + 1.0 / num_devices
-    batch = largest_batch(latency, slo_s / share)
-    if not batch and equation == "staggered":
-        batch = min(largest_batch(latency, slo_s), 1)
-    return throughput(latency, best_batch(latency, batch), num_devices) if batch else 0.0
 
 
 def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation = "staggered") -> float:

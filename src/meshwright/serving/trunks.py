@@ -35,21 +35,6 @@ def share_trunk(trunk: Trunk) -> ServedModel:
     )
 
 
-def separate_heads(trunk: Trunk) -> tuple[ServedModel, ...]:
-    """Each head with a trunk of its own, called trunk.head. Raises ServingError as `share_trunk`."""
-    return tuple(
-        ServedModel(
-            name=f"{trunk.name}.{head.name}",
-            slo=trunk.slo,
-            latency=_latency_apart(trunk, head),
-            arrivals=Poisson(rate=head.rate),
-            memory=_sum_memory(trunk, head),
-            load=_sum_load(trunk, head),
-        )
-        for head in trunk.heads
-    )
-
-
 def devices_shared(trunk: Trunk, equation: Equation = "staggered") -> tuple[float, float]:
     """The devices that the heads need together, and with a trunk for each; infinite where no number suffices."""
     return (
@@ -74,10 +59,6 @@ def expand_trunks(deployment: Deployment) -> Deployment:
         return deployment
     models = (*deployment.models, *(share_trunk(trunk) for trunk in deployment.trunks))
     return replace(deployment, models=models, trunks=())
-
-
-def _latency_apart(trunk: Trunk, head: Head) -> Latency:
-    return _sum_latencies([(1.0, trunk.latency), (1.0, head.latency)])
 
 
 def _sum_latencies(parts: Sequence[tuple[float, Latency]]) -> Latency:

@@ -6,9 +6,9 @@
 each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several want are granted one by one
 (`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have happened; `deadlock` tells
 why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a controller what to add while a
-program runs. `folding` finds replicas that are alike, of which one is simulated; `delta` follows changes of durations;
-`many` simulates many plans on all cores. `allocation` follows one rank's memory op by op, `op_spans` tells what happens
-inside each computation, `overflow` where there is more than fits, `host_memory` what hosts and drives keep.
+program runs. `folding` finds replicas that are alike, of which one is simulated; `many` simulates many plans
+on all cores. `allocation` follows one rank's memory op by op, `op_spans` tells what happens inside each computation,
+`overflow` where there is more than fits, `host_memory` what hosts and drives keep.
 `exchange_order` finds in which order parts of gradients leave, `scenarios` what becomes of a plan on other machines.
 `explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
 """

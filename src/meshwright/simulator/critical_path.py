@@ -40,7 +40,6 @@ from meshwright.spec import ProgramError
 
 Ids = NDArray[np.int64]
 Times = NDArray[np.int64]
-Column = NDArray[np.int32]
 
 
 class Bound(IntEnum):

@@ -38,7 +38,6 @@ from meshwright.spec.memory import (
 )
 
 Bytes = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -212,13 +212,6 @@ class Graph:
         return self._parameters[0]
 
     @property
-    def tie_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter that the model knows under several names."""
-        return tuple(
-            (tensor.name, *tensor.aliases) for tensor in self.tensors if tensor.role == "parameter" and tensor.aliases
-        )
-
-    @property
     def sequence_length(self) -> int | None:
         """Tokens of a sample, of a model whose first input is whole numbers in sequences; None for others."""
         tensor = self.tensors[self.inputs[0]] if self.inputs else None
@@ -242,14 +235,6 @@ class Graph:
     def total_flops(self) -> Extent:
         """The same by samples."""
         return sum((op.flops + op.backward_flops for op in self.ops), Extent())
-
-    def bytes_read(self, op: Op, batch_size: int) -> int:
-        """Bytes of the op's distinct input tensors."""
-        return sum(self.tensors[i].num_bytes(batch_size) for i in dict.fromkeys(op.inputs))
-
-    def bytes_written(self, op: Op, batch_size: int) -> int:
-        """Bytes of the op's outputs; a view writes nothing."""
-        return sum(self.tensors[i].num_bytes(batch_size) for i in op.outputs if self.tensors[i].storage == i)
 
     def saved_bytes(
         self,

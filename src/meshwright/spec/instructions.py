@@ -364,8 +364,6 @@ RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
 COLLECTIVES = of_kind("collective")
 # Those that sum gradients.
 SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
-# Between ranks and parameter servers.
-SERVING = of_kind("server")
 # Copies of what is kept for backwards, layer by layer.
 SAVED_COPIES = (Opcode.SAVED_DOWN, Opcode.SAVED_UP)
 # What a rank does beside its device where something is kept away from it.

@@ -7,7 +7,7 @@ from meshwright.training.device_table import device_table_here
 from meshwright.training.dry import DryRun, FakeModel, dry_run
 from meshwright.training.feed import Feed
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
-from meshwright.training.launch import run_plan, torchrun_command
+from meshwright.training.launch import run_plan
 from meshwright.training.measure import measure_here
 from meshwright.training.measure_device import DeviceRun, choose_device, measure_device_here
 from meshwright.training.metrics import watching
@@ -46,6 +46,5 @@ __all__ = [
     "run_rank",
     "started_by_torchrun",
     "text_batches",
-    "torchrun_command",
     "watching",
 ]

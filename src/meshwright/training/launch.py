@@ -206,11 +206,6 @@ def _check_steps(plan: Plan, job: Job) -> None:
         )
 
 
-def torchrun_command(plan: Plan, script: str = "your_script.py") -> str:
-    """The line that starts a script of your own under this plan on one host."""
-    return f"torchrun --standalone --nproc-per-node {num_processes(plan)} {script}"
-
-
 @contextlib.contextmanager
 def claimed(folder: Path, job: Job) -> Iterator[None]:
     """Make sure before ranks start that results can be written, and states on drives.

@@ -14,8 +14,6 @@ import torch
 
 from meshwright.spec.errors import MeshwrightError
 
-VOCABULARY = 256
-
 
 def read_text(max_bytes: int = 4 * 2**20) -> torch.Tensor:
     """Bytes of the standard library's modules in alphabetical order, uint8 of shape (n,), n <= max_bytes."""

@@ -14,7 +14,7 @@ from meshwright.cost import CostModel
 from meshwright.planner.methods.alpa import Amounts, amounts_of, closed_form_mesh, mesh_of_cluster, place_ops
 from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have
 from meshwright.planner.methods.alpa.groups import Want
-from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategyNode, cost_of, solve_choices
+from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategyNode, solve_choices
 from meshwright.planner.methods.alpa.repeats import fold
 from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.marks import examples
@@ -98,7 +98,6 @@ def test_the_integer_program_finds_what_trying_all_choices_finds(program):
     assert limit is None or num_bytes <= limit + 1e-6
     assert solution.objective_s == pytest.approx(seconds, abs=1e-6)
     assert solution.bound_s <= seconds + 1e-6
-    assert cost_of(nodes, tensors, solution.chosen) == pytest.approx((seconds, num_bytes))
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning.chain import ChainProblem, solve_chain
 
-from meshwright.planner.methods.chain import ChainProblem, solve_chain
 from meshwright.spec import PlanError
 
 

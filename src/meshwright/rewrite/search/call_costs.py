@@ -87,13 +87,8 @@ class CallCosts:
         """Calls that were estimated."""
         return len(self._seconds)
 
-    @property
-    def num_measured(self) -> int:
-        """Those of them that were measured."""
-        return sum(self._measured.values())
-
     def estimate(self, calls: Iterable[TorchCall]) -> None:
-        """Cost calls that are new, all at once."""
+        """Estimate new calls, all at once."""
         new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
         writable = [call for call in new if call.operator in EMITTERS]
         self._seconds.update((call, float("inf")) for call in new if call.operator not in EMITTERS)

@@ -63,20 +63,6 @@ class StrategySolution:
     num_constraints: int
 
 
-def cost_of(
-    nodes: Sequence[StrategyNode], tensors: Sequence[RoutedTensor], chosen: Sequence[int]
-) -> tuple[float, float]:
-    """Seconds and bytes of a choice."""
-    seconds = sum(float(node.seconds[k]) for node, k in zip(nodes, chosen, strict=True))
-    num_bytes = sum(float(node.memory_bytes[k]) for node, k in zip(nodes, chosen, strict=True))
-    for tensor in tensors:
-        have = tensor.have[chosen[tensor.producer]]
-        for want in {int(wants[chosen[reader]]) for reader, wants in tensor.readers}:
-            seconds += float(tensor.seconds[have, want])
-            num_bytes += float(tensor.memory_bytes[have, want])
-    return seconds, num_bytes
-
-
 class ProgramColumns:
     """Columns and rows of the program, appended array by array."""
 

@@ -27,7 +27,7 @@ from meshwright.planner.methods.alpa.placements import Placements, lay_out
 from meshwright.planner.methods.alpa.repeats import fold
 from meshwright.planner.methods.alpa.strategies import Amounts, MeshGraph, Strategies
 from meshwright.program.sharding.shard import with_samples
-from meshwright.spec import DeviceKind, Graph, PlanError, Workload
+from meshwright.spec import Graph, PlanError, Workload
 
 _L = TypeVar("_L", Have, Want)
 
@@ -99,10 +99,9 @@ def amounts_of(
     batch_size: int,
     num_microbatches: int = 1,
     in_flight: int = 1,
-    device_kind: DeviceKind | None = None,
 ) -> Amounts:
     """What is to be done for microbatches of ``batch_size`` samples on the whole mesh, estimated by the cost model."""
-    kind = device_kind or cost.cluster.device_kind(0)
+    kind = cost.cluster.device_kind(0)
     costs = cost.estimate_ops(graph, batch_size, kind)
     training = workload.kind == "training"
     seconds = costs.forward_s + (costs.backward_s + costs.accumulate_s if training else 0.0)

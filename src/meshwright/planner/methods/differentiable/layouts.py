@@ -7,12 +7,10 @@ from itertools import count
 
 import numpy as np
 
-from meshwright.planner.methods.chain.problem import Floats, Integers
 from meshwright.planner.methods.differentiable.descent import anneal, descend
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
-from meshwright.planner.methods.differentiable.repair import round_edges
-from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
-from meshwright.planner.methods.differentiable.stage_repair import repair_layout
+from meshwright.planner.methods.differentiable.stage_arrays import Floats, Integers, StageSpace
+from meshwright.planner.methods.differentiable.stage_repair import repair_layout, round_edges
 
 NUM_STEPS, RATE, LOOK = 30, 0.2, 5
 # Temperatures of shares and of maxima, and the cost of memory that is not there, over a mean step.

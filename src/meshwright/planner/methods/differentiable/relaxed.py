@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.planner.methods.chain.problem import Floats
 from meshwright.planner.methods.differentiable.descent import softmax, softmax_gradient
-from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
+from meshwright.planner.methods.differentiable.stage_arrays import Floats, StageSpace
 
 
 class Logits(NamedTuple):

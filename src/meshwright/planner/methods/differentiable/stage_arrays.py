@@ -20,7 +20,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.planner.methods.chain.problem import Floats, Integers
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 class StageSpace(NamedTuple):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.chain.problem import Integers
-from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
+from meshwright.planner.methods.differentiable.stage_arrays import Floats, Integers, StageSpace
 
 # A move must gain more than this share; less is rounding.
 _TOLERANCE = 1e-9
@@ -21,6 +20,18 @@ def repair_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tup
     """Descend from a layout in place; returns its seconds and how much it exceeds memory (0 if it fits)."""
     seconds, excess = _repair(space, edges, stage_of)
     return float(seconds), float(excess)
+
+
+def round_edges(edges: Floats | Integers, num_layers: int) -> Integers:
+    """The nearest whole edges that ascend from 0 to L and leave no stage empty."""
+    num_stages = len(edges) - 1
+    stage = np.arange(num_stages + 1)
+    rounded = np.rint(np.asarray(edges, np.float64)).astype(np.int64) - stage
+    # Less the stages before it, an edge need not be larger than the one before it, only not smaller.
+    rounded = np.maximum.accumulate(np.clip(rounded, 0, num_layers - num_stages))
+    rounded[0], rounded[-1] = 0, num_layers - num_stages
+    whole: Integers = rounded + stage
+    return whole
 
 
 @compiled

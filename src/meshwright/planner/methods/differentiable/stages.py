@@ -9,8 +9,7 @@ import numpy as np
 
 from meshwright.compiled import compiled
 from meshwright.planner.layouts import Layout, find_places
-from meshwright.planner.methods.chain.problem import Floats, Integers
-from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
+from meshwright.planner.methods.differentiable.stage_arrays import Floats, Integers, StageSpace
 from meshwright.planner.methods.slicing.assemble import make_problem
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem, memory_of
 from meshwright.planner.space import Space

@@ -26,7 +26,6 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 # The least time that a layer counts for: the tick of the simulator.
 _LEAST_S = 1.0 / PICOSECONDS_PER_SECOND
 
-Integers = NDArray[np.int64]
 
 # States of devices left beyond which nodes that are alike are merged.
 MAX_STATES = 2_000

@@ -4,7 +4,6 @@
     shard       the queues of some models: what each could run next, and what it runs on a device that it is granted
     rank        the devices, and what each queue could run next: who is granted which device
     policy      all parts in one thread, as a policy of the simulator
-    parts       each part for a thread or process of its own
 
 In Symphony (arXiv 2308.07470) they are ModelThreads and the RankThread. Each part has a pool of its own and
 changes nothing else; what one knows of another has come as a message, a row of `mailboxes.WIDTH` integers that begins

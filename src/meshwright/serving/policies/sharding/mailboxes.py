@@ -69,19 +69,6 @@ def receive(box: Ints, row: Ints) -> bool:
     return True
 
 
-@compiled
-def receive_rows(box: Ints, rows: Ints, now: int) -> int:
-    """Read as many rows as there are and ``rows`` holds, each with the moment at which it is read; how many.
-
-    ``now`` may have been looked up before a row was sent: no row is read earlier than that.
-    """
-    count = 0
-    while count < len(rows) and receive(box, rows[count]):
-        rows[count, 1] = max(now, rows[count, 1])
-        count += 1
-    return count
-
-
 def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """Where a cell of an array of int64 lies."""
     array = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -96,16 +96,6 @@ def next_of_rank(pool: Ints) -> int:
 
 
 @compiled
-def take_rank_rows(pool: Ints, rows: Ints, boxes: Ints) -> None:
-    """Put rows through the rank."""
-    for at in range(len(rows)):
-        now = rows[at, 1]
-        while next_of_rank(pool) <= now:
-            wake_rank(pool, now, boxes)
-        take_rank_row(pool, rows[at], now, boxes)
-
-
-@compiled
 def _take_candidate(pool: Ints, now: int, queue: int, begin: int, end: int, size: int, due: int, boxes: Ints) -> None:
     """What a queue could run next; one that was ready stays so."""
     if size == 0:

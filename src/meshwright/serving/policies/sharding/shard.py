@@ -20,8 +20,6 @@ from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, 
 from meshwright.serving.policies.meter import measure_rate
 from meshwright.serving.policies.pool import (
     BEGAN,
-    CHOSEN,
-    DECISION,
     DELAY,
     FREE_AT,
     GUARD,
@@ -30,11 +28,7 @@ from meshwright.serving.policies.pool import (
     MOST,
     NEVER,
     NOMINAL,
-    NUM_CHOSEN,
-    NUM_DECISIONS,
     NUM_DEVICES,
-    NUM_QUEUED,
-    NUM_QUEUES,
     NUM_UP,
     OWN,
     READY,
@@ -42,7 +36,6 @@ from meshwright.serving.policies.pool import (
     SLOWNESS,
     TIMER,
     TYPICAL,
-    WIDTH,
     Ints,
     allocate_pool,
 )
@@ -56,7 +49,7 @@ from meshwright.serving.policies.queues import (
     refuse,
     rest,
 )
-from meshwright.serving.policies.sharding import ARRIVE, CANDIDATE, GRANT, TAKEN, UNUSED
+from meshwright.serving.policies.sharding import CANDIDATE, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import room_in, send
 
 # `begin_batch` keeps no devices in reserve.
@@ -138,24 +131,6 @@ def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
 
 
 @compiled
-def take_shard_rows(pool: Ints, rows: Ints, at: int, window: int, box: Ints) -> int:
-    """Put rows through a shard, from ``at`` on; the first that was not taken, as decisions have to be cleared first."""
-    while at < len(rows):
-        kind, now = rows[at, 0], rows[at, 1]
-        while least_of(pool, TIMER, NEVER) <= now and _has_room(pool):
-            wake_shard(pool, now)
-        if not _has_room(pool):
-            return at
-        if kind == ARRIVE:
-            take_arrival(pool, now, rows[at, 2], rows[at, 3], rows[at, 4])
-        elif kind == GRANT:
-            row = rows[at]
-            take_grant(pool, now, row[2], row[3], row[4], row[5], row[6], row[7], window, box)
-        at += 1
-    return at
-
-
-@compiled
 def next_of_shard(pool: Ints) -> int:
     """When a shard has to be woken."""
     return least_of(pool, TIMER, NEVER)
@@ -177,11 +152,3 @@ def _look_again(pool: Ints, now: int, queue: int) -> None:
 @compiled
 def _drop_late(pool: Ints, now: int, queue: int, slowness: int) -> None:
     pool[pool[OWN] + queue] += drop_late(pool, now, queue, now + pool[DELAY], slowness)
-
-
-@compiled
-def _has_room(pool: Ints) -> bool:
-    """Could one more row's decisions be written?"""
-    decisions = pool[NUM_DECISIONS] + 2 * pool[NUM_QUEUES] + 2
-    chosen = pool[NUM_CHOSEN] + pool[NUM_QUEUED] + 2
-    return bool(decisions * WIDTH <= pool[CHOSEN] - pool[DECISION] and chosen <= pool[OWN] - pool[CHOSEN])

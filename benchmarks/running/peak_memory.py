@@ -141,7 +141,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _largest_total(profiler: profile) -> int:
-    # torch offers the single events only here; tests/training/test_peak_memory.py notices when they move.
+    # torch offers the single events only here; tests/training/test_offload_memory.py notices when they move.
     kineto: Any = profiler.profiler
     events = kineto.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")

@@ -12,17 +12,33 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.policies.pool import CHOSEN, DECISION, NUM_CHOSEN, NUM_DECISIONS, WIDTH, Ints
+from meshwright.compiled import compiled
+from meshwright.serving.policies.heaps import least_of
+from meshwright.serving.policies.pool import (
+    CHOSEN,
+    DECISION,
+    NEVER,
+    NUM_CHOSEN,
+    NUM_DECISIONS,
+    NUM_QUEUED,
+    NUM_QUEUES,
+    OWN,
+    TIMER,
+    WIDTH,
+    Ints,
+)
 from meshwright.serving.policies.queues import clear, come_up
-from meshwright.serving.policies.sharding import FREE, WAKE
+from meshwright.serving.policies.sharding import ARRIVE, FREE, GRANT, WAKE
 from meshwright.serving.policies.sharding.mailboxes import WIDTH as ROW_WIDTH
-from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive_rows
-from meshwright.serving.policies.sharding.rank import allocate_rank, next_of_rank, take_rank_rows
+from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive
+from meshwright.serving.policies.sharding.rank import allocate_rank, next_of_rank, take_rank_row, wake_rank
 from meshwright.serving.policies.sharding.shard import (
     allocate_shard,
     next_of_shard,
-    take_shard_rows,
+    take_arrival,
+    take_grant,
     tell_candidates,
+    wake_shard,
 )
 
 _MOST_AT_ONCE = 1024
@@ -114,3 +130,52 @@ def _wake_row(now: int) -> Ints:
     row = np.zeros((1, ROW_WIDTH), np.int64)
     row[0, :2] = WAKE, now
     return row
+
+
+@compiled
+def receive_rows(box: Ints, rows: Ints, now: int) -> int:
+    """Read as many rows as there are and ``rows`` holds, each with the moment at which it is read; how many.
+
+    ``now`` may have been looked up before a row was sent: no row is read earlier than that.
+    """
+    count = 0
+    while count < len(rows) and receive(box, rows[count]):
+        rows[count, 1] = max(now, rows[count, 1])
+        count += 1
+    return count
+
+
+@compiled
+def take_rank_rows(pool: Ints, rows: Ints, boxes: Ints) -> None:
+    """Put rows through the rank."""
+    for at in range(len(rows)):
+        now = rows[at, 1]
+        while next_of_rank(pool) <= now:
+            wake_rank(pool, now, boxes)
+        take_rank_row(pool, rows[at], now, boxes)
+
+
+@compiled
+def take_shard_rows(pool: Ints, rows: Ints, at: int, window: int, box: Ints) -> int:
+    """Put rows through a shard, from ``at`` on; the first that was not taken, as decisions have to be cleared first."""
+    while at < len(rows):
+        kind, now = rows[at, 0], rows[at, 1]
+        while least_of(pool, TIMER, NEVER) <= now and _has_room(pool):
+            wake_shard(pool, now)
+        if not _has_room(pool):
+            return at
+        if kind == ARRIVE:
+            take_arrival(pool, now, rows[at, 2], rows[at, 3], rows[at, 4])
+        elif kind == GRANT:
+            row = rows[at]
+            take_grant(pool, now, row[2], row[3], row[4], row[5], row[6], row[7], window, box)
+        at += 1
+    return at
+
+
+@compiled
+def _has_room(pool: Ints) -> bool:
+    """Could one more row's decisions be written?"""
+    decisions = pool[NUM_DECISIONS] + 2 * pool[NUM_QUEUES] + 2
+    chosen = pool[NUM_CHOSEN] + pool[NUM_QUEUED] + 2
+    return bool(decisions * WIDTH <= pool[CHOSEN] - pool[DECISION] and chosen <= pool[OWN] - pool[CHOSEN])

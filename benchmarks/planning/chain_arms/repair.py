@@ -9,9 +9,10 @@ either, beyond the reach of single moves.
 from __future__ import annotations
 
 import numpy as np
+from planning.chain import ChainProblem, Floats, Integers
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.chain.problem import ChainProblem, Floats, Integers
+from meshwright.planner.methods.differentiable.stage_repair import round_edges
 
 # A move must gain more than this share of the cost; less is rounding.
 _TOLERANCE = 1e-12
@@ -34,18 +35,6 @@ class Repaired:
         self.count += 1
         if cutting.cost < self.best.cost:
             self.best = cutting
-
-
-def round_edges(edges: Floats | Integers, num_layers: int) -> Integers:
-    """The nearest whole edges that ascend from 0 to L and leave no stage empty."""
-    num_stages = len(edges) - 1
-    stage = np.arange(num_stages + 1)
-    rounded = np.rint(np.asarray(edges, np.float64)).astype(np.int64) - stage
-    # Less the stages before it, an edge need not be larger than the one before it, only not smaller.
-    rounded = np.maximum.accumulate(np.clip(rounded, 0, num_layers - num_stages))
-    rounded[0], rounded[-1] = 0, num_layers - num_stages
-    whole: Integers = rounded + stage
-    return whole
 
 
 @compiled
