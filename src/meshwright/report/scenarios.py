@@ -39,7 +39,7 @@ def describe_scenario(scenario: Scenario) -> str:
 
 
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
-    """Which of the first devices are estimated at another rate, for their kind has none of a precision; empty if none."""
+    """Sentences on devices whose kind has no rate for a precision, and the rate used instead; empty if all have one."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
     numbers, sentences = numbers_of(precision), []
     dtype = numbers.compute

@@ -1,4 +1,4 @@
-"""Devices that plans leave out: which sets are tried, and that what is left is planned, estimated and simulated alone."""
+"""Devices that plans leave out: which sets are tried; the rest is planned, estimated and simulated alone."""
 
 from dataclasses import replace
 

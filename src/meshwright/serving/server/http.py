@@ -1,7 +1,7 @@
 """Connections of a front: HTTP/1.1 with keep-alive and pipelining, and limits on what each may cost.
 
-`Connection` hands each request to the `Paths` as an `HttpExchange`; answers leave in the order in which requests came. No
-task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the connections at each of its
+`Connection` hands each request to the `Paths` as an `HttpExchange`; answers leave in the order in which requests came.
+No task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the connections at each of its
 ticks and ends those that take too long, and at a sixteenth of the models for requests that were forgotten.
 
     431   the request line and headers are longer than ``header_bytes``
