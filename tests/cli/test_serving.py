@@ -206,7 +206,7 @@ def test_groups_of_a_file_are_replaced(serve):
     Path("served.toml").write_text(text)
     assert facts(serve)["models"][1]["num_dropped_unplaced"] > 0
     assert facts(serve, "--place", "replication")["in_time_share"] > 0.9
-    assert "has groups, whose numbers of devices are given" in refused(serve, "--capacity")
+    assert "has groups, so its number of devices is fixed" in refused(serve, "--capacity")
 
 
 ASKING = """
@@ -309,7 +309,7 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
     [
         (("--policy", "symphny"), "There is no policy 'symphny' (did you mean 'symphony'?)"),
         (("--against", "clockwerk"), "did you mean 'clockwork'?"),
-        (("--policy", "timeouts:wait=soon"), "'wait=soon' is no setting"),
+        (("--policy", "timeouts:wait=soon"), "'wait=soon' is not a setting"),
         (("--policy", "mine.py:Yours"), "has no function 'Yours'"),
         (("--policy", "absent.py:Mine"), "There is no file 'absent.py'"),
         (("--out", "x.csv"), "Choose a name that ends in .json"),
