@@ -513,8 +513,8 @@ def test_a_wish_for_another_protocol_is_passed_over(loop, tmp_path):
 @pytest.mark.parametrize(
     ("message", "status", "sentence"),
     [
-        (b"\x16\x03\x01nonsense\r\n\r\n", 400, "no request of HTTP/1.1"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "no request of HTTP/1.1"),
+        (b"\x16\x03\x01nonsense\r\n\r\n", 400, "not an HTTP/1.1 request"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "not an HTTP/1.1 request"),
         (b"GET /v2 HTTP/1.1\r\n\r\n", 400, "no Host header"),
         (b"GET /v2 HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "two headers host"),
         (b"GET /v2 HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400, "no request"),

@@ -276,10 +276,10 @@ def test_what_a_log_must_not_replace(tmp_path):
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "log").stat().st_size
     for name, words in (
-        ("text", "something else"),
+        ("text", "not a log of decisions"),
         (".", "is a folder"),
-        ("no/log", "no folder"),
-        ("text/x", "no folder"),
+        ("no/log", "not a folder"),
+        ("text/x", "not a folder"),
     ):
         with pytest.raises(ServingError, match=words):
             check_log(tmp_path / name)

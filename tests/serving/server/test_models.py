@@ -256,7 +256,7 @@ def test_a_module_alone_takes_what_the_deployment_says(own):
         ("growing", r"returned output \[1, 1, 3\], \[2, 2, 3\]"),
         ("total", "returned no tensor with dims"),
         ("text", "returned no tensor with dims"),
-        ("odd", "other tensors for other sizes"),
+        ("odd", "other tensors for other batch sizes"),
         ("complex", "complex64, which the protocol cannot carry"),
         ("uneven", "first dims of its inputs are x 2, z 4"),
         ("single", r"run on a batch of 1, raised RuntimeError: .*own.py:\d+: return x.view\(2, 3\)\)"),
@@ -272,7 +272,7 @@ def test_a_model_that_cannot_be_served_says_why(own, name, words):
 def test_references_and_names_that_do_not_fit(own, tmp_path):
     with pytest.raises(MeshwrightError, match="did you mean"):
         open_model(served("gpt-tony"))
-    with pytest.raises(ServingError, match="torch sees cpu"):
+    with pytest.raises(ServingError, match="torch sees only cpu"):
         open_model(served("gpt-tiny"), "cuda:99")
     x, y = TensorSpec(name="x", shape=(3,)), TensorSpec(name="y", shape=(4,))
     for inputs in ((x, y), (y,), (TensorSpec(name="x", shape=(3,), datatype="FP16"),)):

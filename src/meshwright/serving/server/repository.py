@@ -118,7 +118,7 @@ def _differ(model: ServedModel, other: ServedModel) -> bool:
 
 
 def _refuse_parameters(body: bytes) -> None:
-    """Raise ServingError for parameters with an effect, none of which is supported."""
+    """Raise ServingError for parameters that would have an effect: they are not supported."""
     try:
         document = json.loads(body) if body else {}
         parameters = document.get("parameters", {})
