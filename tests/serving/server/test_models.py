@@ -359,7 +359,7 @@ def test_hooks(own):
     ("changes", "words"),
     [
         ({"preprocess": "flatten"}, "what flatten takes cannot be found out"),
-        ({"preprocess": "flatten", "inputs": True}, "'flatten' is no function"),
+        ({"preprocess": "flatten", "inputs": True}, "'flatten' is not a function"),
         ({"postprocess": "OWN:broken"}, r"broken\(\) raised KeyError: 'nothing' .*own.py:\d+: raise KeyError"),
         ({"postprocess": "OWN:brken"}, "did you mean 'broken'"),
         ({"image_size": 0}, "image_size is 0; expected at least 1"),
@@ -419,7 +419,7 @@ def test_outputs_that_are_not_what_was_promised_fail(own, tmp_path):
     slab.inputs[0][1] = 1.0
     failures = run_batch(model, [(slab, np.array([0, 1]))])
     assert failures.places == (1,)
-    assert "gave float64 [1, 3]; expected float32 [1, 3]" in failures.error
+    assert "returned float64 [1, 3]; expected float32 [1, 3]" in failures.error
     slab.inputs[0][:] = np.nan
     assert run_batch(model, [(slab, np.array([0]))]).places == (0,)  # no NaN is below 1
 
@@ -430,7 +430,7 @@ def test_more_answers_than_samples_fail(own, tmp_path):
     slab.inputs[0][1] = 1.0
     failures = run_batch(model, [(slab, np.array([0, 1, 2]))])
     assert failures.places == (1,)
-    assert "gave float32 [2, 3]; expected float32 [1, 3]" in failures.error
+    assert "returned float32 [2, 3]; expected float32 [1, 3]" in failures.error
 
 
 @pytest.mark.parametrize(("name", "kind"), [("exits", "SystemExit"), ("interrupted", "KeyboardInterrupt")])

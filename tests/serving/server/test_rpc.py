@@ -182,9 +182,9 @@ def test_values_as_numbers(tmp_path, datatype):
 def test_what_is_wrong_is_told(tmp_path):
     typed = request(raw=False).inputs[0]
     cases = [
-        (b"\xff\xff", "no inference.ModelInferRequest"),
-        (request().SerializeToString()[:-3], "no inference.ModelInferRequest"),
-        (b"\x0a\x02\xff\xfe", "no inference.ModelInferRequest"),
+        (b"\xff\xff", "not a valid inference.ModelInferRequest"),
+        (request().SerializeToString()[:-3], "not a valid inference.ModelInferRequest"),
+        (b"\x0a\x02\xff\xfe", "not a valid inference.ModelInferRequest"),
         (request(raw_input_contents=[b"1234" * 3]), "has 12 bytes; expected 16 for FP32"),
         (request(count=2, raw_input_contents=[b"1234" * 4]), "has 16 bytes; expected 32"),
         (request(raw_input_contents=[b"", b""]), "raw_input_contents has 2 entries; expected 1"),

@@ -92,7 +92,7 @@ def test_a_token_that_is_none_is_refused(tmp_path, token):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("deployment.toml", "something else"), *left_to_ci(("nowhere/log", "no folder"), (".", "is a folder"))],
+    [("deployment.toml", "not a log of decisions"), *left_to_ci(("nowhere/log", "not a folder"), (".", "is a folder"))],
 )
 @pytest.mark.long
 def test_a_log_that_cannot_be_written_is_told(tmp_path, name, expected):

@@ -58,7 +58,7 @@ def read_message(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError:
         raise BadRequest(
-            f"The message is not a {kind.DESCRIPTOR.full_name} of the Open Inference Protocol; expected one."
+            f"The message is not a valid {kind.DESCRIPTOR.full_name} of the Open Inference Protocol; expected one."
         ) from None
 
 
