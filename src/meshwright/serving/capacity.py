@@ -26,7 +26,7 @@ _ENOUGH_TO_TELL = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Capacity:
-    """``result`` is that of ``devices``, which suffice; ``fewer`` is that of one device fewer, or None if 1 suffices.
+    """``result`` is that of ``devices``, which suffice; ``fewer`` is that of one device fewer, None if impossible.
 
     ``staggered`` and ``uncoordinated`` are the numbers of devices by the equations; they need not be whole.
     """
