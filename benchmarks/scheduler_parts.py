@@ -1,9 +1,9 @@
 """The parts of a sharded scheduler, each for a thread or process of its own.
 
-Whoever runs a part gives it turns: in each, it reads its messages, takes what has happened, and decides. All rows that
-it takes, in their order, can be kept; `PolicyShard.take` and `Rank.take` of a fresh part decide the same by them again.
-What compiled code does in a turn needs no GIL. A device must not fail while shards run apart: a batch could be on its
-way to it.
+The caller gives a part turns: in each, it reads its messages, handles events, and decides. All rows that it takes, in
+their order, can be logged; `PolicyShard.take` and `Rank.take` of a fresh part make the same decisions from them again.
+The compiled code of a turn does not need the GIL. A device must not fail while shards run in separate threads or
+processes: a batch could be on its way to it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _MOST_AT_ONCE = 1024
 
 
 def allocate_mailboxes(num_shards: int, num_devices: int, num_candidates: int = 1024) -> Ints:
-    """Mailboxes of so many shards, empty: [0] to the rank, [1] from it. They can be copied to shared memory first."""
+    """Return empty mailboxes of ``num_shards`` shards: [0] to the rank, [1] from it; may be copied to shared memory."""
     return np.zeros((2, num_shards, cells_of_mailbox(num_devices + num_candidates)), np.int64)
 
 
 class PolicyShard:
-    """Shard ``number`` of a scheduler, by the arguments of `allocate_pool` for all models and its mailboxes.
+    """Shard ``number`` of a scheduler, from the arguments of `allocate_pool` for all models and the mailboxes.
 
-    ``log`` is given all rows that it takes.
+    All rows that it takes are appended to ``log``.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class PolicyShard:
         self._outbox, self._inbox = mailboxes[0, number], mailboxes[1, number]
         self._window, self._log = window, log
         self._received = np.zeros((_MOST_AT_ONCE, ROW_WIDTH), np.int64)
-        # Compiled, or loaded, before there is anything to do.
+        # Compile, or load, before there is anything to do.
         take_shard_rows(self.pool, self._received[:0], 0, window, self._outbox)
         self.turn(0, self._received[:0])
 
     def turn(self, now: int, arrivals: Ints) -> list[tuple[Ints, Ints]]:
-        """Take messages, then rows of arrivals; rows of decisions, each with the requests that they choose."""
+        """Take messages, then rows of arrivals; return blocks of decision rows, each with the requests they choose."""
         count = receive_rows(self._inbox, self._received, now)
         taken = self.take(self._received[:count]) + self.take(arrivals)
         if next_of_shard(self.pool) <= now:
@@ -76,7 +76,7 @@ class PolicyShard:
         return taken
 
     def take(self, rows: Ints) -> list[tuple[Ints, Ints]]:
-        """Take rows; answers to grants go to the rank at once, candidates do not."""
+        """Take rows; send answers to grants to the rank at once, but no candidates."""
         at, pool = 0, self.pool
         taken: list[tuple[Ints, Ints]] = []
         while at < len(rows):
@@ -93,7 +93,7 @@ class PolicyShard:
 
 
 class Rank:
-    """The rank of a scheduler, as `PolicyShard`. Its devices are up, and free again when the shards announced it."""
+    """The rank of a scheduler; see `PolicyShard`. All devices are up; shards announce when they are free."""
 
     def __init__(self, facts: dict[str, Any], mailboxes: Ints, log: list[Ints] | None = None) -> None:
         self.pool = allocate_rank({**facts, "capacity": 2}, keep_ends=True)
@@ -107,7 +107,7 @@ class Rank:
         self.turn(0)
 
     def turn(self, now: int) -> int:
-        """Take messages of each shard in turn; how many there were."""
+        """Take messages of each shard in turn; return their number."""
         total, shards = 0, len(self._inboxes)
         for number, box in enumerate(self._inboxes):
             count = receive_rows(box, self._received, now)
@@ -120,7 +120,7 @@ class Rank:
         return total
 
     def take(self, rows: Ints) -> None:
-        """Take rows, in which queues have their numbers among all; grants go to the shards at once."""
+        """Take rows, in which queues are numbered across shards; send grants to the shards at once."""
         take_rank_rows(self.pool, rows, self._outboxes)
         if self._log is not None and len(rows):
             self._log.append(rows.copy())

@@ -126,7 +126,7 @@ def test_devices_that_scale_are_told(serve):
     assert [row["device_s"] > 0 for row in found["policies"]] == [True, True]
     words = " ".join(serve()[1].split())
     assert f"{expected.scaled.num_starts} starts: {expected.scaled.device_s:.4g} device-seconds" in words
-    assert "Leave scaling out" in refused(serve, "--goodput")
+    assert "Remove the scaling" in refused(serve, "--goodput")
 
 
 def test_goodput_is_a_scale_for_each_policy(serve):
@@ -206,7 +206,7 @@ def test_groups_of_a_file_are_replaced(serve):
     Path("served.toml").write_text(text)
     assert facts(serve)["models"][1]["num_dropped_unplaced"] > 0
     assert facts(serve, "--place", "replication")["in_time_share"] > 0.9
-    assert "has groups, whose numbers of devices are given" in refused(serve, "--capacity")
+    assert "has groups, so its number of devices is fixed" in refused(serve, "--capacity")
 
 
 ASKING = """
@@ -309,7 +309,7 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
     [
         (("--policy", "symphny"), "There is no policy 'symphny' (did you mean 'symphony'?)"),
         (("--against", "clockwerk"), "did you mean 'clockwork'?"),
-        (("--policy", "timeouts:wait=soon"), "'wait=soon' is no setting"),
+        (("--policy", "timeouts:wait=soon"), "'wait=soon' is not a setting"),
         (("--policy", "mine.py:Yours"), "has no function 'Yours'"),
         (("--policy", "absent.py:Mine"), "There is no file 'absent.py'"),
         (("--out", "x.csv"), "Choose a name that ends in .json"),
@@ -340,7 +340,7 @@ def test_what_is_refused(serve, options, words):
 def test_rates_of_nothing_have_no_highest_multiple(serve):
     text = DEPLOYMENT.replace("rate = 600", "rate = 0").replace("rate = 60", "rate = 0")
     Path("served.toml").write_text(text)
-    assert "Nothing arrives" in refused(serve, "--goodput")
+    assert "No requests arrive" in refused(serve, "--goodput")
     assert serve()[0] == 0
 
 
@@ -417,7 +417,7 @@ def test_traces_that_do_not_fill_the_time_are_told(serve):
     assert "even.txt: it ends at 0.5 s, and 2 s are simulated" in " ".join(err.split())
     Path("served.toml").write_text(traced("late.txt", 1.7e9, 1.7e9 + 2))
     for options in ((), ("--goodput",), ("--capacity",), ("--place", "packing")):
-        assert "take the first one from all of them" in refused(serve, *options)
+        assert "subtract the first one from all of them" in refused(serve, *options)
 
 
 @pytest.mark.long

@@ -137,5 +137,7 @@ def test_a_crowd_gets_as_many_devices_as_it_needs(tmp_path):
 
 def test_where_no_device_helps_what_was_tried_is_said():
     deployment = replace(one_model(devices=1, slo=0.008, rate=10.0), delay=0.005)
-    with pytest.raises(ServingError, match=r"64 devices .* some of them never had a batch: more would not help"):
+    with pytest.raises(
+        ServingError, match=r"64 devices .* some of them never got a batch: more devices would not help"
+    ):
         find_capacity(deployment, load_policy("eager"), 1.0)

@@ -325,7 +325,7 @@ def test_nothing_arrives():
     assert (result.num_requests, result.in_time_share, result.busy_share, result.end_s) == (0, 1.0, 0.0, 0.0)
     assert result.row()["worst_p99_s"] is None
     assert result.models[0].mean_batch == 0
-    with pytest.raises(ServingError, match="Nothing arrives"):
+    with pytest.raises(ServingError, match="No requests arrive"):
         find_goodput(deployment, SYMPHONY, 1.0)
 
 

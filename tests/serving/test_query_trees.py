@@ -142,7 +142,7 @@ def test_delay_and_slack_are_taken_off_each_call():
     )
     served = Deployment(queries=(query,), devices=80, slack=0.02, delay=0.01)
     assert [each.slo for each in expand_deployment(served).models] == [times["x"], times["y"]]
-    with pytest.raises(ServingError, match=r"beside 0\.06 s of delay and slack for each"):
+    with pytest.raises(ServingError, match=r"besides 0\.06 s of delay and slack for each"):
         split_time(query, overhead_s=0.06)
 
 

@@ -191,7 +191,7 @@ def test_a_pool_that_is_full_of_decisions_takes_no_more():
         assert rows_left(pool) == rows - number
         decide(pool, PREEMPT, 0, 0, 0, 0, 0)
     chosen = columns(pool)["chosen"].copy()
-    with pytest.raises(RuntimeError, match="more at once than its pool has rows for"):
+    with pytest.raises(RuntimeError, match="more decisions at once than its pool has rows for"):
         decide(pool, PREEMPT, 0, 0, 0, 0, 0)
     assert np.array_equal(columns(pool)["chosen"], chosen)
     queues.clear(pool)

@@ -221,7 +221,7 @@ def test_how_long_a_load_takes_is_asked_for():
     unknown = replace(deployment, models=(replace(deployment.models[0], load=None), *deployment.models[1:]))
     with pytest.raises(ServingError, match=r"take 100 B, and a device has 10 B.*'m0' has no load.*load = \"10 ms\""):
         simulate_deployment(unknown, CLOCKWORK, 1.0)
-    with pytest.raises(ServingError, match="or take policy clockwork"):
+    with pytest.raises(ServingError, match="or choose policy clockwork"):
         simulate_deployment(deployment, load_policy("eager"), 1.0)
     with pytest.raises(ServingError, match="load is -1"):
         replace(deployment.models[0], load=-1.0)
@@ -237,7 +237,7 @@ def test_devices_refuse_what_they_do_not_hold_or_have_no_room_for():
     check_there(there_at, 0, 1, 25)
     with pytest.raises(RuntimeError, match="does not hold its model"):
         check_there(there_at, 0, 1, 24)
-    with pytest.raises(RuntimeError, match="no room for"):
+    with pytest.raises(RuntimeError, match="does not fit there"):
         move_weights(weights, there_at, memory, LOAD, 0, 2, 30)
     move_weights(weights, there_at, memory, UNLOAD, 0, 0, 30)
     move_weights(weights, there_at, memory, LOAD, 0, 2, 30)

@@ -341,7 +341,7 @@ def test_what_does_not_go_with_scaling():
     with pytest.raises(ServingError, match="nexus plans for all devices"):
         simulate_deployment(scaled(), load_policy("nexus"), 1.0)
     for search in (find_capacity, find_goodput):
-        with pytest.raises(ServingError, match="Leave scaling out"):
+        with pytest.raises(ServingError, match="Remove the scaling"):
             search(scaled(), SYMPHONY, 1.0)
     check_served(scaled())
     with pytest.raises(ServingError, match="nexus plans for all devices"):

@@ -1,23 +1,23 @@
-"""Serving under deadlines: batching and placing requests by policies that are simulated and run from one source.
+"""Serving under deadlines: policies that batch and place requests, simulated and run from the same source.
 
-batching      the equations of batching, and what they bound
-arrivals      when requests come
-counted       which time of a simulation counts, and what comes in it
-bounds        by what the rates of a deployment can be multiplied
+batching      equations of batching and the bounds that follow from them
+arrivals      arrival times of requests
+counted       the part of a simulation whose requests are counted, and the rates in it
+bounds        the highest multiple of a deployment's rates that its devices can serve
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
-capacity      how many devices these requests need
+capacity      the number of devices that a deployment needs
 placement     which device holds which models
-query_trees   queries that ask several models, and how much time each gets
+query_trees   queries that call several models, and how their time is divided
 trunks        models that share their first layers
-expansion     a deployment whose queries and trunks are models like others
+expansion     a deployment with its queries and trunks turned into plain models
 measured      latencies from a measurement table
-datatypes     values of requests, as numpy has them
+datatypes     numpy types of the protocol's tensor types
 sweeps        a deployment with some of its values changed
-server        answers to requests as they come, by the same policies
-load          requests to a server at their moments
+server        a server that answers requests under the same policies
+load          a load generator that sends requests at given moments
 
-What stands in the table is loaded on first use: processes of a server need none of the simulator.
+Names in the table are loaded on first use, so that server processes do not import the simulator.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""When requests come: moments that are drawn beforehand (open loop: nobody waits for an answer before asking again).
+"""Arrival times of requests, drawn beforehand (open loop: no client waits for an answer before it sends again).
 
-Each model has its own generator, seeded by (seed, place of the model, copy), so that changing one of them, the policy
-or the devices leaves the requests of all others as they were; models of Poisson arrivals with equal rates share one.
+Each model has its own generator, seeded by (seed, index of the model, copy): changing one model, the policy or the
+devices leaves the requests of all other models unchanged. Models of Poisson arrivals with equal rates share one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from meshwright.spec import (
 )
 
 MOST_TRACE_BYTES = 2**30
-# What is no moment is shown so far.
+# Characters of an invalid line that a message shows.
 _SHOWN = 80
-# While they are drawn and put in order, each takes some fifty bytes: moments as they are drawn and in nanoseconds,
-# whose they are, the order, and both in it. So many ask for a machine of 32 GB.
+# Drawing and sorting needs about fifty bytes per request: moments in seconds and in nanoseconds, owners, the order,
+# and both sorted. This number of requests needs a machine of 32 GB.
 MOST_REQUESTS = 500_000_000
 
 Floats = NDArray[np.float64]
 
 
 def mean_rate(arrivals: Arrivals) -> float:
-    """Requests per second in the mean. Raises DocumentError for a trace that cannot be read."""
+    """Return the mean rate in requests per second. Raises DocumentError for a trace that cannot be read."""
     if not isinstance(arrivals, Trace):
         return arrivals.rate
     moments = trace_moments(arrivals)
@@ -46,21 +46,21 @@ def mean_rate(arrivals: Arrivals) -> float:
 
 
 def trace_moments(trace: Trace) -> Floats:
-    """The moments of a trace as they stand in its file. Raises DocumentError for one that cannot be read."""
+    """Return the moments of a trace (s) as in its file. Raises DocumentError if the file cannot be read."""
     return _read_trace(trace.file)
 
 
 def draw_arrivals(
     models: Sequence[ServedModel], seconds: float, *, seed: int = 0, scale: float = 1.0
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Moments (ns, ascending) of all requests within some seconds, and whose they are, copies counted one by one.
+    """Return the moments (ns, ascending) of all requests within some seconds, and the model index of each request.
 
-    ``scale`` multiplies all rates; that of traces by playing them faster. Raises ServingError for too many requests,
-    and where they do not fit into memory.
+    Copies of a model have an index each. ``scale`` multiplies all rates; traces are played faster by it. Raises
+    ServingError for too many requests, or if they do not fit into memory.
     """
     if not (0 < seconds < math.inf and 0 <= scale < math.inf):
         raise ServingError(
-            f"{seconds:g} s at {scale:g} times the rates were asked for; expected more than 0 s, and a scale from 0."
+            f"Got {seconds:g} s at {scale:g} times the rates; expected more than 0 s and a scale of at least 0."
         )
     expected = sum(_expected(model.arrivals, seconds, scale) * model.copies for model in models)
     if expected > MOST_REQUESTS:
@@ -72,13 +72,13 @@ def draw_arrivals(
         return _draw_all(models, seconds, seed, scale)
     except MemoryError:
         raise ServingError(
-            f"{expected:.3g} requests are expected in {seconds:g} s, which do not fit into memory. Simulate fewer "
+            f"{expected:.3g} requests are expected in {seconds:g} s, and they do not fit into memory. Simulate fewer "
             "seconds."
         ) from None
 
 
 def _expected(arrivals: Arrivals, seconds: float, scale: float) -> float:
-    """Requests of one copy; of a trace as many as it has, however close together they are."""
+    """Expected number of requests of one copy; for a trace the exact number."""
     if isinstance(arrivals, Trace):
         return float(trace_moments(arrivals).searchsorted(seconds * arrivals.speed * scale))
     return mean_rate(arrivals) * seconds * scale
@@ -110,7 +110,7 @@ def _draw_all(
 def _poisson(
     models: Sequence[ServedModel], seconds: float, seed: int, scale: float
 ) -> Iterator[tuple[Floats, NDArray[np.int32]]]:
-    """All Poisson arrivals of equal rate as one process, whose requests are dealt out: they need not be sorted."""
+    """Draw all Poisson arrivals of equal rate as one process and assign each request at random: saves sorting."""
     first = 0
     groups: dict[float, list[NDArray[np.int32]]] = {}
     for model in models:
@@ -126,7 +126,7 @@ def _poisson(
 
 
 def _homogeneous(rate: float, seconds: float, rng: np.random.Generator) -> Floats:
-    """Given how many they are, moments of a Poisson process are uniform: sums of exponential gaps, scaled."""
+    """Draw the number, then the moments, which are uniform given their number: scaled sums of exponential gaps."""
     count = int(rng.poisson(rate * seconds))
     gaps = rng.standard_exponential(count + 1)
     np.cumsum(gaps, out=gaps)
@@ -153,9 +153,9 @@ def _draw(arrivals: Gamma | Diurnal | Trace, seconds: float, scale: float, rng: 
 
 
 def _gamma(rate: float, shape: float, seconds: float, rng: np.random.Generator) -> Floats:
-    """Gaps are drawn until they fill the time, which begins somewhere within one of them.
+    """Draw gaps until they fill the time, which starts at a random point within the first gap.
 
-    A moment meets a gap the likelier, the longer it is: that one has the distribution of shape + 1.
+    A random point falls into a gap with probability proportional to its length: that gap has shape + 1.
     """
     if rate == 0:
         return np.zeros(0)
@@ -183,12 +183,12 @@ def _read_trace(file: str) -> Floats:
     if len(moments) < 2 or not np.isfinite(moments).all() or moments[0] < 0 or (np.diff(moments) < 0).any():
         raise DocumentError(f"{file}{_what_is_wrong(content)}")
     if moments[-1] == 0:
-        raise DocumentError(f"{file}: all its moments are 0; expected seconds from the begin of the trace.")
+        raise DocumentError(f"{file}: all its moments are 0; expected seconds since the start of the trace.")
     return moments
 
 
 def _what_is_wrong(content: bytes) -> str:
-    """The first line that is none of a trace, and why; or that there are too few."""
+    """Describe the first invalid line of a trace, or state that it has too few moments."""
     last, shown = 0.0, ""
     for number, line in enumerate(content.splitlines(), 1):
         for word in line.split():
@@ -196,10 +196,10 @@ def _what_is_wrong(content: bytes) -> str:
             try:
                 moment = float(word)
             except ValueError:
-                return f", line {number}: {shown!r} is no number; expected a moment in seconds in each line."
+                return f", line {number}: {shown!r} is not a number; expected a moment in seconds in each line."
             if not 0 <= moment < math.inf:
-                return f", line {number}: the moment is {shown}; expected seconds from the begin of the trace."
+                return f", line {number}: the moment is {shown}; expected seconds since the start of the trace."
             if moment < last:
                 return f", line {number}: {shown} follows {before}; expected ascending moments."
             last = moment
-    return f": {'one moment' if shown else 'no moments'}; expected at least two moments in seconds, one in a line."
+    return f": {'one moment' if shown else 'no moments'}; expected at least two moments in seconds, one per line."

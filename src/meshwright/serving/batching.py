@@ -1,15 +1,15 @@
-"""The equations of batching under deadlines, and what they bound: rates of given devices, devices of given rates.
+"""Equations of batching under deadlines, and their bounds: rates for given devices, devices for given rates.
 
 With l(b) = α b + β, or lines between measured sizes, the latency of a batch, L the SLO and N devices,
 
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
     staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N
-                     or b = 1 and l(1) ≤ L      a request alone waits for no other
-    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind; or b = 1
+                     or b = 1 and l(1) ≤ L      a single request waits for no other
+    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, for both equations; or b = 1
 
-Each of the models that share devices takes a number of devices that need not be whole, N = r l(b) / b (`devices_for`);
-together they can be served if these sum to no more than the devices (`bound_scale`).
+Models that share devices each take a number of devices that need not be whole, N = r l(b) / b (`devices_for`); the
+devices can serve all of them if the sum of these is at most the number of devices (`bound_scale`).
 
 Sources: Nexus (SOSP 2019, section 4.1) for the first two; Symphony (arXiv 2308.07470, section 3) for the third.
 """
@@ -29,12 +29,12 @@ Equation = Literal["staggered", "uncoordinated"]
 
 
 def throughput(latency: Latency, batch: int, num_devices: float = 1.0) -> float:
-    """Requests per second of devices that compute nothing but batches of this size."""
+    """Return the requests per second of devices that compute only batches of this size."""
     return num_devices * batch / latency.of(batch)
 
 
 def largest_batch(latency: Latency, seconds: float) -> int:
-    """The largest batch that takes no longer; 0 if not even one does."""
+    """Return the largest batch that takes at most this long; 0 if a batch of one takes longer."""
     if latency.of(1) > seconds:
         return 0
     low, high = 1, latency.largest
@@ -45,20 +45,20 @@ def largest_batch(latency: Latency, seconds: float) -> int:
 
 
 def best_batch(latency: Latency, most: int) -> int:
-    """The size up to ``most`` with the highest throughput: the largest of a line, but of points not always."""
+    """Return the size up to ``most`` with the highest throughput: ``most`` for a line, but not always for points."""
     sizes = [most, *(size for size, _ in latency.points if size < most)]
     return max(sizes, key=lambda size: throughput(latency, size))
 
 
 def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation = "staggered") -> float:
-    """How many devices a model needs for its rate, the last of them in part; infinite if no number suffices."""
+    """Return how many devices a model needs for its rate, not rounded; infinite if no number suffices."""
     if rate == 0:
         return 0.0
     low, high = 1, largest_batch(latency, slo_s / 2 if equation == "uncoordinated" else slo_s)
     most = high
     if not high:
         return math.inf
-    # Where devices are staggered, l(b) / N is b / r, too.
+    # Where devices are staggered, l(b) / N is also b / r.
     while low < high:
         middle = (low + high + 1) // 2
         if latency.of(middle) + middle / rate <= slo_s:
@@ -67,8 +67,8 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
             high = middle - 1
     needed = rate / throughput(latency, best_batch(latency, low))
     if low < most and latency.of(low + 1) < slo_s:
-        # A larger batch fills too slowly, and can begin before it is full, as if requests came faster: what serves more
-        # serves less.
+        # A larger batch fills too slowly, but can start before it is full, as if requests came faster: the devices that
+        # serve a higher rate also serve a lower one.
         needed = min(needed, latency.of(low + 1) / (slo_s - latency.of(low + 1)))
     return needed
 
@@ -76,7 +76,7 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
 def bound_scale(
     models: Sequence[ServedModel], rates: Sequence[float], num_devices: int, equation: Equation = "staggered"
 ) -> float:
-    """By what all rates can be multiplied so that devices that hold all models still serve them, by an equation.
+    """Return the highest factor on all rates at which devices that hold all models still serve them, by an equation.
 
     ``rates`` are those of one copy of each model. Infinite if nothing arrives.
     """
@@ -100,7 +100,7 @@ def bound_scale(
 
 
 def batch_nanoseconds(latency: Latency, slo_s: float) -> NDArray[np.int64]:
-    """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
+    """Return the time (ns) of each batch size, from 0 (unused) to the largest that takes at most the SLO."""
     sizes = np.arange(latency.largest + 1)
     if latency.points:
         seconds = np.array([latency.of(size) for size in sizes.tolist()])

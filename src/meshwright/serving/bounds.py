@@ -1,8 +1,8 @@
-"""By what can the rates of a deployment be multiplied, by equations, such that its devices still serve them?
+"""The highest multiple of a deployment's rates that its devices can serve, by the equations of batching.
 
-The rates are those of the time that counts in a simulation (`counted`). Queries divide their time by their rates: with
-the split for a scale, the equations allow another scale, whose split is at least as good there. That is repeated until
-nothing is gained.
+The rates are those of the counted time of a simulation (`counted`). Queries divide their time according to their rates:
+with the split for one scale, the equations allow another scale, for which its own split is at least as good. This is
+repeated until the bound no longer changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def scale_bound(
     warm_up_s: float = 0.0,
     equation: Equation = "staggered",
 ) -> float | None:
-    """The highest multiple of all rates as they are in a simulation at a scale; None if nothing arrives in it."""
+    """Return the highest multiple of all rates of a simulation at a scale; None if no requests arrive in it."""
     split, bound = scale, 0.0
     for _ in range(_MOST_SPLITS):
         models = expand_deployment(deployment, split).models

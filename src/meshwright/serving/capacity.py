@@ -1,8 +1,8 @@
-"""How many devices do these requests need? The fewest with which a policy answers enough of every model's in time.
+"""Capacity planning: the fewest devices with which a policy answers enough of every model's requests in time.
 
-Found by simulation, from the devices that the staggered equation asks for: their number is doubled until it suffices,
-or until some of them never get a batch, then the interval is halved. That one device less does not suffice is
-simulated, too. Devices hold all models, or those that a placement gives them (`placement`).
+Found by simulation. The search starts at the number of devices that the staggered equation gives and doubles it until
+it suffices, or until some devices never get a batch; then it halves the interval. The result is confirmed by a
+simulation with one device fewer. Devices hold all models, or those that a placement gives them (`placement`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from meshwright.serving.simulation.fleet import refuse_scaling
 from meshwright.spec import Deployment, Diurnal, ServingError
 from meshwright.spec.groups import MOST_DEVICES
 
-# With fewer devices, one may be idle by chance.
+# With fewer devices than this, one may be idle by chance.
 _ENOUGH_TO_TELL = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Capacity:
-    """``devices`` suffice, with ``result``; ``fewer`` is what one device less does, None if that would be none.
+    """``result`` is that of ``devices``, which suffice; ``fewer`` is that of one device fewer, None if impossible.
 
-    ``staggered`` and ``uncoordinated`` are the devices that the equations ask for, the last one in part.
+    ``staggered`` and ``uncoordinated`` are the numbers of devices by the equations; they need not be whole.
     """
 
     devices: int
@@ -49,15 +49,16 @@ def find_capacity(
     warm_up_s: float = 1.0,
     place: Callable[[Deployment], Deployment] | None = None,
 ) -> Capacity:
-    """The fewest devices that answer this share of each model's requests in time; those of the deployment do not count.
+    """Return the fewest devices with which each model has this share of its requests in time.
 
-    ``place`` gives groups to a deployment of some devices. Raises ServingError where no number of devices does, as with
-    more delay and slack than time, for a deployment with groups of its own or scaling, where no request is counted, and
-    for less than a period of diurnal arrivals.
+    The deployment's own number of devices is ignored. ``place`` assigns groups to a deployment with a given number of
+    devices. Raises ServingError if no number of devices suffices (for example because delay and slack exceed the SLO),
+    if the deployment has groups of its own or scales, if no request is counted, and for less than one period of diurnal
+    arrivals.
     """
     if deployment.groups:
         raise ServingError(
-            "The deployment has groups, whose numbers of devices are given. Leave them out, or have them found anew "
+            "The deployment has groups, so its number of devices is fixed. Remove the groups, or let them be found "
             "for each number of devices: --place best."
         )
     refuse_scaling(deployment)
@@ -80,7 +81,7 @@ def find_capacity(
     staggered = _needed(deployment, begin_end, scale, "staggered")
     if not staggered:
         check_counted(0, deployment.models, seconds, warm_up_s, scale)
-        raise ServingError("Nothing arrives in this deployment, so that no number of devices is the fewest.")
+        raise ServingError("No requests arrive in this deployment, so there is no fewest number of devices.")
     devices = min(max(math.ceil(min(staggered, MOST_DEVICES)), least), MOST_DEVICES)
     low = least - 1
     while not suffices(found := attempt(devices)):
@@ -88,8 +89,8 @@ def find_capacity(
         if has_idle or devices == MOST_DEVICES:
             raise ServingError(
                 f"{devices} devices do not answer {100 * in_time:g} % of every model's requests in time"
-                + (", though some of them never had a batch: more would not help. " if has_idle else ". ")
-                + "Give more time (slo), or less delay and slack."
+                + (", though some of them never got a batch: more devices would not help. " if has_idle else ". ")
+                + "Increase the SLO (slo), or reduce delay and slack."
             )
         low, devices = devices, min(2 * devices, MOST_DEVICES)
     tried: dict[int, ServingResult] = {}
@@ -111,7 +112,7 @@ def find_capacity(
 
 
 def _needed(deployment: Deployment, begin_end: tuple[float, float], scale: float, equation: Equation) -> float:
-    """Devices for the rates as they are simulated; of those that swing for the highest."""
+    """Devices by an equation for the simulated rates; for diurnal arrivals, for the highest rate."""
     rates = rates_within(deployment.models, *begin_end, scale)
     needed = []
     for model, rate in zip(deployment.models, rates, strict=True):

@@ -1,7 +1,7 @@
-"""Which time of a simulation counts, and what comes in it? Traces end, and the waves of a day begin with quiet hours.
+"""The counted time of a simulation and the rates in it. Traces end, and diurnal arrivals start with quiet hours.
 
-Requests count from the end of the warm-up on. Where all of them come from traces, the time ends with the last of
-these, and a warm-up that takes more than nine tenths of it is cut to one.
+Requests are counted from the end of the warm-up on. If all of them come from traces, the counted time ends with the
+last request of these, and a warm-up of more than nine tenths of that time is reduced to one tenth.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import assert_never
 from meshwright.serving.arrivals import mean_rate, trace_moments
 from meshwright.spec import Arrivals, Diurnal, Gamma, Poisson, ServedModel, ServingError, Trace
 
-# A trace that ends a little before the run does so because there is a gap behind its last request.
+# A trace that ends within this share of the run has only a gap after its last request.
 _WHOLE = 0.99
 
 
 def counted_time(
     models: Sequence[ServedModel], seconds: float, warm_up_s: float = 0.0, scale: float = 1.0
 ) -> tuple[float, float]:
-    """From when to when requests count, if so many seconds behind a warm-up were asked for."""
+    """Return start and end (s) of the counted time, for ``seconds`` after a warm-up."""
     whole = warm_up_s + seconds
     coming = [model.arrivals for model in models if scale > 0 and mean_rate(model.arrivals) > 0]
     ends = [
@@ -34,7 +34,7 @@ def counted_time(
 
 
 def rates_within(models: Sequence[ServedModel], begin: float, end: float, scale: float = 1.0) -> list[float]:
-    """Requests per second of one copy of each model in the mean of a time, rates times a scale."""
+    """Return the mean requests per second of one copy of each model between two moments (s), times ``scale``."""
     return [_rate_within(model.arrivals, begin, end, scale) if scale > 0 else 0.0 for model in models]
 
 
@@ -55,7 +55,7 @@ def _rate_within(arrivals: Arrivals, begin: float, end: float, scale: float) -> 
 
 
 def describe_traces(models: Sequence[ServedModel], seconds: float, scale: float = 1.0) -> list[str]:
-    """A sentence for each trace that ends before so many seconds, or begins behind them."""
+    """Return a sentence for each trace that ends before ``seconds``, or starts after it."""
     end = counted_time(models, seconds, 0.0, scale)[1]
     told = []
     for model in models:
@@ -65,12 +65,12 @@ def describe_traces(models: Sequence[ServedModel], seconds: float, scale: float 
         first, last, file = float(moments[0]) / speed, float(moments[-1]) / speed, model.arrivals.file
         if first >= seconds:
             told.append(
-                f"{file}: its first moment lies at {first:.6g} s, behind the {seconds:g} s that are simulated, so that "
-                "none of its requests comes. Moments are seconds from the begin of the trace: take the first one from "
+                f"{file}: its first moment is {first:.6g} s, after the {seconds:g} simulated seconds, so none of its "
+                "requests arrives. Moments are seconds since the start of the trace: subtract the first one from "
                 "all of them."
             )
         elif last < _WHOLE * seconds:
-            what = "what is told is about this time" if last == end else "nothing comes for its model afterwards"
+            what = "the results are about this time" if last == end else "no request for its model arrives afterwards"
             told.append(f"{file}: it ends at {last:.4g} s, and {seconds:g} s are simulated; {what}.")
     return list(dict.fromkeys(told))
 
@@ -78,23 +78,23 @@ def describe_traces(models: Sequence[ServedModel], seconds: float, scale: float 
 def check_counted(
     num_requests: int, models: Sequence[ServedModel], seconds: float, warm_up_s: float = 0.0, scale: float = 1.0
 ) -> None:
-    """Raise ServingError if no request is counted, though some could come."""
+    """Raise ServingError if no request is counted although the arrivals have a positive rate."""
     if num_requests or not scale or not any(mean_rate(model.arrivals) for model in models):
         return
     why = describe_traces(models, warm_up_s + seconds, scale)
     raise ServingError(
-        f"No request is counted in {seconds:g} s, so that there is nothing to say about. "
+        f"No request is counted in {seconds:g} s, so there are no results. "
         + (" ".join(why) if why else "Simulate more seconds, or higher rates.")
     )
 
 
 def refuse_part_of_wave(models: Sequence[ServedModel], seconds: float) -> None:
-    """Raise ServingError for less than a period of diurnal arrivals, which begin with the lowest rate."""
+    """Raise ServingError for less than a period of diurnal arrivals, which start at the lowest rate."""
     for model in models:
         wave = model.arrivals
         if isinstance(wave, Diurnal) and wave.high > wave.low and seconds < wave.period:
             raise ServingError(
-                f"Model {model.name!r}: its rate swings with a period of {wave.period:g} s, of which {seconds:g} s "
-                "would be simulated, beginning with the lowest rate. What is found would be about these alone. "
-                f"Simulate a whole period (--seconds {math.ceil(wave.period)}), or give it a shorter one."
+                f"Model {model.name!r}: its rate varies with a period of {wave.period:g} s, but only {seconds:g} s, "
+                "starting at the lowest rate, would be simulated. The result would hold for these alone. "
+                f"Simulate a whole period (--seconds {math.ceil(wave.period)}), or shorten the period."
             )

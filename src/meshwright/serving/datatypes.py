@@ -1,10 +1,10 @@
-"""Values of the Open Inference Protocol, by the names of their types, as numpy has them."""
+"""Numpy types of the Open Inference Protocol's tensor types."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# BF16 is carried, and not computed with.
+# numpy has no bfloat16: BF16 values are passed through as 16-bit words, never computed with.
 NUMPY_TYPES = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,

@@ -1,4 +1,4 @@
-"""A deployment whose queries and trunks are models like others, which is what everything else is about."""
+"""Expand a deployment: turn its queries and trunks into plain models, the only kind that the other modules handle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from meshwright.spec import Deployment
 
 
 def expand_deployment(deployment: Deployment, scale: float = 1.0) -> Deployment:
-    """See `query_trees` and `trunks`; a deployment of models alone is given back.
+    """Return the deployment with models in place of queries and trunks (see `query_trees` and `trunks`).
 
-    Queries divide their time as is best at ``scale`` times their rates, which stay what they are.
+    Queries divide their time as is best at ``scale`` times their rates; the models' rates are not scaled.
     """
     return expand_trunks(expand_queries(deployment, scale))

@@ -1,7 +1,7 @@
 """Latencies of a deployment's models from a measurement table (`meshwright measure MODEL --batches`).
 
-Models that have a latency keep it. The others take the medians of all sizes that were measured of what they run, found
-by its name (`spec.name_model`): the reference as it was typed, or another way to the same file.
+Models that have a latency keep it. The others take the medians of all measured batch sizes of their model, found by
+name (`spec.name_model`): the reference as it was typed, or another path to the same file.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from meshwright.spec import Deployment, Latency, Measurements, ServedModel, Serv
 
 
 def take_latencies(deployment: Deployment, table: Measurements) -> Deployment:
-    """The deployment with latencies for the models that have none.
+    """Return the deployment with latencies for the models that lack one.
 
-    Raises ServingError where the table lacks one of them, and if it has nothing to say because all have a latency.
+    Raises ServingError if the table lacks one of them, and if all models have a latency already.
     """
     if all(model.latency is not None for model in deployment.models):
-        raise ServingError("All models of the deployment have a latency, so that nothing is taken from measurements.")
+        raise ServingError("All models of the deployment have a latency already; the measurements are not needed.")
     return replace(deployment, models=tuple(_with_latency(model, table) for model in deployment.models))
 
 
@@ -38,5 +38,5 @@ def _with_latency(model: ServedModel, table: Measurements) -> ServedModel:
 
 
 def _key(name: str) -> str:
-    """A name by which two ways to one file are the same."""
+    """Return a key that is the same for two paths to one file."""
     return str(Path(name).expanduser().resolve()) if "/" in name or Path(name).suffix else name

@@ -1,18 +1,18 @@
-"""Queries that ask one model after another: how much of their time each call should get.
+"""Queries that call several models: how to divide a query's time among its calls.
 
 A query is a tree of calls: the first one sees every query, each of the others ``fan_out`` requests for each request of
-the call that it comes after (a detector, then a classifier for each car that it found). If the calls on every way down
-the tree have times that sum to the query's SLO, a query whose calls are all in time is in time. Of all such splits,
-`split_time` finds the one that needs fewest devices (Nexus, SOSP 2019, section 6.2), with the time in S segments:
+the call before it (a detector, then a classifier for each car that it found). If the times of the calls on every path
+from the root sum to the query's SLO, a query whose calls are all in time is in time. Among all such splits,
+`split_time` finds the one that needs the fewest devices (Nexus, SOSP 2019, section 6.2), with the time in S segments:
 
     devices(u, t) = min over k ≤ t of  need(u, k) + Σ over calls v after u of devices(v, t − k)
 
-where need is `batching.devices_for` in what delay and slack leave of k segments: for high rates r l(B) / B with the
-largest batch B that an equation allows in that time, as in the paper; for low ones it counts how long batches fill,
-too. `split_evenly`, which Nexus compares with, divides what is left among the calls of the longest way down.
+Here need is `batching.devices_for` in the time of k segments less delay and slack: for high rates r l(B) / B with the
+largest batch B that an equation allows in that time, as in the paper; for low rates the time to fill a batch counts,
+too. `split_evenly`, the baseline of Nexus, divides the remaining time among the calls of the longest remaining path.
 
-`expand_queries` makes a model of each call, with requests of its own that come independently of each other. In truth
-those of one query come together, when the call before them ends, which batches better and bursts more.
+`expand_queries` makes a model of each call, whose requests arrive independently of each other. In reality, those of
+one query arrive together when the call before them ends, which gives larger batches and more bursts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.serving.batching import Equation, devices_for, largest_batch
 from meshwright.spec import Deployment, ModelCall, Poisson, Query, ServedModel, ServingError
 from meshwright.spec.quantities import Seconds
 
-# A hundredth of the SLO: finer than latencies are known.
+# One segment is a hundredth of the SLO: finer than latencies are known.
 SEGMENTS = 100
 
 
@@ -37,16 +37,15 @@ def split_time(
     scale: float = 1.0,
     overhead_s: float = 0.0,
 ) -> dict[str, float]:
-    """Seconds of each call, such that the fewest devices serve ``scale`` times the query's rate.
+    """Return the seconds of each call such that ``scale`` times the query's rate needs the fewest devices.
 
-    ``overhead_s`` is what passes of each call's time without computing: delay and slack. Time that nobody needs is
-    spread over the calls by what they need. Raises ServingError where no split leaves each call the time of a batch of
-    one.
+    ``overhead_s`` is the part of each call's time without computation: delay and slack. Spare time is spread over the
+    calls in proportion to their needs. Raises ServingError if no split leaves each call enough time for a batch of one.
     """
     rates, after = call_rates(query), _calls_after(query)
     fewest: dict[str, list[float]] = {}
     chosen: dict[str, list[int]] = {}
-    # Those that come after a call stand behind it.
+    # Calls are in topological order: later calls first.
     for call in reversed(query.calls):
         needs = [math.inf]
         needs += [
@@ -60,10 +59,10 @@ def split_time(
             fewest[call.name].append(best)
             chosen[call.name].append(count)
     if not math.isfinite(fewest[query.calls[0].name][segments]):
-        beside = f", beside {overhead_s:g} s of delay and slack for each" if overhead_s else ""
+        beside = f", besides {overhead_s:g} s of delay and slack for each" if overhead_s else ""
         raise ServingError(
-            f"Query {query.name!r}: no split of {query.slo:g} s in {segments} parts leaves each of its calls the time "
-            f"of a batch of one{beside}. Give it more time (slo)."
+            f"Query {query.name!r}: no split of {query.slo:g} s in {segments} parts leaves each of its calls enough "
+            f"time for a batch of one{beside}. Increase its SLO (slo)."
         )
     left, needed = {query.calls[0].name: segments}, dict[str, int]()
     for call in query.calls:
@@ -73,13 +72,13 @@ def split_time(
 
 
 def _spread(query: Query, needed: Mapping[str, int], segments: int) -> dict[str, float]:
-    """All segments, given to the calls: what is left at one, by what it and the longest way down from it need."""
+    """Divide all segments: a call gets the part of what is left that it has of the needs of its longest path down."""
     after, longest = _calls_after(query), dict[str, int]()
     for call in reversed(query.calls):
         longest[call.name] = needed[call.name] + max((longest[later.name] for later in after[call.name]), default=0)
     left, given = {query.calls[0].name: float(segments)}, dict[str, float]()
     for call in query.calls:
-        # What is needed to the last bit: a batch may just fit.
+        # Exactly what is needed, without rounding: a batch may just fit.
         part = left[call.name] * needed[call.name] / longest[call.name]
         given[call.name] = max(part, float(needed[call.name]))
         left |= {later.name: left[call.name] - given[call.name] for later in after[call.name]}
@@ -87,7 +86,7 @@ def _spread(query: Query, needed: Mapping[str, int], segments: int) -> dict[str,
 
 
 def split_evenly(query: Query) -> dict[str, float]:
-    """Seconds of each call: what is left of the SLO, divided by the calls of the longest way down from it."""
+    """Return the seconds of each call: the rest of the SLO, divided by the number of calls on its longest path down."""
     after, longest = _calls_after(query), dict[str, int]()
     for call in reversed(query.calls):
         longest[call.name] = 1 + max((longest[later.name] for later in after[call.name]), default=0)
@@ -106,7 +105,7 @@ def devices_of(
     scale: float = 1.0,
     overhead_s: float = 0.0,
 ) -> float:
-    """The devices that the calls of a query need in these times; infinite if one cannot be met."""
+    """Return the devices that the calls of a query need with these times; infinite if a time cannot be met."""
     rates = call_rates(query)
     return math.fsum(
         _need(call, times[call.name] - overhead_s, rates[call.name] * scale, equation) for call in query.calls
@@ -114,7 +113,7 @@ def devices_of(
 
 
 def call_rates(query: Query) -> dict[str, float]:
-    """Requests per second of each call."""
+    """Return the requests per second of each call."""
     rates = dict[str, float]()
     for call in query.calls:
         rates[call.name] = query.rate if call.after is None else rates[call.after] * call.fan_out
@@ -122,9 +121,9 @@ def call_rates(query: Query) -> dict[str, float]:
 
 
 def expand_queries(deployment: Deployment, scale: float = 1.0) -> Deployment:
-    """The deployment with a model for each call of its queries: query.call, whose SLO is its part of the time.
+    """Return the deployment with a model query.call for each call of its queries; its SLO is the call's time.
 
-    That is split for ``scale`` times the rates; the models have the rates as they are.
+    The time is divided for ``scale`` times the rates; the models' rates are not scaled.
     """
     if not deployment.queries:
         return deployment

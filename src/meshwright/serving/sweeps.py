@@ -1,10 +1,10 @@
-"""A grid of deployments: every combination of the values of some of its parameters, all simulated.
+"""Parameter sweeps: simulate a deployment with every combination of the values of some parameters.
 
 devices=4,8,16               a field of the deployment
-models.0.slo=10..50:5 ms     of its first model; models.0.arrivals.rate, models.0.latency.beta, ...
-policy=adaptive,symphony     policies beside each other
-scale=0.5..1.5:11            all rates, multiplied
-seed=0..9                    other requests
+models.0.slo=10..50:5 ms     a field of its first model; models.0.arrivals.rate, models.0.latency.beta, ...
+policy=adaptive,symphony     several policies
+scale=0.5..1.5:11            a factor on all rates
+seed=0..9                    a seed of the requests
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from meshwright.simulator.scenarios import MAX_CASES, Parameter, Sweep, Value, p
 from meshwright.spec import Deployment, MeshwrightError, ServingError
 from meshwright.spec.codec import decode, encode
 
-# The most that `simulate` takes of them, too.
+# The limits of `simulate`, too.
 _MOST = {"seed": 2**31, "scale": 1e6}
 
 
 def sweep_deployment(
     parameters: Sequence[Parameter], deployment: Deployment, seconds: float, *, seed: int = 0, scale: float = 1.0
 ) -> Sweep:
-    """Simulate every combination, the last parameter changing fastest; a case that cannot be has its ``error``.
+    """Simulate every combination; the last parameter changes fastest. An invalid case has an ``error`` in its row.
 
-    Raises ServingError for too many cases, a parameter given twice, or one of which no value can be.
+    Raises ServingError for too many cases, a parameter given twice, and if every case is invalid.
     """
     count = 1
     for parameter in parameters:
@@ -38,7 +38,7 @@ def sweep_deployment(
     names = [parameter.name for parameter in parameters]
     if not 1 <= count <= MAX_CASES or len(set(names)) < len(names):
         raise ServingError(
-            f"{count} cases of {', '.join(names)} were asked for; expected 1 to {MAX_CASES}, and each parameter once."
+            f"Got {count} cases of {', '.join(names)}; expected 1 to {MAX_CASES}, and each parameter once."
         )
     rows = []
     errors = list[MeshwrightError]()
@@ -68,7 +68,7 @@ def _change(
             is_whole = isinstance(value, int) or name != "seed"
             if isinstance(value, bool | str) or not is_whole or not 0 <= value <= _MOST[name]:
                 kind = "whole number" if name == "seed" else "number"
-                raise ServingError(f"{name}={value} was asked for; expected a {kind} from 0 to {_MOST[name]:.10g}.")
+                raise ServingError(f"Got {name}={value}; expected a {kind} from 0 to {_MOST[name]:.10g}.")
             settings[name] = value
         else:
             put_value(data, name.split("."), value, name)

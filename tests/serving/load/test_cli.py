@@ -128,7 +128,7 @@ def test_a_server_that_wants_a_token_is_told_from_one_without_the_model(load, op
         stub.refusal = respond(401, {"error": "no"})
         code, out, err = load(stub.url, "--rate", 1, *options, *(("--token-file", "token") if has_token else ()))
     assert (code, out) == (1, "")
-    assert "wants a token, and was given " + ("a token that is not valid" if has_token else "no token") in err
+    assert "requires a token and got " + ("an invalid token" if has_token else "no token") in err
     assert "--token-file FILE" in err
 
 

@@ -103,7 +103,7 @@ def test_a_head_has_the_length_of_what_is_left_out(loop, tmp_path):
         (get(INDEX, method="DELETE"), 405, "DELETE is not possible", ("allow", "POST")),
         (get("/v2/repository/models/m/load", method="POST"), 404, "at the admin address", None),
         (get("*", method="OPTIONS"), 404, "There is nothing", None),
-        (post(b"[]", INDEX), 400, "no request of the index", None),
+        (post(b"[]", INDEX), 400, "not an index request", None),
         (post(b"x"), 400, "not JSON", None),
         (post(request(), headers="Inference-Header-Content-Length: x\r\n"), 400, "is 'x'; expected an integer", None),
         (post(request(), headers="Inference-Header-Content-Length: -1\r\n"), 400, "is '-1'", None),
@@ -513,8 +513,8 @@ def test_a_wish_for_another_protocol_is_passed_over(loop, tmp_path):
 @pytest.mark.parametrize(
     ("message", "status", "sentence"),
     [
-        (b"\x16\x03\x01nonsense\r\n\r\n", 400, "no request of HTTP/1.1"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "no request of HTTP/1.1"),
+        (b"\x16\x03\x01nonsense\r\n\r\n", 400, "not an HTTP/1.1 request"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "not an HTTP/1.1 request"),
         (b"GET /v2 HTTP/1.1\r\n\r\n", 400, "no Host header"),
         (b"GET /v2 HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "two headers host"),
         (b"GET /v2 HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400, "no request"),
@@ -692,7 +692,7 @@ def test_no_more_connections_than_there_may_be(loop, tmp_path):
         return told(refused), refused[1]["retry-after"], is_closed, again[0], server.front.counts.refused
 
     (status, sentence), *rest = run(loop, FakeGate(tmp_path), scenario, connections=2)
-    assert (status, sentence) == (503, "There are 2 connections already, as many as there may be.")
+    assert (status, sentence) == (503, "There are 2 connections already, the most that are allowed.")
     assert rest == ["1", True, 200, 1]
 
 

@@ -174,16 +174,16 @@ def test_a_log_that_says_otherwise_is_told(tmp_path):
     data = path.read_bytes()
     # The last cell is the request that was chosen.
     path.write_bytes(data[:-8] + (78).to_bytes(8, "little"))
-    with pytest.raises(ServingError, match="after 1 events the policy decides something else"):
+    with pytest.raises(ServingError, match="after 1 events the policy decides differently"):
         replay_log(path)
     path.write_bytes(data[:-3])
     assert replay_log(path) == (1, 0)
     path.write_text("no log\n")
-    with pytest.raises(ServingError, match="is no log of decisions"):
+    with pytest.raises(ServingError, match="is not a log of decisions"):
         replay_log(path)
     header = json.loads(data.partition(b"\n")[0])
     path.write_bytes(json.dumps({**header, "kind": "another"}).encode() + b"\n")
-    with pytest.raises(ServingError, match="is no log of decisions"):
+    with pytest.raises(ServingError, match="is not a log of decisions"):
         replay_log(path)
 
 
@@ -201,15 +201,15 @@ def logged(path, policy="eager"):
 @pytest.mark.parametrize(
     ("call", "cell", "value", "words"),
     [
-        (1, 0, -7, "after 1 events, numbers of events and decisions cannot be"),
-        (2, 1, 2**40, "after 2 events, numbers of events and decisions cannot be"),
-        (0, 3, 99, "after 0 events, an event is of no kind"),
-        (0, 5, DEVICES, "after 0 events, an event cannot be"),
-        (0, 5, -(10**12), "after 0 events, an event cannot be"),
-        (1, 5, MODELS, "after 1 events, an event cannot be"),
-        (2, 6, 10**15, "after 2 events, an event cannot be"),
-        (2, 7, 17, "after 2 events, an event cannot be"),
-        (2, 4, -1, "after 2 events, an event cannot be"),
+        (1, 0, -7, "after 1 events, the numbers of events and decisions are out of range"),
+        (2, 1, 2**40, "after 2 events, the numbers of events and decisions are out of range"),
+        (0, 3, 99, "after 0 events, an event is of an unknown kind"),
+        (0, 5, DEVICES, "after 0 events, an event is out of range"),
+        (0, 5, -(10**12), "after 0 events, an event is out of range"),
+        (1, 5, MODELS, "after 1 events, an event is out of range"),
+        (2, 6, 10**15, "after 2 events, an event is out of range"),
+        (2, 7, 17, "after 2 events, an event is out of range"),
+        (2, 4, -1, "after 2 events, an event is out of range"),
     ],
 )
 def test_a_damaged_log_is_told_before_a_policy_sees_it(tmp_path, call, cell, value, words):
@@ -236,7 +236,7 @@ def test_facts_that_no_pool_can_have_are_told_before_it_is_made(tmp_path, kind, 
     header = json.loads(data[: starts[0]])
     header["facts"][kind] = value
     (tmp_path / "log").write_bytes(json.dumps(header).encode() + b"\n" + data[starts[0] :])
-    with pytest.raises(ServingError, match="is no log of decisions"):
+    with pytest.raises(ServingError, match="is not a log of decisions"):
         replay_log(tmp_path / "log")
 
 
@@ -245,7 +245,7 @@ def test_measurements_of_other_devices_are_told(tmp_path, measured):
     data, starts = logged(tmp_path / "log")
     header = {**json.loads(data[: starts[0]]), "measured": measured}
     (tmp_path / "log").write_bytes(json.dumps(header).encode() + b"\n" + data[starts[0] :])
-    with pytest.raises(ServingError, match="is no log of decisions"):
+    with pytest.raises(ServingError, match="is not a log of decisions"):
         replay_log(tmp_path / "log")
 
 
@@ -276,10 +276,10 @@ def test_what_a_log_must_not_replace(tmp_path):
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "log").stat().st_size
     for name, words in (
-        ("text", "something else"),
+        ("text", "not a log of decisions"),
         (".", "is a folder"),
-        ("no/log", "no folder"),
-        ("text/x", "no folder"),
+        ("no/log", "not a folder"),
+        ("text/x", "not a folder"),
     ):
         with pytest.raises(ServingError, match=words):
             check_log(tmp_path / name)

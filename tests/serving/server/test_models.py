@@ -256,7 +256,7 @@ def test_a_module_alone_takes_what_the_deployment_says(own):
         ("growing", r"returned output \[1, 1, 3\], \[2, 2, 3\]"),
         ("total", "returned no tensor with dims"),
         ("text", "returned no tensor with dims"),
-        ("odd", "other tensors for other sizes"),
+        ("odd", "other tensors for other batch sizes"),
         ("complex", "complex64, which the protocol cannot carry"),
         ("uneven", "first dims of its inputs are x 2, z 4"),
         ("single", r"run on a batch of 1, raised RuntimeError: .*own.py:\d+: return x.view\(2, 3\)\)"),
@@ -272,7 +272,7 @@ def test_a_model_that_cannot_be_served_says_why(own, name, words):
 def test_references_and_names_that_do_not_fit(own, tmp_path):
     with pytest.raises(MeshwrightError, match="did you mean"):
         open_model(served("gpt-tony"))
-    with pytest.raises(ServingError, match="torch sees cpu"):
+    with pytest.raises(ServingError, match="torch sees only cpu"):
         open_model(served("gpt-tiny"), "cuda:99")
     x, y = TensorSpec(name="x", shape=(3,)), TensorSpec(name="y", shape=(4,))
     for inputs in ((x, y), (y,), (TensorSpec(name="x", shape=(3,), datatype="FP16"),)):
@@ -359,7 +359,7 @@ def test_hooks(own):
     ("changes", "words"),
     [
         ({"preprocess": "flatten"}, "what flatten takes cannot be found out"),
-        ({"preprocess": "flatten", "inputs": True}, "'flatten' is no function"),
+        ({"preprocess": "flatten", "inputs": True}, "'flatten' is not a function"),
         ({"postprocess": "OWN:broken"}, r"broken\(\) raised KeyError: 'nothing' .*own.py:\d+: raise KeyError"),
         ({"postprocess": "OWN:brken"}, "did you mean 'broken'"),
         ({"image_size": 0}, "image_size is 0; expected at least 1"),
@@ -419,7 +419,7 @@ def test_outputs_that_are_not_what_was_promised_fail(own, tmp_path):
     slab.inputs[0][1] = 1.0
     failures = run_batch(model, [(slab, np.array([0, 1]))])
     assert failures.places == (1,)
-    assert "gave float64 [1, 3]; expected float32 [1, 3]" in failures.error
+    assert "returned float64 [1, 3]; expected float32 [1, 3]" in failures.error
     slab.inputs[0][:] = np.nan
     assert run_batch(model, [(slab, np.array([0]))]).places == (0,)  # no NaN is below 1
 
@@ -430,7 +430,7 @@ def test_more_answers_than_samples_fail(own, tmp_path):
     slab.inputs[0][1] = 1.0
     failures = run_batch(model, [(slab, np.array([0, 1, 2]))])
     assert failures.places == (1,)
-    assert "gave float32 [2, 3]; expected float32 [1, 3]" in failures.error
+    assert "returned float32 [2, 3]; expected float32 [1, 3]" in failures.error
 
 
 @pytest.mark.parametrize(("name", "kind"), [("exits", "SystemExit"), ("interrupted", "KeyboardInterrupt")])

@@ -220,7 +220,7 @@ def test_requests_for_other_models_are_looked_at(tmp_path):
         assert post(server, "index", ours | {"Host": "stranger:80"})[0] == 403
         assert post(server, "index", ours, b"x" * 70_000)[0] == 413
         for path, body, sentence in (
-            ("models/m/load", b"[", "no JSON object"),
+            ("models/m/load", b"[", "not a JSON object"),
             ("models/m/load", b'{"parameters": {"config": "{}"}}', "'config'"),
             ("models/n/load", b"", "no model 'n'"),
             ("models/n/unload", b"", "No model 'n'"),

@@ -182,9 +182,9 @@ def test_values_as_numbers(tmp_path, datatype):
 def test_what_is_wrong_is_told(tmp_path):
     typed = request(raw=False).inputs[0]
     cases = [
-        (b"\xff\xff", "no inference.ModelInferRequest"),
-        (request().SerializeToString()[:-3], "no inference.ModelInferRequest"),
-        (b"\x0a\x02\xff\xfe", "no inference.ModelInferRequest"),
+        (b"\xff\xff", "not a valid inference.ModelInferRequest"),
+        (request().SerializeToString()[:-3], "not a valid inference.ModelInferRequest"),
+        (b"\x0a\x02\xff\xfe", "not a valid inference.ModelInferRequest"),
         (request(raw_input_contents=[b"1234" * 3]), "has 12 bytes; expected 16 for FP32"),
         (request(count=2, raw_input_contents=[b"1234" * 4]), "has 16 bytes; expected 32"),
         (request(raw_input_contents=[b"", b""]), "raw_input_contents has 2 entries; expected 1"),
@@ -199,13 +199,13 @@ def test_what_is_wrong_is_told(tmp_path):
             ),
             "is FP32 and has int_contents; expected fp32_contents",
         ),
-        (request(parameters={"timeout": parameter(string_param="x")}), "none of the Open Inference Protocol"),
+        (request(parameters={"timeout": parameter(string_param="x")}), "does not follow the Open Inference Protocol"),
         (request(parameters={"timeout": parameter(int64_param=0)}), "timeout is 0; expected microseconds"),
         (request(parameters={"timeout": parameter(int64_param=10**9)}), "asks for 1000 s; expected 60 s at most"),
         (request(parameters={"priority": parameter(int64_param=-1)}), "priority is -1"),
         (request(parameters={"sequence_id": parameter(string_param="a")}), "sequence_id was given"),
         (request(outputs=[{"name": "z"}]), "There is no output 'z'"),
-        (request(outputs=[{"name": "y"}, {"name": "y"}]), "asked for twice"),
+        (request(outputs=[{"name": "y"}, {"name": "y"}]), "requested twice"),
         (
             request(outputs=[{"name": "y", "parameters": {"classification": parameter(int64_param=1)}}]),
             "classification or shared_memory_region",

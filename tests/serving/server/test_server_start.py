@@ -53,8 +53,8 @@ def test_a_port_in_use_is_told(tmp_path, option):
     ("policy", "expected"),
     [
         ("egaer", "There is no policy 'egaer'"),
-        ("shepherd", "gives batches up while they run, which no worker can do"),
-        ("sharded:shards=3", "Serve by 'symphony', which decides the same"),
+        ("shepherd", "aborts running batches, which no worker can do"),
+        ("sharded:shards=3", "Serve under 'symphony', which decides the same"),
     ],
 )
 @pytest.mark.matrix
@@ -80,7 +80,7 @@ def test_a_policy_that_cannot_serve_is_refused(tmp_path, policy, expected):
 )
 @pytest.mark.long
 def test_what_only_the_simulator_knows_is_refused(tmp_path, more, what):
-    assert f"The deployment has {what}, which only the simulator knows" in refusal(tmp_path, EMULATED + more)
+    assert f"The deployment has {what}, which only the simulator supports" in refusal(tmp_path, EMULATED + more)
 
 
 @pytest.mark.parametrize("token", ["tökén", *left_to_ci("", "\n", "a b", "a\nb", "a\tb", "a" * 20_000)])
@@ -92,7 +92,7 @@ def test_a_token_that_is_none_is_refused(tmp_path, token):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("deployment.toml", "something else"), *left_to_ci(("nowhere/log", "no folder"), (".", "is a folder"))],
+    [("deployment.toml", "not a log of decisions"), *left_to_ci(("nowhere/log", "not a folder"), (".", "is a folder"))],
 )
 @pytest.mark.long
 def test_a_log_that_cannot_be_written_is_told(tmp_path, name, expected):

@@ -181,8 +181,8 @@ DEEP = b'{"inputs":' + b"[" * 100_000
         (changed(shape=[1] * 5000), "the shape [1, 1"),
         (changed(shape=[1.5, 4]), "Expected `int`"),
         (changed(data=[1, 2, 3]), "has 3 values; expected 4"),
-        (changed(data=[[1, 2, 3]]), "not of its shape [1, 4]"),
-        (changed(data=[[1, 2], [3, 4]]), "not of its shape"),
+        (changed(data=[[1, 2, 3]]), "do not match its shape [1, 4]"),
+        (changed(data=[[1, 2], [3, 4]]), "do not match its shape"),
         (changed(data=[[1, 2, 3, 4], 5]), "are not numbers"),
         (changed(data=[[[1, 2, 3, 4]]]), "are not numbers"),
         (changed(data=[1, 2, 3, "4"]), "Expected `float`, got `str`"),
@@ -191,7 +191,7 @@ DEEP = b'{"inputs":' + b"[" * 100_000
         (changed(data=3), "are not numbers"),
         (changed(data=None), "are not numbers"),
         (changed(data={}), "are not numbers"),
-        (changed(data=[1, 2, 3, 1e39]), "1e+39, which is none of FP32"),
+        (changed(data=[1, 2, 3, 1e39]), "1e+39, which is out of range for FP32"),
         (b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[NaN,1,1,1]}]}', "not JSON"),
         (b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[Infinity,1,1,1]}]}', "not JSON"),
         (b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1e999,1,1,1]}]}', "out of range"),
@@ -201,7 +201,7 @@ DEEP = b'{"inputs":' + b"[" * 100_000
         (changed(parameters={"shared_memory_region": "r"}), "shared memory"),
         (changed(parameters={"binary_data_size": "16"}), "Expected `int | null`"),
         (request(outputs=[{"name": "z"}]), "no output 'z'; expected one of 'y'"),
-        (request(outputs=[{"name": "y"}, {"name": "y"}]), "asked for twice"),
+        (request(outputs=[{"name": "y"}, {"name": "y"}]), "requested twice"),
         (request(outputs=[{"name": "y", "parameters": {"classification": 3}}]), "classification"),
         (request(parameters={"timeout": 0}), "timeout is 0"),
         (request(parameters={"timeout": -(10**30)}), "timeout is -1000"),
@@ -220,12 +220,12 @@ def test_what_is_wrong_is_told(tmp_path, document, told):
 @pytest.mark.parametrize(
     ("datatype", "values", "told"),
     [
-        ("INT8", [128], "128, which is none of INT8"),
+        ("INT8", [128], "128, which is out of range for INT8"),
         ("INT8", [-129], "-129, which"),
         ("UINT8", [-1], "-1, which"),
-        ("UINT64", [2**64], "which is none of UINT64"),
-        ("INT64", [2**63], "which is none of INT64"),
-        ("INT64", [10**1000], "…, which is none of INT64"),
+        ("UINT64", [2**64], "which is out of range for UINT64"),
+        ("INT64", [2**63], "which is out of range for INT64"),
+        ("INT64", [10**1000], "…, which is out of range for INT64"),
         ("INT32", [1.0], "are not integers"),
         ("INT32", [True], "are not integers"),
         ("BOOL", [1], "are not true or false"),
@@ -243,9 +243,9 @@ def test_values_are_of_their_datatype(tmp_path, datatype, values, told):
 @pytest.mark.parametrize(
     ("size", "block", "json_bytes", "told"),
     [
-        (16, bytes(15), None, "of which 15 follow the JSON"),
-        (16, b"", None, "of which 0 follow the JSON"),
-        (16, bytes(17), None, "17 bytes follow the JSON, and inputs say binary_data_size of 16"),
+        (16, bytes(15), None, "only 15 of them follow the JSON"),
+        (16, b"", None, "only 0 of them follow the JSON"),
+        (16, bytes(17), None, "17 bytes follow the JSON, but the inputs' binary_data_size sum to 16"),
         (15, bytes(15), None, "binary_data_size of 15; expected 16"),
         (-16, bytes(16), None, "binary_data_size of -16"),
         (2**90, bytes(16), None, "expected 16"),
@@ -310,7 +310,7 @@ def test_inputs_have_as_many_samples(tmp_path):
     _, codec = two_of_each(tmp_path)
     x = {"name": "x", "shape": [2, 4], "datatype": "FP32", "data": [0.5] * 8}
     i = {"name": "i", "shape": [1, 2], "datatype": "INT8", "data": [1, 2]}
-    assert "has 1 samples, and one before it 2" in refusal(codec, {"inputs": [x, i]})
+    assert "has 1 samples, and an earlier one 2" in refusal(codec, {"inputs": [x, i]})
     assert refusal(codec, {"inputs": [i]}) == "Inputs are missing: 'x'."
 
 

@@ -168,7 +168,7 @@ def test_errors_say_what_is_wrong(client):
         client.infer("fp32", inputs_of("FP32", values), outputs=[triton.InferRequestedOutput("y", class_count=2)])
     shared = triton.InferInput("x", [4, 2, 3], "FP32")
     shared.set_shared_memory("region", 96)
-    with pytest.raises(errors.InferenceServerException, match="lies in shared memory, which is not supported"):
+    with pytest.raises(errors.InferenceServerException, match="is in shared memory, which is not supported"):
         client.infer("fp32", [shared])
 
 

@@ -1,15 +1,14 @@
-"""Load on a server: requests of the Open Inference Protocol at moments that are drawn beforehand (open loop).
+"""Load generator: requests of the Open Inference Protocol, sent at moments that are drawn beforehand (open loop).
 
-streams     which models are asked, when, and by when answers are due
-target      the server: its address, its models and what they take
+streams     which models get requests, when, and with which deadlines
+target      the server: its address, its models and their inputs
 bodies      requests as bytes, made before the first is sent
-answers     responses as bytes: are they whole, and whose are they
-job         what one process is to send, and what it writes down
-connection  one connection, and what is under way on it
+answers     responses as bytes: checked for completeness and matched to requests
+job         the work of one process, and its records
 loop        sends and receives in one process
-processes   the same in several
-run         all of it
-result      what became of the requests, as figures
+processes   the same in several processes
+run         a whole run
+result      outcomes of the requests, as figures
 """
 
 from meshwright.serving.load.answers import Response, decode_outputs

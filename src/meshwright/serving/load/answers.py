@@ -1,7 +1,7 @@
-"""Responses as bytes: are they whole, whose are they, and which tensors are in them?
+"""Responses as bytes: parse them, match them to requests, and decode their tensors.
 
-An answer of status 200 belongs to a request if its ``id`` is the request's. Whoever asks looks for that id in the bytes
-and parses JSON only where it is not found.
+An answer of status 200 belongs to a request if its ``id`` is the request's. The caller looks for that id in the bytes,
+and parses JSON only if it is not found.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from meshwright.serving.datatypes import NUMPY_TYPES
 
-# The largest head and body of a response that are taken for one.
+# The largest head and body of a response that are accepted.
 _MOST_HEAD_BYTES = 2**16
 _MOST_BODY_BYTES = 2**31
-# What is read of an answer that says why there is no other, and how much of its reason is told.
+# Bytes that are read of an answer with an error, and characters of its reason that are shown.
 MOST_REASON_BYTES, _SHOWN = 2**12, 300
 _IN_JSON: dict[str, Any] = {**NUMPY_TYPES, "BF16": np.float32, "BYTES": object}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMetadata:
-    """Name, datatype and shape as a server tells them; -1 is an open size."""
+    """Name, datatype and shape from a server's metadata; -1 is an open size."""
 
     name: str
     datatype: str
@@ -36,7 +36,7 @@ class TensorMetadata:
 class ResponseHead(NamedTuple):
     """Status line and headers: ``length`` is -1 if the end of the connection ends the body.
 
-    ``json_length`` are the bytes of the body that are JSON, if binary data follows.
+    ``json_length`` is the number of bytes of JSON in the body, if binary data follows.
     """
 
     status: int
@@ -54,20 +54,20 @@ class Response(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """The part of the body that is JSON."""
+        """The JSON part of the body."""
         return self.body if self.head.json_length is None else self.body[: self.head.json_length]
 
 
 class MalformedError(Exception):
-    """Bytes that are no response."""
+    """The bytes are not a valid response."""
 
 
 def read_answer(data: bytes, *, ended: bool = False) -> Response | None:
-    """The response that these bytes are; None if more are to come. Raises MalformedError, also for more than one."""
+    """Return the response in these bytes; None if it is incomplete. Raises MalformedError, also for more than one."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         if len(data) > _MOST_HEAD_BYTES or data[:7] != b"HTTP/1."[: len(data)]:
-            raise MalformedError("no head of a response")
+            raise MalformedError("not the head of a response")
         return None
     head = parse_head(data[:end])
     start = end + 4
@@ -118,7 +118,7 @@ def _parse_size(value: bytes | None) -> int | None:
     if value is None:
         return None
     if not value.isdigit() or len(value) > 10 or int(value) > _MOST_BODY_BYTES:
-        raise MalformedError("a length that is no number")
+        raise MalformedError("a length that is not a number")
     return int(value)
 
 
@@ -154,7 +154,7 @@ def _join_chunks(data: bytes, place: int) -> bytes | None:
 
 
 def is_for_another(answer: Response, request_id: str) -> bool:
-    """Is an answer of status 200, in which an id was not found, that to another request? If not, it is malformed."""
+    """Return whether an answer of status 200 without the expected id has another one. If not, it is malformed."""
     try:
         found = json.loads(answer.text)["id"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -163,7 +163,7 @@ def is_for_another(answer: Response, request_id: str) -> bool:
 
 
 def reason_of(body: bytes) -> str:
-    """What an answer of another status than 200 says: its ``error``, or the begin of whatever it is."""
+    """Return why an answer is not of status 200: its ``error``, or the start of its body."""
     try:
         text = str(json.loads(body)["error"])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -172,14 +172,14 @@ def reason_of(body: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """A text of a stranger, not too long, in which nothing commands a terminal."""
+    """Shorten a text from outside, and remove characters that control a terminal."""
     words = "".join(sign if sign.isprintable() else " " for sign in text).split()
     shown = " ".join(words)
     return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
 
 
 def decode_outputs(answer: Response) -> dict[str, NDArray[Any]]:
-    """The tensors of an answer by name, from JSON or binary data. Raises ValueError for what is none."""
+    """Return the tensors of an answer by name, from JSON or binary data. Raises ValueError for an invalid one."""
     try:
         outputs, place, found = json.loads(answer.text)["outputs"], len(answer.text), {}
         for output in outputs:
@@ -198,7 +198,7 @@ def decode_outputs(answer: Response) -> dict[str, NDArray[Any]]:
 
 def _decode_binary(content: bytes, kind: str) -> NDArray[Any]:
     if kind == "BF16":
-        # The upper half of a float32.
+        # BF16 is the upper half of a float32.
         return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
     if kind != "BYTES":
         return np.frombuffer(content, np.dtype(NUMPY_TYPES[kind]).newbyteorder("<"))

@@ -1,11 +1,11 @@
-"""Requests as bytes, made before the first is sent: sending one costs writing its id into them, and the system's call.
+"""Requests as bytes, made before the first is sent: sending one takes only writing its id into them and a system call.
 
     POST /v2/models/NAME/infer
     {"id": "0000000042", "parameters": {"timeout": 50000}, "inputs": [{"name", "shape", "datatype", "data"}, ...]}
 
-``timeout`` (Triton's, in microseconds) is what is left until the deadline when the request is sent: it counts from the
-request's moment, and a sender that is late leaves a server less time. In binary requests (Triton's binary tensor data
-extension) the values follow the JSON, whose length a header says, and those of the answer are asked for like that.
+``timeout`` (Triton's, in microseconds) is the time that is left until the deadline when the request is sent: it counts
+from the request's moment, and a late sender leaves a server less time. In binary requests (Triton's binary tensor data
+extension) the values follow the JSON, whose length a header states, and the answer is requested in the same format.
 Values are drawn from (seed, model, number of the body).
 """
 
@@ -24,27 +24,27 @@ from meshwright.serving.load.answers import TensorMetadata
 from meshwright.serving.load.target import ModelSignature, Target
 from meshwright.spec import ServingError
 
-# Digits of an id, which are written into bytes that are there already.
+# Digits of an id, which is written into existing bytes.
 ID_DIGITS = 10
 _NO_ID = "0" * ID_DIGITS
-# A timeout has so many places, filled with spaces before it, to be written anew.
+# Width of a timeout, padded with spaces, so that it can be overwritten.
 TIMEOUT_PLACES = 11
-# Different bodies of a model, and what those of all models may take in memory.
+# Different bodies of a model, and the memory (bytes) for those of all models.
 _NUM_BODIES = 8
 _MOST_BYTES = 2**30
 _MOST_BODY_BYTES = 2**28
-# An open size which is not that of the batch, such as tokens.
+# Used for an open size other than the batch, such as the number of tokens.
 _OPEN_SIZE = 16
-# Whole numbers are below this: ids of tokens, classes and types of segments, of which some models have only two.
+# Integers are below this: ids of tokens, classes, and types of segments, of which some models have only two.
 _MOST_WHOLE = 2
 _WHOLE = {name: kind for name, kind in NUMPY_TYPES.items() if name.startswith(("INT", "UINT"))}
 _REAL = {"FP16": np.float16, "BF16": np.float32, "FP32": np.float32, "FP64": np.float64}
 
 
 class RequestBytes:
-    """A request as bytes, head and body; its id begins at ``id_place``, and its timeout, if it has one, where it says.
+    """A request as bytes, head and body; its id is at ``id_place``, its timeout, if it has one, at ``timeout_place``.
 
-    ``timeout_us`` is the timeout of a request that is sent at its moment (`tell_timeout`).
+    ``timeout_us`` is the timeout of a request that is sent exactly at its moment (`tell_timeout`).
     """
 
     __slots__ = ("content", "id_place", "timeout_place", "timeout_us")
@@ -57,7 +57,7 @@ class RequestBytes:
         return RequestBytes, (self.content, self.id_place, self.timeout_place, self.timeout_us)
 
     def tell_timeout(self, late_ns: int) -> None:
-        """Write what is left of the timeout so long after the request's moment; a microsecond at least."""
+        """Write the rest of the timeout, ``late_ns`` after the request's moment; at least a microsecond."""
         if self.timeout_place:
             left = max(self.timeout_us - late_ns // 1000, 1)
             self.content[self.timeout_place : self.timeout_place + TIMEOUT_PLACES] = b"%*d" % (TIMEOUT_PLACES, left)
@@ -72,9 +72,9 @@ def build_requests(
     binary: bool = False,
     seed: int = 0,
 ) -> list[list[RequestBytes]]:
-    """Some requests for each model, which differ in their values. Raises ServingError for inputs that cannot be made.
+    """Return some requests for each model with different values. Raises ServingError for inputs that cannot be made.
 
-    ``parameters`` are those of each model's requests, ``rows`` the samples of one.
+    ``parameters`` are those of each model's requests, ``rows`` the number of samples in one.
     """
     requests: list[list[RequestBytes]] = []
     num_bytes = 0
@@ -97,9 +97,9 @@ def build_requests(
 def draw_inputs(
     model: ModelSignature, rows: int, *, seed: int = 0, place: int = 0, number: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """The values of a body by tensor: the ``number``-th body of the model at this place among all that are asked.
+    """Return the values of a model's ``number``-th body by tensor; ``place`` is the model's index among all.
 
-    Real numbers are normal with four digits after the point, so that JSON and binary requests say the same. Raises
+    Real numbers are normal with four decimals, so that JSON and binary requests have the same values. Raises
     ServingError.
     """
     rng = np.random.default_rng([seed, place, number])
@@ -124,24 +124,24 @@ def _draw(model: str, tensor: TensorMetadata, rows: int, rng: np.random.Generato
         return rng.integers(10**7, 10**8, shape).astype(str).astype(object)
     raise ServingError(
         f"Input {tensor.name!r} of model {model!r} has datatype {tensor.datatype!r}; expected BOOL, BYTES, BF16 or one "
-        "of numbers (INT64, FP32, ...). Requests for it cannot be made here."
+        "of numbers (INT64, FP32, ...). Requests for it cannot be generated."
     )
 
 
 def input_shape(model: str, tensor: TensorMetadata, rows: int) -> tuple[int, ...]:
-    """The shape of an input of so many samples; open sizes but the first are some size. Raises ServingError."""
+    """Return the shape of an input of ``rows`` samples; other open sizes get a fixed size. Raises ServingError."""
     if not tensor.shape or tensor.shape[0] != -1:
         if rows != 1:
             raise ServingError(
-                f"Input {tensor.name!r} of model {model!r} has shape {list(tensor.shape)}, of one sample; {rows} rows "
-                "were asked for. Leave --rows out."
+                f"Input {tensor.name!r} of model {model!r} has shape {list(tensor.shape)}, that of one sample, but "
+                f"--rows is {rows}. Leave --rows out."
             )
         return tensor.shape
     return (rows, *(_OPEN_SIZE if size == -1 else size for size in tensor.shape[1:]))
 
 
 def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Cut to what bfloat16 can say, so that JSON and binary requests say the same."""
+    """Truncate to bfloat16's precision, so that JSON and binary requests have the same values."""
     return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
@@ -157,7 +157,7 @@ def _build(
             parts.append(_encode(drawn, tensor.datatype))
             entry["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            # Values as texts are the shortest that are read as the same number.
+            # The text of a value is the shortest that is read as the same number.
             entry["data"] = json.loads(f"[{','.join(map(str, drawn.ravel()))}]") if _is_real(drawn) else _listed(drawn)
         inputs.append(entry)
     parameters = {**said, **({"binary_data_output": True} if binary else {})}

@@ -1,4 +1,4 @@
-"""What one process is to send, and what it writes down of each request."""
+"""The work of one sending process, and its record of each request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Check = Callable[[str, int, Response], bool]
 
 
 class UnansweredReason(enum.IntEnum):
-    """What became of a request that was not answered by an HTTP status, as which others are kept."""
+    """Outcome of a request without an HTTP status; stored in place of the status."""
 
     UNANSWERED = 0
     FAILED = -1
@@ -28,10 +28,10 @@ class UnansweredReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadJob:
-    """What one process is to send: moments (ns from the begin, ascending), and the model of each.
+    """The requests of one process: moments (ns from the start, ascending), and the model of each.
 
     ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of
-    the models. ``connections`` is the most that are opened, ``at_first`` before the begin.
+    the models. At most ``connections`` are opened, ``at_first`` of them before the start.
     """
 
     family: int
@@ -50,10 +50,10 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestRecords:
-    """Of each request: status (or `UnansweredReason`), seconds from its moment to its sending and to its answer.
+    """For each request: status (or `UnansweredReason`), seconds from its moment to its sending and to its answer.
 
-    ``waited`` is whether it found no idle connection. ``bodies`` has the first one of each status but 200. ``cpu_s`` is
-    the processor time of the loop, ``end_ns`` the last moment that it came to (from the begin).
+    ``waited`` is whether it found no idle connection. ``bodies`` has the first body of each status other than 200.
+    ``cpu_s`` is the processor time of the loop, ``end_ns`` the last moment that it reached (from the start).
     """
 
     status: NDArray[np.int16]

@@ -1,13 +1,13 @@
-"""Sends requests at their moments and receives answers, in one process without threads.
+"""Send requests at their moments and receive answers, in one process without threads.
 
-A turn of the loop sends everything that is due, waits until the next moment or an answer, and reads what has come.
-A request that finds no idle connection waits for one, and its latency counts from its moment all the same; connections
-that were used last are used first, and each has one request under way at most.
+A turn of the loop sends everything that is due, waits for the next moment or an answer, and reads what has arrived. A
+request that finds no idle connection waits for one, and its latency still counts from its moment. The most recently
+used connections are used first, each with at most one request at a time.
 
-Waiting is select(2) on the selector's own descriptor, whose timeouts are microseconds; those of epoll_wait(2) are
+Waiting is select(2) on the selector's own descriptor, with timeouts in microseconds; those of epoll_wait(2) are
 milliseconds. The kernel adds 50 microseconds (prctl(2), PR_SET_TIMERSLACK). Falling asleep and waking up takes more
-time of a processor (24 microseconds on a virtual machine) than a request does (10), so that where requests come close
-together one turn serves those of a fifth of a millisecond.
+processor time (24 microseconds on a virtual machine) than a request (10), so that with dense requests one turn serves
+those of a fifth of a millisecond.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from meshwright.serving.load.job import LoadJob, RequestRecords, UnansweredReaso
 from meshwright.spec import ServingError
 
 _NS = 1_000_000_000
-# A turn lasts no longer, so that progress is told and a stop is seen.
+# Longest turn, so that progress is reported and a stop is noticed.
 _LONGEST_TURN_NS = 50_000_000
-# Turns begin so far apart if requests come closer together: it bounds what is added to lateness and latency.
+# Least time between the starts of turns with dense requests: bounds what this adds to lateness and latency.
 _REST_NS = 200_000
-# Answers that are read before it is looked again whether requests are due.
+# Answers that are read before the loop checks again whether requests are due.
 _READ_AT_ONCE = 16
-# Connections that are being made at a time: the queue of a listening socket is 128 or longer (listen(2), SOMAXCONN of
-# old), and whoever finds it full tries again after a second.
+# Connections that are being opened at a time: the queue of a listening socket holds 128 or more (listen(2), SOMAXCONN
+# of old), and a client that finds it full retries only after a second.
 _CONNECTING_AT_ONCE = 64
 _SHORTEST_PAUSE_NS, _LONGEST_PAUSE_NS = 10_000_000, _NS
 _CONNECT_S = 10.0
-# Bytes that are read at once, and of an answer that is longer. Room for as many is made first, in 1.5 microseconds for
-# both; for 2**18 bytes, which the system maps pages for, in 14 (2026-11-25, Linux 6 and glibc, two cores).
+# Bytes that are read at once, and of a longer answer. The buffer for either is allocated in 1.5 microseconds; one of
+# 2**18 bytes, for which the system maps pages, in 14 (2026-11-25, Linux 6 and glibc, two cores).
 _READ_BYTES, _READ_MORE_BYTES = 2**14, 2**16
-# Once it was told to stop, answers are waited for this long.
+# How long answers are waited for after a stop.
 _STOP_GRACE_NS = _NS
 
 
 class Loop:
-    """See the module's docstring. `connect`, then `run`, then `close`."""
+    """See the module's docstring. Call `connect`, then `run`, then `close`."""
 
     def __init__(self, job: LoadJob, stop: Any = None) -> None:
         count = len(job.moments)
@@ -66,11 +66,11 @@ class Loop:
         self._num_connecting = 0
         self._num_opened = 0
         self._most = job.connections
-        # After a failed attempt, no other before this moment.
+        # After a failed attempt, the next one is made only from this moment on.
         self._again_ns = 0
         self._pause_ns = 0
         self._backlog: deque[int] = deque()
-        # The next to be sent, of so many, and how many are not done; none before the begin.
+        # The next request, the number of requests, and those that are not done; 0 before the start.
         self._next = self._count = self._num_left = 0
         self._is_stopped = False
         # Nothing is sent or waited for after this moment.
@@ -87,12 +87,12 @@ class Loop:
         )
         status, lateness, latency, waited = self._columns
         self._status, self._waited = status.data, waited.data
-        # Whose cells are floats, which memoryview's types do not know.
+        # memoryview's types do not include arrays of float32.
         self._lateness: Any = lateness.data
         self._latency: Any = latency.data
 
     def connect(self) -> None:
-        """Open the connections that are there from the first moment on. Raises ServingError if none can be opened."""
+        """Open the connections that should exist at the start. Raises ServingError if none can be opened."""
         until = time.perf_counter() + _CONNECT_S
         wanted = min(self._job.at_first, self._most)
         while len(self._idle) < wanted and time.perf_counter() < until and not self._again_ns:
@@ -102,13 +102,13 @@ class Loop:
                 self._open()
             self._turn(0.1)
         if wanted and not self._idle:
-            raise ServingError("The server took no connection. Is it there, and has it room for one?")
+            raise ServingError("The server accepted no connection. Is it running, and below its limit of connections?")
         self._again_ns = self._pause_ns = 0
 
     def run(self, begin_ns: int, tell: Callable[[int, int], None] | None = None) -> RequestRecords:
-        """Send all requests from a moment of `time.perf_counter_ns` on; ``tell`` hears how many were sent, are done.
+        """Send all requests, from ``begin_ns`` of `time.perf_counter_ns` on; call ``tell(sent, done)`` now and then.
 
-        Ctrl-C, or something to read from ``stop``, ends it early: what is under way has a second left.
+        Ctrl-C, or data from ``stop``, ends it early: requests under way have one more second.
         """
         self._moments = (self._job.moments + begin_ns).data
         self._count = self._num_left = len(self._moments)
@@ -180,7 +180,7 @@ class Loop:
         self._count = self._next
 
     def _turn(self, seconds: float) -> None:
-        """Wait for something to happen for up to so many seconds, and do what it asks for."""
+        """Wait up to some seconds for events, and handle them."""
         selector = self._selector
         if seconds > 0 and hasattr(selector, "fileno"):
             if not select.select((selector.fileno(),), (), (), seconds)[0]:
@@ -195,7 +195,7 @@ class Loop:
                 self._selector.unregister(self._stop)
                 self._end_early()
             elif connection not in self._connections:
-                continue  # closed by what happened before in this turn
+                continue  # closed by an earlier event of this turn
             elif events & selectors.EVENT_READ and connection.is_open:
                 self._read(connection)
             else:
@@ -217,7 +217,7 @@ class Loop:
                 self._wait_for_connection(number, now)
 
     def _send(self, connection: ClientConnection, number: int) -> None:
-        # As it stands in the JSON of request and answer.
+        # As in the JSON of request and answer.
         request_id = b'"%010d"' % (self._first + number * self._step)
         bodies = self._requests[self._whose[number]]
         request = bodies[number % len(bodies)]
@@ -235,7 +235,7 @@ class Loop:
             self._lose(connection)
             return
         if done < len(content):
-            # The bytes are those of the next request as well, with another id.
+            # Copied: the bytes are reused for the next request, with another id.
             connection.rest = bytes(content[done:])
             self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
 
@@ -248,7 +248,7 @@ class Loop:
             self._open_more(now)
 
     def _fail_backlog(self) -> None:
-        """There is no connection and none can be made: nobody would answer what waits."""
+        """Fail waiting requests: there is no connection and none can be opened."""
         while self._backlog:
             self._settle(self._backlog.popleft(), UnansweredReason.FAILED)
 
@@ -288,7 +288,7 @@ class Loop:
         self._num_connecting += 1
 
     def _write(self, connection: ClientConnection) -> None:
-        """A connection was made, or could not be, or has room for more."""
+        """Handle a connection that was opened, could not be opened, or has room to send more."""
         if not connection.is_open:
             self._num_connecting -= 1
             if connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -312,7 +312,7 @@ class Loop:
             self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
 
     def _pause(self) -> None:
-        """Connecting failed: the next attempt is made later, each time longer."""
+        """Delay the next attempt to connect after a failed one, each time for longer."""
         if self._now >= self._again_ns:
             self._pause_ns = min(max(2 * self._pause_ns, _SHORTEST_PAUSE_NS), _LONGEST_PAUSE_NS)
             self._again_ns = self._now + self._pause_ns
@@ -326,7 +326,7 @@ class Loop:
             self._idle.append(connection)
 
     def _lose(self, connection: ClientConnection) -> None:
-        """A connection ended; if a request was under way, it has failed."""
+        """Handle the end of a connection: its request, if it has one, has failed."""
         self._drop(connection)
         if connection.number >= 0:
             self._settle(connection.number, UnansweredReason.FAILED)
@@ -348,7 +348,7 @@ class Loop:
             self._lose(connection)
             return
         if connection.number < 0:
-            # The server ends an idle connection, with or without a word.
+            # The server closes an idle connection.
             self._drop(connection)
             return
         ended = not data
@@ -363,13 +363,13 @@ class Loop:
         if answer is not None:
             self._take(connection, self._judge(connection, answer), closes=ended or answer.head.closes)
         elif ended:
-            # Without a word it is a lost connection, in the middle of an answer a malformed one.
+            # Without any byte it is a lost connection; in the middle of an answer, a malformed one.
             self._take(connection, UnansweredReason.MALFORMED if data else UnansweredReason.FAILED, closes=True)
         elif connection.buffer is None:
             connection.buffer = bytearray(data)
 
     def _take(self, connection: ClientConnection, status: int, *, closes: bool) -> None:
-        """The request of a connection is done, which is ready for the next one unless it is at its end."""
+        """Settle the request of a connection, and reuse the connection unless it is at its end."""
         self._settle(connection.number, status)
         if closes or connection.rest:
             self._drop(connection)
@@ -378,7 +378,7 @@ class Loop:
         self._free(connection)
 
     def _judge(self, connection: ClientConnection, answer: Response) -> int:
-        """The status of an answer, or why it is none."""
+        """Return the status of an answer, or why it is not accepted."""
         status = answer.head.status
         if status != 200:
             self._bodies.setdefault(status, answer.body[:MOST_REASON_BYTES])
@@ -401,14 +401,14 @@ class Loop:
 
 
 class ClientConnection:
-    """See the module's docstring."""
+    """A connection with at most one request under way; see the module's docstring."""
 
     __slots__ = ("buffer", "is_open", "number", "receive", "request_id", "rest", "send", "socket")
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.send, self.receive = connection, connection.send, connection.recv
         self.is_open = False
-        # The request that is under way, or -1; what of it is still to be sent; what of the answer has come.
+        # The request under way, or -1; the rest of it that is still to be sent; the received part of the answer.
         self.number = -1
         self.request_id = b""
         self.rest = b""

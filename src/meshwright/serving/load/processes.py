@@ -1,6 +1,6 @@
-"""Loops in several processes: requests are dealt out in turn, and their records put together again.
+"""Loops in several processes: requests are assigned in turn, and their records are merged.
 
-Clocks of all processes are one (`time.perf_counter_ns` counts from the start of the machine). No process outlives the
+The clocks of all processes agree (`time.perf_counter_ns` counts from the start of the machine). No process outlives the
 call.
 """
 
@@ -23,9 +23,9 @@ from meshwright.serving.load.job import LoadJob, RequestRecords
 from meshwright.serving.load.loop import Loop
 from meshwright.spec import ServingError
 
-# Until processes have begun (they load their modules) and have connected, and until they end when they are told to.
+# Seconds until processes have started (they import modules) and connected, and until they end after a stop.
 _START_S, _END_S = 60.0, 2.0
-# Between the moment at which all are ready and the first request.
+# Time between the moment at which all are ready and the first request.
 _LEAD_NS = 20_000_000
 
 Tell = Callable[[int, int], None]
@@ -42,9 +42,9 @@ def run_here(job: LoadJob, tell: Tell | None) -> RequestRecords:
 
 
 def run_in_processes(job: LoadJob, count: int, tell: Tell | None) -> RequestRecords:
-    """Run a job in so many new processes. Raises ServingError if one of them fails.
+    """Run a job in ``count`` new processes. Raises ServingError if one of them fails.
 
-    Ctrl-C tells them to end early.
+    Ctrl-C ends them early.
     """
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
@@ -69,7 +69,7 @@ def run_in_processes(job: LoadJob, count: int, tell: Tell | None) -> RequestReco
 
 
 def _deal(job: LoadJob, count: int) -> list[LoadJob]:
-    """Every ``count``-th request to each process."""
+    """Give every ``count``-th request to each process."""
     return [
         replace(
             job,
@@ -85,9 +85,9 @@ def _deal(job: LoadJob, count: int) -> list[LoadJob]:
 
 
 def _join(job: LoadJob, records: Sequence[RequestRecords]) -> RequestRecords:
-    """Records in the order of all requests; processes that were stopped have come to different ones."""
+    """Merge records in the order of all requests; processes that were stopped have reached different ones."""
     count = len(records)
-    # The first request that a process has not come to any more.
+    # The first request that each process has not reached.
     ends = [place + count * len(part.status) for place, part in enumerate(records)]
     most = min([len(job.moments), *(end for end in ends if end < len(job.moments))])
     columns: dict[str, Any] = {}
@@ -143,13 +143,13 @@ def _collect(
 def _receive(pipe: Connection, process: BaseProcess, until: float) -> tuple[str, Any]:
     try:
         if not pipe.poll(max(until - time.monotonic(), 0.0)):
-            raise ServingError("A process that sends requests did not begin in time. Is the machine overloaded?")
+            raise ServingError("A process that sends requests did not start in time. Is the machine overloaded?")
         kind, content = pipe.recv()
     except (EOFError, ConnectionResetError):
         process.join(_END_S)
         raise ServingError(
-            f"A process that sends requests ended with exit code {process.exitcode} before it was done. A code of -9 "
-            "is often the system's answer to a lack of memory: ask for fewer requests."
+            f"A process that sends requests ended with exit code {process.exitcode} before it was done. Code -9 often "
+            "means that the system ran out of memory: ask for fewer requests."
         ) from None
     if kind == "error":
         raise ServingError(content)
@@ -157,7 +157,7 @@ def _receive(pipe: Connection, process: BaseProcess, until: float) -> tuple[str,
 
 
 def _serve_job(job: LoadJob, pipe: Connection) -> None:
-    # Ctrl-C reaches all processes of a terminal; the one that waits for the others tells them.
+    # Ctrl-C reaches all processes of a terminal; only the parent handles it, and notifies the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     loop = Loop(job, pipe)
     try:
@@ -171,6 +171,6 @@ def _serve_job(job: LoadJob, pipe: Connection) -> None:
     except ServingError as error:
         pipe.send(("error", str(error)))
     except (EOFError, BrokenPipeError):
-        pass  # nobody waits any more
+        pass  # the parent has gone
     finally:
         loop.close()

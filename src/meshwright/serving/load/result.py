@@ -1,14 +1,14 @@
-"""What became of the requests of a load, as figures.
+"""Outcomes of the requests of a load, as figures.
 
-    in time       answered with 200 within the deadline, counted from the moment at which the request was to be sent
+    in time       answered with 200 within the deadline, counted from the moment at which the request was due to be sent
     late          answered with 200 after it
     rejected      answered with 503
-    failed        the connection was lost, or none could be made
-    malformed     what came is no response, or none of the protocol
-    wrong         the answer to another request, or one that a check refused
-    unanswered    nothing had come by the end
+    failed        the connection was lost, or could not be opened
+    malformed     the answer is not an HTTP response, or not one of the protocol
+    wrong         the answer to another request, or one that failed a check
+    unanswered    no answer arrived by the end
 
-Latencies are those of answers with 200. Lateness is that of the sender itself, of requests that found a connection.
+Latencies are those of answers with 200. Lateness is that of the sender itself, for requests that found a connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.spec.units import format_seconds
 _NS = 1e9
 _OK, _REJECTED = 200, 503
 _SHARES = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99, "p999_s": 0.999, "max_s": 1.0}
-# A sender that is later than this at its 99th percentile measures itself.
+# A sender whose 99th percentile of lateness exceeds this measures itself.
 _LATE_S = 1e-3
 # Points of a series in time.
 _MOST_POINTS = 3600
@@ -43,10 +43,10 @@ _COUNTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What became of the requests for one model and its copies, or for all.
+    """Outcomes of the requests for one model and its copies, or for all.
 
     ``statuses`` counts answers by HTTP status, ``latency_s`` has percentiles (None without answers of 200) and
-    ``rejected_p99_s`` that of answers of 503.
+    ``rejected_p99_s`` is the 99th percentile for answers of 503.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Loaded:
 
     @property
     def num_sent(self) -> int:
-        """Requests that were begun to be sent."""
+        """Requests whose sending was started."""
         return self.num_requests - self.num_unsent
 
     @property
@@ -75,11 +75,11 @@ class Loaded:
 
     @property
     def in_time_share(self) -> float | None:
-        """Share of all requests that were answered in time; None if there were none."""
+        """Share of all requests that were answered in time; None without requests."""
         return self.num_in_time / self.num_requests if self.num_requests else None
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """Figures for a table."""
+        """Return figures for a table."""
         return {
             "model": self.model,
             "requests_per_s": self.num_requests / seconds,
@@ -101,10 +101,10 @@ class Loaded:
 class LoadResult:
     """``models`` in the order of the streams, copies together; ``total`` is all of them.
 
-    ``seconds`` are those whose requests count; fewer than were asked for if it was ended early. ``lateness_s`` has
-    percentiles of how late requests were sent that found an idle connection; ``num_waited`` found none, and were sent
-    ``waited_p99_s`` later. ``reasons`` are those of one answer of each status but 200. ``cpu_s_per_request`` is the
-    sender's own. ``series`` has a row for each second.
+    ``seconds`` is the counted time, shorter than requested if the run was ended early. ``lateness_s`` has percentiles
+    of how late requests were sent that found an idle connection; ``num_waited`` requests found none, and were sent
+    ``waited_p99_s`` later at the 99th percentile. ``reasons`` has the reason of one answer of each status but 200.
+    ``cpu_s_per_request`` is the sender's own. ``series`` has a row for each second.
     """
 
     seconds: float
@@ -121,7 +121,7 @@ class LoadResult:
 
     @property
     def num_wrong(self) -> int:
-        """Answers that were given to the wrong caller, or that a check refused."""
+        """Answers to another request, and answers that failed a check."""
         return self.total.num_wrong
 
     @property
@@ -130,11 +130,11 @@ class LoadResult:
         return self.total.num_in_time / self.seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """Figures of each model."""
+        """Return figures of each model."""
         return [model.row(self.seconds) for model in self.models]
 
     def row(self) -> dict[str, Any]:
-        """Figures of all models together, and of the sender."""
+        """Return figures of all models together, and of the sender."""
         return {
             **self.total.row(self.seconds),
             "seconds": self.seconds,
@@ -148,20 +148,20 @@ class LoadResult:
         }
 
     def warnings(self) -> list[str]:
-        """What makes these figures doubtful, one paragraph each."""
+        """Return reasons to doubt these figures, one paragraph each."""
         found = []
         lateness = self.lateness_s["p99_s"]
         if lateness is not None and lateness > _LATE_S:
             found.append(
                 f"The sender itself was late: 1 % of the requests were sent more than {format_seconds(lateness)} after "
-                "their moment, which latencies contain. Ask for a lower rate or more --processes, or give it a "
-                "machine of its own."
+                "their moment, and latencies include this. Ask for a lower rate or more --processes, or run it on "
+                "another machine than the server."
             )
         if self.num_waited:
             found.append(
                 f"{self.num_waited:,} requests found no idle connection and waited for one, 1 % of them for more than "
-                f"{format_seconds(self.waited_p99_s or 0)}, which latencies contain. If the server is not what holds "
-                "them up, allow more --connections."
+                f"{format_seconds(self.waited_p99_s or 0)}, and latencies include this. If the server is not the "
+                "cause, allow more --connections."
             )
         if self.total.num_unsent:
             found.append(
@@ -181,7 +181,7 @@ def sum_up(
     seconds: float,
     began: float,
 ) -> LoadResult:
-    """Figures of the requests after a ramp. Fewer records than moments are those of a run that was ended early."""
+    """Compute figures of the requests after a ramp. Fewer records than moments come from a run that was ended early."""
     count = len(records.status)
     if count < len(moments):
         seconds = min(max(records.end_ns / _NS - ramp_s, 1e-3), seconds)
@@ -242,7 +242,7 @@ def _count(
 def _percentiles(values: NDArray[np.float32], names: Sequence[str]) -> dict[str, float | None]:
     if not len(values):
         return dict.fromkeys(names)
-    # The least value that so many are not above: one that was measured.
+    # The least value that this share of the values does not exceed: a measured one.
     found = np.quantile(values, [_SHARES[name] for name in names], method="inverted_cdf")
     return dict(zip(names, found.tolist(), strict=True))
 
@@ -254,7 +254,7 @@ def _series(
     in_time: NDArray[np.bool_],
     seconds: float,
 ) -> tuple[dict[str, Any], ...]:
-    """One row for each second, by the moments of requests; of long runs for some seconds each."""
+    """Return one row per second by the moments of requests; in long runs, one for several seconds."""
     width = max(1, int(np.ceil(seconds / _MOST_POINTS)))
     starts = np.arange(0, seconds, width)
     ends = np.searchsorted(at, [*starts, np.inf])

@@ -1,4 +1,4 @@
-"""Put a load on a server, and tell what became of it."""
+"""Run a load against a server, and compute the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.serving.load.target import ModelSignature, Target, find_address,
 from meshwright.spec import EventSink, ServingError
 from meshwright.spec.bounds import check_bounds
 
-# Connections that are opened before the first request are those that answers of this age would need.
+# At first, connections are opened for the requests of this time: that is enough if answers take no longer.
 _USUAL_S = 0.05
 MOST_PROCESSES, MOST_CONNECTIONS, MOST_ROWS = 64, 50_000, 65_536
 
@@ -40,26 +40,26 @@ def run_load(
     check: Check | None = None,
     events: EventSink | None = None,
 ) -> LoadResult:
-    """Send the requests of some seconds at their moments, whether or not earlier ones are answered; wait for answers.
+    """Send requests at their moments, whether or not earlier ones are answered; wait for answers and return figures.
 
     Args:
         url: The server's address, ``http://host:port``.
-        streams: What is asked, and when.
-        seconds: How long; those of ``ramp_s`` come before, in which rates grow from 0, and do not count.
-        seed: Other numbers draw other moments and values.
+        streams: Which requests, and when.
+        seconds: Duration; a ramp of ``ramp_s``, in which rates grow from 0, precedes it and is not counted.
+        seed: Other seeds draw other moments and values.
         scale: All rates are multiplied by this.
         ramp_s: See ``seconds``.
         rows: Samples in a request.
         binary: Send values in Triton's binary format instead of JSON.
         connections: The most that are open at a time; a request that finds none idle waits for one.
-        processes: With more than one, or with ``events``, requests are sent by processes of their own.
-        grace_s: How long answers are waited for after the last request, beside twice the longest deadline.
-        token: Sent as a bearer's.
-        check: Is this the right answer? Called with the model, the number of the body (`draw_inputs`) and the answer;
-            it takes time from sending. Must be picklable if there are processes.
-        events: Hears how many requests are done.
+        processes: Sending processes; with more than one, or with ``events``, separate processes send.
+        grace_s: How long answers are waited for after the last request, besides twice the longest deadline.
+        token: Sent as a bearer token.
+        check: Returns whether an answer is right, given the model, the number of the body (`draw_inputs`) and the
+            answer; its time is lost for sending. Must be picklable with several processes.
+        events: Receives the progress: how many requests are done.
 
-    Raises ServingError if the server cannot be reached, has not these models, or the figures cannot be.
+    Raises ServingError if the server cannot be reached, lacks one of the models, or an argument is out of range.
     """
     _check("A load", seconds=(1e-3, seconds, 1e6), ramp_s=(0.0, ramp_s, 1e6), grace_s=(0.0, grace_s, 1e4))
     _check("A load", rows=(1, rows, MOST_ROWS), processes=(1, processes, MOST_PROCESSES))
@@ -105,12 +105,12 @@ def _run(job: LoadJob, processes: int, events: EventSink | None) -> RequestRecor
             sink.metric("under_way", sent - done, sent)
             sink.progress("load", done, total)
 
-    # Whoever draws a bar takes turns with the loop, which is late then.
+    # A progress bar would compete with the loop, and make it late: separate processes send.
     return run_in_processes(job, processes, tell)
 
 
 def _read_facts(target: Target, streams: Sequence[RequestStream]) -> list[ModelSignature]:
-    """What each model takes; copies take the same, so that a server is asked once for all of them."""
+    """Return the signature of each model; copies share one, so that the server is asked once for all of them."""
     facts = []
     for stream in streams:
         first = read_model(target, stream.names[0])

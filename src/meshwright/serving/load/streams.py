@@ -1,8 +1,8 @@
-"""Which models are asked, when, and by when answers are due.
+"""Which models get requests, when, and with which deadlines.
 
-Moments are those of `meshwright.serving.arrivals`: with the same models, seconds and seed, a server is asked at the
-moments at which the simulator's requests come. Copies of a model are models of their own on a server; those of ``cat``
-are called ``cat-0``, ``cat-1``, ...
+Moments are those of `meshwright.serving.arrivals`: with the same models, seconds and seed, a server gets requests at
+the moments of the simulator's. Copies of a model are separate models on a server; those of ``cat`` are called
+``cat-0``, ``cat-1``, ...
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from meshwright.serving.arrivals import draw_arrivals
 from meshwright.spec import Arrivals, Deployment, ServedModel, ServingError
 from meshwright.spec.quantities import Seconds
 
-# Each request takes some thirty bytes of memory until the end: 1.5 GB.
+# Each request takes about thirty bytes of memory until the end: 1.5 GB.
 MOST_REQUESTS = 50_000_000
 _NS = 1e9
-# Arrivals are drawn for served models, which have an SLO; it changes nothing of when they come.
+# Arrivals are drawn for served models, which need an SLO; it does not influence them.
 _ANY = Seconds(86_400.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStream:
-    """Requests for a model, or for each of its copies; with ``deadline_s`` answers are in time up to then.
+    """Requests for a model, or for each of its copies; with ``deadline_s``, answers after it are late.
 
-    What is left of the deadline, and ``priority``, are sent with each request. Without a deadline, every answer is in
-    time.
+    Each request carries the rest of the deadline, and ``priority``. Without a deadline, every answer is in time.
     """
 
     model: str
@@ -41,25 +40,25 @@ class RequestStream:
     def __post_init__(self) -> None:
         if self.deadline_s is not None and not 1e-6 <= self.deadline_s <= _ANY:
             raise ServingError(
-                f"Model {self.model!r}: a deadline of {self.deadline_s:g} s was asked for; expected 1 us to {_ANY:g} s."
+                f"Model {self.model!r}: the deadline is {self.deadline_s:g} s; expected 1 us to {_ANY:g} s."
             )
 
     @property
     def parameters(self) -> dict[str, int]:
-        """What each request says of itself."""
+        """Parameters of each request."""
         said = {} if self.deadline_s is None else {"timeout": max(round(self.deadline_s * 1e6), 1)}
         return said if self.priority is None else {**said, "priority": self.priority}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the server calls the model, or its copies."""
+        """Names of the model, or of its copies, on the server."""
         if self.copies == 1:
             return (self.model,)
         return tuple(f"{self.model}-{copy}" for copy in range(self.copies))
 
 
 def deployment_streams(deployment: Deployment, deadline_s: float | None = None) -> tuple[RequestStream, ...]:
-    """What arrives at a deployment; due within the SLO of each model, or within ``deadline_s``."""
+    """Return the requests of a deployment; due within the SLO of each model, or within ``deadline_s``."""
     return tuple(
         RequestStream(
             model=model.name,
@@ -74,7 +73,7 @@ def deployment_streams(deployment: Deployment, deadline_s: float | None = None) 
 def draw_moments(
     streams: Sequence[RequestStream], seconds: float, *, seed: int, scale: float, ramp_s: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Moments (ns, ascending) and whose they are, copies counted one by one.
+    """Return moments (ns, ascending) and the model index of each request; copies have an index each.
 
     During a ramp before the ``seconds``, a request at a moment t is kept with probability t / ramp. Raises
     ServingError for too many requests.
@@ -96,7 +95,7 @@ def draw_moments(
 
 
 def most_at_once(moments: NDArray[np.int64], seconds: float) -> int:
-    """How many requests come within so many seconds of each other, at most."""
+    """Return the most requests within ``seconds`` of each other."""
     if not len(moments):
         return 0
     ends = np.searchsorted(moments, moments + int(seconds * _NS), side="right")

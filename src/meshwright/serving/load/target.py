@@ -1,9 +1,9 @@
-"""The server that is asked: its address, the models it has, and what they take.
+"""The server under load: its address, its models, and their inputs.
 
     GET  /v2/models/NAME         inputs and outputs of a model (Open Inference Protocol)
-    POST /v2/repository/index    which models there are (Triton's model repository extension)
+    POST /v2/repository/index    the models of the server (Triton's model repository extension)
 
-These are asked before requests are sent, one by one; nothing here is quick.
+These requests are made one by one before the load; nothing here is time-critical.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from meshwright.serving.load.answers import TensorMetadata, printable, reason_of
 from meshwright.serving.server.tokens import is_token
 from meshwright.spec import ServingError, suggest
 
-# Until a server has said what it has; one that compiles may be slow.
+# How long the server may take to answer these requests; one that compiles may be slow.
 _PATIENCE_S = 10.0
 _MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server's address; ``path`` stands before ``/v2``. ``token`` is sent as a bearer's."""
+    """A server's address; ``path`` precedes ``/v2``. ``token`` is sent as a bearer token."""
 
     host: str
     port: int
@@ -36,23 +36,23 @@ class Target:
 
     @property
     def authority(self) -> str:
-        """Host and port as a Host header has them."""
+        """Host and port in the form of a Host header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request has."""
+        """Headers of every request."""
         bearer = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         return {"Host": self.authority, **bearer}
 
     def model_path(self, model: str) -> str:
-        """Where a model is."""
+        """Return the path of a model."""
         return f"{self.path}/v2/models/{quote(model, safe='')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSignature:
-    """What a model takes and gives; -1 in a shape is a size that is open, the first of which is that of a batch."""
+    """Inputs and outputs of a model; -1 in a shape is an open size, the first of which is the batch."""
 
     name: str
     inputs: tuple[TensorMetadata, ...]
@@ -60,24 +60,24 @@ class ModelSignature:
 
 
 def read_target(url: str, token: str | None = None) -> Target:
-    """The server that a URL names. Raises ServingError for what is no address of one."""
+    """Parse the URL of a server. Raises ServingError if it is not a valid address."""
     expected = "expected one as http://127.0.0.1:8000. Check the address."
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ServingError(f"{url!r} is no address of a server ({error}); {expected}") from None
+        raise ServingError(f"{url!r} is not the address of a server ({error}); {expected}") from None
     if parts.scheme != "http" or not host or parts.query or parts.fragment or parts.username:
-        raise ServingError(f"{url!r} is no address of a server without TLS; {expected}")
+        raise ServingError(f"{url!r} is not the address of a server without TLS; {expected}")
     if not url.isascii() or not url.isprintable() or " " in url:
-        raise ServingError(f"{url!r} has characters that no address has; {expected}")
+        raise ServingError(f"{url!r} has characters that an address cannot have; {expected}")
     if token is not None and not is_token(token):
-        raise ServingError("The token has characters that no header may have; expected one line of letters and digits.")
+        raise ServingError("The token has characters that a header cannot have; expected one line, letters and digits.")
     return Target(host=host, port=80 if port is None else port, path=parts.path.rstrip("/"), token=token)
 
 
 def find_address(target: Target) -> tuple[int, tuple[Any, ...]]:
-    """Family and address of the server, by connecting to it once. Raises ServingError if nobody listens there."""
+    """Return family and address of the server, found by connecting once. Raises ServingError if that fails."""
     problem: OSError | None = None
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
@@ -95,7 +95,7 @@ def find_address(target: Target) -> tuple[int, tuple[Any, ...]]:
 
 
 def read_model(target: Target, name: str) -> ModelSignature:
-    """What the server says of a model. Raises ServingError if it has none of this name, or does not answer."""
+    """Read a model's metadata. Raises ServingError if the server has no such model, or does not answer."""
     status, content = _ask(target, "GET", target.model_path(name))
     if status != 200:
         known: list[str] = []
@@ -114,13 +114,13 @@ def read_model(target: Target, name: str) -> ModelSignature:
         )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ServingError(
-            f"What the server at {target.authority} says of model {name!r} is not metadata of the Open Inference "
-            f"Protocol ({type(error).__name__}: {error}). Check that the address is that of such a server."
+            f"The server at {target.authority} returned for model {name!r} something other than metadata of the Open "
+            f"Inference Protocol ({type(error).__name__}: {error}). Check the address."
         ) from None
 
 
 def read_model_names(target: Target) -> list[str]:
-    """The models that the server has. Raises ServingError if it does not tell."""
+    """Return the names of the server's models. Raises ServingError if it does not list them."""
     status, content = _ask(target, "POST", f"{target.path}/v2/repository/index", b"{}")
     try:
         if status == 200:
@@ -128,13 +128,13 @@ def read_model_names(target: Target) -> list[str]:
     except (KeyError, TypeError, ValueError, RecursionError):
         status = 0
     raise ServingError(
-        f"The server at {target.authority} does not tell which models it has"
+        f"The server at {target.authority} does not list its models"
         f"{f' (status {status} for /v2/repository/index)' if status else ''}. Give --model NAME."
     )
 
 
 def only_model(target: Target) -> str:
-    """The name of the server's only model. Raises ServingError if there is none, or more than one."""
+    """Return the name of the server's only model. Raises ServingError if it has none, or more than one."""
     names = read_model_names(target)
     if len(names) != 1:
         raise ServingError(
@@ -162,17 +162,17 @@ def _ask(target: Target, method: str, path: str, sent: bytes | None = None) -> t
     except OSError as error:
         raise _unreachable(target, error) from None
     except http.client.HTTPException as error:
-        said = printable(str(error)) or "nothing that can be read"
+        said = printable(str(error)) or "nothing readable"
         raise ServingError(
-            f"What answers at {target.authority} does not speak HTTP/1.1 ({type(error).__name__}: {said}). Give the "
-            "address at which the server answers HTTP; gRPC has a port of its own."
+            f"The server at {target.authority} does not speak HTTP/1.1 ({type(error).__name__}: {said}). Give the "
+            "address at which it answers HTTP; gRPC has a port of its own."
         ) from None
     finally:
         connection.close()
     if status == 401:
-        given = "no token" if target.token is None else "a token that is not valid there"
+        given = "no token" if target.token is None else "an invalid token"
         raise ServingError(
-            f"The server at {target.authority} wants a token, and was given {given}. Give a file that has it: "
+            f"The server at {target.authority} requires a token and got {given}. Give a file that contains it: "
             "--token-file FILE."
         )
     return status, content

@@ -1,9 +1,8 @@
-"""Which device holds which models? Groups of devices for models that do not all fit, or should not.
+"""Placement of models: groups of devices for models that do not, or should not, all fit on every device.
 
-place        the methods, and what no placement can exceed
-heuristics   by equations: squishy bin packing, copies of the most loaded
-search       by simulation, as AlpaServe finds them
-groups       what has room where, and groups that hold the same
+place     the methods, and an upper bound for any placement
+search    placement by simulation, as in AlpaServe
+groups    free memory of groups, and groups that hold the same models
 """
 
 from meshwright.serving.placement.place import PLACE_METHODS, PlacedModels, bound_placed, bound_share, place_models

@@ -1,4 +1,4 @@
-"""Groups as placements build them: what has room where, groups that hold the same, copies on their own and together."""
+"""Groups of a placement: free memory, merging groups that hold the same models, separating and merging copies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Groups = tuple[Group, ...]
 
 
 def has_room(deployment: Deployment, group: Group, name: str) -> bool:
-    """Whether a group can hold one more model."""
+    """Return whether a group can hold one more model."""
     return name not in group.models and deployment.has_room((*group.models, name))
 
 
 def with_model(group: Group, name: str) -> Group:
-    """The group with one more model."""
+    """Return the group with one more model."""
     return replace(group, models=(*group.models, name))
 
 
 def join_alike(groups: Iterable[Group]) -> Groups:
-    """Groups that hold the same models as one, whose weights are the sums of theirs; one without models if all are."""
+    """Merge groups that hold the same models and sum their weights; return one without models if all are empty."""
     alike: dict[frozenset[str], list[Group]] = {}
     for group in groups:
         if group.models:
@@ -43,14 +43,14 @@ def join_alike(groups: Iterable[Group]) -> Groups:
 
 
 def take_apart(deployment: Deployment) -> Deployment:
-    """The same with a model for each copy."""
+    """Return the deployment with a model for each copy."""
     names_of = _names_of_copies(deployment)
     models = [replace(model, name=name, copies=1) for model in deployment.models for name in names_of[model.name]]
     return replace(deployment, models=tuple(models))
 
 
 def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> Deployment:
-    """The deployment with groups; copies that are in the same groups with the same weights are one model again."""
+    """Return the deployment with groups; merge copies that are in the same groups with the same weights."""
     models, name_of = list[ServedModel](), dict[str, str | None]()
     of_copy = {model.name: model for model in apart.models}
     names_of = _names_of_copies(deployment)
@@ -58,7 +58,7 @@ def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> D
         names = names_of[model.name]
         ways = {tuple(group.weight_of(name) for group in groups) for name in names}
         models += [model] if len(ways) == 1 else [of_copy[name] for name in names]
-        # The first copy stands for all.
+        # The first copy represents all.
         name_of |= {name: name if len(ways) > 1 else model.name if name == names[0] else None for name in names}
     named = []
     for group in groups:
@@ -74,7 +74,7 @@ def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> D
 
 
 def _names_of_copies(deployment: Deployment) -> dict[str, list[str]]:
-    """Names for the copies of each model, name-1, name-2, …, but for those that other models have."""
+    """Return names for the copies of each model: name-1, name-2, …, skipping names of other models."""
     taken, found = {model.name for model in deployment.models}, dict[str, list[str]]()
     for model in deployment.models:
         if model.copies == 1:

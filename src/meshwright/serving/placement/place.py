@@ -1,25 +1,25 @@
-"""Which device holds which models? Groups of devices for a deployment whose models do not all fit, or should not.
+"""Methods that place models on groups of devices, and an upper bound for any placement.
 
-    packing       devices as squishy bin packing fills them (`policies.packing`), by load and memory, each model's
-                  requests dealt out by the shares of the packing; where not all models fit, those that take most memory
-                  for a request are left out
-    replication   each model on the least loaded device with room, by descending load; then another copy of whichever
-                  has most load for each of its copies, until nothing fits any more
+    packing       devices as squishy bin packing fills them (`policies.packing`), by load and memory; each model's
+                  requests are divided by the shares of the packing; where not all models fit, those that take most
+                  memory per request are left out
+    replication   each model on the least loaded device with room, by descending load; then another copy of the model
+                  with most load per copy, until no further copy fits
     simulated     AlpaServe's greedy (OSDI 2023, section 4.2), for devices in groups of 1, 2, 4, … and all: start empty,
-                  simulate, and put the model with most unserved requests on the least busy group with room; the best of
-                  all that was simulated is kept
-    simulated:beam=K   its algorithm 1 instead: simulate every model on every group with room, keep the K best, go on
-    best          packing, replication and simulated: whichever answers most in time
+                  simulate, and put the model with most unserved requests on the least busy group with room; keep the
+                  best placement that was simulated
+    simulated:beam=K   its algorithm 1 instead: simulate every model on every group with room, keep the K best, repeat
+    best          the one of packing, replication and simulated that answers most in time
 
-A model's load is r l(b) / b, the devices that the staggered equation asks for (`batching.devices_for`). Groups that
-hold the same models become one, after a search only where that is no worse. All methods choose by requests of another
-seed than those that are simulated afterwards, though a trace is the same for every seed. Of AlpaServe, what is not
-here: a model that is split over the devices of a group.
+A model's load is r l(b) / b, its devices by the staggered equation (`batching.devices_for`). Groups that hold the same
+models are merged, after a search only if the result is not worse. All methods choose with requests of another seed than
+those that are simulated afterwards, though a trace is the same for every seed. AlpaServe's models that are split over
+the devices of a group are not implemented.
 
-Beside it stands `bound_share`: whatever is placed where, a request for model m takes at least c = min l(b) / b of a
-device, over batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a
-simulation (`bound_placed`), r are the requests that counted, and N the seconds in which they can be computed, until the
-longest SLO behind the last one, times the speeds of the devices.
+`bound_share` bounds every placement: a request for model m takes at least c = min l(b) / b of a device, over batches
+with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a simulation
+(`bound_placed`), r are the counted requests, and N is the time in which they can be computed, until the longest SLO
+after the last one, times the speeds of the devices.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from meshwright.serving.simulation import ServingResult, latency_table, simulate
 from meshwright.spec import Deployment, Group, ServedModel, ServingError, Straggler, suggest
 
 PLACE_METHODS = ("best", "packing", "replication", "simulated")
-# Seeds of requests that placements are chosen by; those that users give are below.
+# Offset of the seeds that placements are chosen with; users' seeds are below it.
 _OTHER_REQUESTS = 2**31 + 1
 _BEAM = re.compile(r"simulated:beam=([1-9][0-9]{0,3})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModels:
-    """``deployment`` has groups, found by ``method``, which had this share of its own requests in time.
+    """``deployment`` has groups, found by ``method``; ``planned_share`` of its own requests were in time.
 
-    A model with copies that are not all in the same groups has become models of their own: name-1, name-2, …
+    A model whose copies are not all in the same groups is replaced by one model per copy: name-1, name-2, …
     """
 
     deployment: Deployment
@@ -70,10 +70,10 @@ def place_models(
     scale: float = 1.0,
     warm_up_s: float = 0.0,
 ) -> PlacedModels:
-    """Groups for the devices of a deployment, in place of those that it has, for a policy.
+    """Find groups for the devices of a deployment under a policy; they replace its own groups.
 
-    ``seconds``, ``seed``, ``scale`` and ``warm_up_s`` as in `simulate_deployment`. Raises ServingError for a method
-    that there is not.
+    ``seconds``, ``seed``, ``scale`` and ``warm_up_s`` as in `simulate_deployment`. Raises ServingError for an unknown
+    method.
     """
     beam = _read_beam(method)
     deployment = expand_deployment(replace(deployment, groups=()), scale)
@@ -105,22 +105,22 @@ def place_models(
 
 
 def _read_beam(method: str) -> int:
-    """How many placements the method keeps at each step; 0 for those that keep one chain, or simulate none."""
+    """Return how many placements the method keeps at each step; 0 for methods other than beam search."""
     found = _BEAM.fullmatch(method)
     if found:
         return int(found[1])
     if method not in PLACE_METHODS:
         raise ServingError(
-            f"There is no way to place models that is called {method!r}{suggest(method, PLACE_METHODS)}. Give one of "
+            f"There is no placement method called {method!r}{suggest(method, PLACE_METHODS)}. Give one of "
             f"{', '.join(PLACE_METHODS)}, or simulated:beam=K with K from 1 to 9999."
         )
     return 0
 
 
 def bound_placed(deployment: Deployment, result: ServingResult) -> float:
-    """The largest share of the requests of a simulation that any placement could have had in time.
+    """Return the largest share of the requests of a simulation that any placement could have answered in time.
 
-    Devices that are away count as if they were there; batches are taken to last as long as they should (no jitter).
+    Outages are ignored, and batches take their expected time (no jitter).
     """
     slow = {trouble.device: 1.0 for trouble in deployment.troubles}
     for trouble in deployment.troubles:
@@ -134,7 +134,7 @@ def bound_placed(deployment: Deployment, result: ServingResult) -> float:
 
 
 def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devices: float) -> float:
-    """The largest share of requests that can be in time, if they come at these mean rates; see the module's docstring.
+    """Return the largest share of requests that can be in time at these mean rates; see the module's docstring.
 
     ``rates`` are those of one copy of each model.
     """
@@ -154,7 +154,7 @@ _NS = 1e9
 
 
 def pack_models(deployment: Deployment, scale: float = 1.0) -> Groups:
-    """Groups by squishy bin packing of all rates, times a scale; models without requests are in none."""
+    """Return groups by squishy bin packing of all rates times ``scale``; models without requests are in no group."""
     models = [model for model in deployment.models if mean_rate(model.arrivals) * scale > 0]
     while models:
         table = _pack(replace(deployment, models=tuple(models)), scale)
@@ -184,7 +184,7 @@ def _pack(deployment: Deployment, scale: float) -> Floats:
 
 
 def replicate_models(deployment: Deployment, scale: float = 1.0) -> Groups:
-    """Groups by loads: a copy of each model, then further copies of the most loaded."""
+    """Return groups by load: a copy of each model, then further copies of the most loaded."""
     load = {
         model.name: devices_for(model.line, model.slo, mean_rate(model.arrivals) * scale) for model in deployment.models
     }
@@ -192,7 +192,7 @@ def replicate_models(deployment: Deployment, scale: float = 1.0) -> Groups:
     copies = dict.fromkeys(load, 0)
 
     def add(name: str) -> bool:
-        """Put a model on the least loaded device with room; False if there is none."""
+        """Put a model on the least loaded device with room; return False if no device has room."""
         with_room = [place for place in range(len(devices)) if has_room(deployment, devices[place], name)]
         if not with_room:
             return False

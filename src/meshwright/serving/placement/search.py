@@ -1,4 +1,4 @@
-"""Placements by simulation, as AlpaServe finds them: model after model goes where it helps (OSDI 2023, section 4.2)."""
+"""Placements by simulation, as in AlpaServe (OSDI 2023, section 4.2): add models one by one where they help."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Score = tuple[float, float]
 
 
 def search_placement(deployment: Deployment, simulate: Simulate, beam: int) -> Groups:
-    """The best placement by simulation, over groups of several sizes; the largest size of equally good ones.
+    """Return the best placement by simulation over several group sizes; ties go to the largest size.
 
-    Groups that hold the same become one in the end where that is no worse.
+    Groups that hold the same models are merged at the end if that is not worse.
     """
     sizes = [2**power for power in range(deployment.devices.bit_length()) if 2**power < deployment.devices]
     found = []
@@ -34,12 +34,12 @@ def search_placement(deployment: Deployment, simulate: Simulate, beam: int) -> G
 
 
 def score_of(result: ServingResult) -> tuple[float, float]:
-    """What is better is in time more often; of equals, its worst model is."""
+    """Return the share of requests in time, and that of the worst model, which breaks ties."""
     return result.in_time_share, min(model.in_time_share for model in result.models)
 
 
 def _follow_unserved(deployment: Deployment, groups: Groups, simulate: Simulate) -> tuple[Score, Groups]:
-    """The best of a chain of placements, each with one more model in one more group, and its score."""
+    """Return the best of a chain of placements, each with one more model in one group, and its score."""
     best: tuple[Score, Groups] | None = None
     while True:
         result = simulate(groups)
@@ -58,7 +58,7 @@ def _follow_unserved(deployment: Deployment, groups: Groups, simulate: Simulate)
 
 
 def _search_beam(deployment: Deployment, groups: Groups, simulate: Simulate, beam: int) -> tuple[Score, Groups]:
-    """The best placement that adding model after model to the ``beam`` best ones comes by, and its score."""
+    """Return the best placement of a beam search that adds one model per step to the ``beam`` best, and its score."""
     kept = [(score_of(simulate(groups)), groups)]
     best = kept[0]
     while best[0] < (1.0, 1.0):
@@ -79,7 +79,7 @@ def _further(deployment: Deployment, groups: Groups) -> Iterator[Groups]:
 
 
 def _signature(groups: Groups) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """The same for placements that differ by the order of their groups."""
+    """Return a key that ignores the order of the groups."""
     return tuple(sorted((group.devices, tuple(sorted(group.models))) for group in groups))
 
 

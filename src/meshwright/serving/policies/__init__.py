@@ -1,14 +1,14 @@
-"""Policies of serving: which requests run together, where and when; the same compiled functions simulated and live.
+"""Policies of serving: which requests run together, where and when; the same compiled functions, simulated and live.
 
-    adaptive    Meshwright's own: deferred batches whose settings follow what arrives
-    deferred    eager batches, Symphony's deferred ones, and what lies between
-    sharding    Symphony's over several cores: shards of models, and one that gives the devices away
-    nexus       a packing for an epoch (`packing`), dealt out by fronts, run in rounds by devices
-    clockwork   one controller that plans what every device does next, and which models it holds (`residency`)
+    adaptive    Meshwright's own: deferred batches whose settings adapt to the arrivals
+    deferred    eager batches, Symphony's deferred ones, and intermediate settings
+    sharding    Symphony's over several cores: shards of models, and a rank that grants the devices
+    nexus       a packing for an epoch (`packing`): requests are split by it, devices serve their models in turn
+    clockwork   one controller that plans each device's next batch and which models it holds (`residency`)
     shepherd    the largest batch first, and preemption
-    fixed       batching that never looks at deadlines: timeouts, and limits that are learned
+    fixed       batching without deadlines: timeouts, and learned limits
 
-How many devices are wanted says `scaling`, for all of them.
+`scaling` decides how many devices are wanted, under any policy.
 
-What a policy is stands in `hooks`, what it sees in `pool`, what it may do in `queues`, which there are in `named`.
+`hooks` defines a policy, `pool` what it sees, `queues` what it can do; `named` lists all policies.
 """

@@ -1,19 +1,19 @@
-"""Meshwright's own policy: deferred batches whose settings follow what arrives.
+"""Meshwright's own policy: deferred batches whose settings adapt to the arrivals.
 
-No setting of `deferred` is best everywhere: waiting pays where batches are strong and devices many, and costs where
-bursts come or many models share few devices; dropping first requests for the sake of large batches is all that helps
-under overload, and wasteful elsewhere. This policy sees nothing but arrivals. While requests are lost, it asks every
-candidate of `CANDIDATES` the same question for a while, a **trial**: starting from the queues and devices as they are,
-what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
-are virtual and take what real ones take in the mean. The candidate that serves most is used from then on. A trial ends
-early if another one has served so many more than the one in use that this is not by chance, or if many are lost in any
-case and one that refuses early can be used instead. After a trial, the next one begins later, unless clearly more is
-lost than its choice lost in it: some settings do well only until devices have fallen out of step once. While nothing is
-lost, there is no trial, so that a quiet server pays nothing for it.
+No setting of `deferred` is best everywhere: waiting pays where batches are efficient and devices many, and costs where
+bursts come or many models share few devices; dropping first requests in favour of large batches is the only help under
+overload, and wasteful elsewhere. This policy needs only the arrivals. While requests are lost, it evaluates every
+candidate of `CANDIDATES` for a while, in a **trial**: starting from the current queues and devices, how would it have
+served the requests since then? Each candidate has a **shadow**, a copy of the pool whose devices are virtual and take
+the mean times of the real ones. The candidate that serves most is used afterwards. A trial ends early if another
+candidate has served significantly more than the one in use, or if many requests are lost under every candidate and one
+that refuses early can be used instead. The next trial starts after a rest, unless significantly more is lost than the
+chosen candidate lost in the trial: some settings do well only until the devices are no longer staggered. While nothing
+is lost, there is no trial, so that a lightly loaded server has no extra cost.
 
-Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
-to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
-than the others lose, so that a server which can answer almost all requests does so.
+Scores are sums over trials, with older ones discounted by `_MEMORY` each. A candidate that refuses early is preferred
+to others that serve about the same number, since a client that is refused early can ask elsewhere. But it may lose only
+slightly more than the others, so that a server which can answer almost all requests does so.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from meshwright.serving.policies.pool import (
 from meshwright.serving.policies.queues import clear
 from meshwright.serving.policies.slowness import observe, observe_virtual, virtual_end
 
-# Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins. Those that refuse early admit
-# by 98 % of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % nearly
-# three times as many refusals come late (benchmarks/serving.py --only refusing).
+# Settings (spare, window, admit) of `Deferred`; the policy starts with the first. Those that refuse early admit by 98 %
+# of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % the
+# number of late refusals nearly triples (benchmarks/serving.py --only refusing).
 CANDIDATES = np.array(
     [
         (50, 100, 0),
@@ -73,38 +73,39 @@ CANDIDATES = np.array(
 )
 NUM_CANDIDATES = len(CANDIDATES)
 
-# Own cells: what is used; is this a trial, when is it looked at next, when did it begin, and does it, or the rest after
-# it, end; of a thousand requests, how many its choice lost in it; requests that came in this span, and were dropped
-# before it; those that were lost in trials whatever was used, summed as scores are; from here on the score of each
-# candidate, then what it has served in this trial, then the shadows.
+# Own cells: the candidate in use; whether this is a trial, when to check it next, when it started, and when it, or the
+# rest after it, ends; the requests that the chosen candidate lost in it, per thousand; requests that arrived in this
+# span, and those dropped before it; requests lost in trials under every candidate, discounted like scores; then the
+# score of each candidate, what each has served in this trial, and the shadows.
 USED, IN_TRIAL, UNTIL, BEGUN, END_AT, PROMISED, ARRIVED, DROPPED, LOST, SCORES = range(10)
 _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
-# A trial begins if so many of a thousand requests are lost; in the rest after another one, if so many more are than its
-# choice had lost, and not by chance.
+# Requests lost per thousand at which a trial starts; in the rest after a trial, requests lost per thousand beyond what
+# the chosen candidate lost in it (and beyond chance) that start the next one.
 _SOME_LOST, _BROKEN = 1, 5
 _MEMORY = 0.5
-# How many standard deviations (of a Poisson number) are not by chance.
+# Standard deviations (of a Poisson number) that count as significant.
 _CLEAR = 3
-# What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less,
-# or so many while such a one is in use, and lose one more for so many that are lost in any case. In a trial
-# that begins when a device is late, refusing early serves up to 5 % less (own simulation 2026-11-25; strong batches).
+# Thresholds, in requests per thousand: a candidate in use is replaced only if another one serves _LOYAL more; one that
+# refuses early may serve _EARLY fewer, or _STILL_EARLY while one that does so is in use, and may lose one more for each
+# _LOST_ANYWAY requests lost under every candidate. In a trial that starts when a device is late, refusing early
+# serves up to 5 % less (own simulation 2026-11-25; strong batches).
 _LOYAL, _EARLY, _STILL_EARLY, _LOST_ANYWAY = 3, 20, 50, 10
 
 
 class Adaptive(NamedTuple):
-    """Settings: a ``trial`` takes up to so many SLOs of the slowest model, and the rest after it twice its time."""
+    """Settings: ``trial``, the longest trial in SLOs of the slowest model; the rest after it is twice as long."""
 
     trial: int = 40
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with cells for scores and for a shadow of each candidate."""
+        """Return a pool with cells for scores and for a shadow of each candidate."""
         size = len(allocate_pool(**facts)) + cells_of_heap(facts["num_devices"])
         return allocate_pool(**facts, num_own=_SHADOWS + NUM_CANDIDATES * size, keep_ends=True)
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """As `Deferred` with the settings in use; in a trial, all shadows get the request, too."""
+        """As `Deferred` with the settings in use; in a trial, all shadows receive the request, too."""
         own = pool[OWN]
         if now >= pool[own + UNTIL]:
             _turn(pool, now, self.trial)
@@ -138,7 +139,7 @@ class Adaptive(NamedTuple):
 
 @compiled
 def shadow_of(pool: Ints, candidate: int) -> Ints:
-    """The shadow of a candidate: a pool in this one's own cells; its own are a heap of the ends of virtual batches."""
+    """Return the shadow of a candidate: a pool in own cells, whose own cells are a heap of virtual batches' ends."""
     size = pool[OWN] + cells_of_heap(pool[NUM_DEVICES])
     first = pool[OWN] + _SHADOWS + candidate * size
     return pool[first : first + size]
@@ -146,7 +147,7 @@ def shadow_of(pool: Ints, candidate: int) -> Ints:
 
 @compiled
 def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
-    """Let all happen on virtual devices that happens until now; how many requests were put to work."""
+    """Process all events of the virtual devices until now; return how many requests were put into batches."""
     served = 0
     while True:
         ends = shadow[OWN]
@@ -166,7 +167,7 @@ def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
 
 @compiled
 def _count(shadow: Ints) -> int:
-    """Requests that the last decisions put to work, which are all in time; virtual devices have them now."""
+    """Start the batches decided last on the virtual devices; return their number of requests, which are all in time."""
     served = 0
     for decision in range(shadow[NUM_DECISIONS]):
         row = shadow[DECISION] + decision * WIDTH
@@ -179,7 +180,7 @@ def _count(shadow: Ints) -> int:
 
 @compiled
 def _turn(pool: Ints, now: int, trial: int) -> None:
-    """A span of watching, resting or trial is over: what comes next?"""
+    """End a span of watching, rest or trial, and start the next one."""
     own, longest = pool[OWN], 0
     for model in range(pool[NUM_MODELS]):
         longest = max(longest, pool[pool[SLO] + model])
@@ -190,7 +191,7 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
             return
         _choose(pool)
         pool[own + IN_TRIAL] = 0
-        # Nobody looks while nothing comes: what passes after the end belongs to no trial.
+        # Nothing is checked while nothing arrives: time after the planned end is not part of the trial.
         rest = 2 * (min(now, pool[own + END_AT]) - pool[own + BEGUN])
         pool[own + END_AT], pool[own + UNTIL] = now + rest, now + trial * longest // 4
     elif _is_worth_a_trial(pool, now):
@@ -207,7 +208,7 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
 
 @compiled
 def _is_worth_a_trial(pool: Ints, now: int) -> bool:
-    """Are requests lost, and is there no rest, or what the last trial has promised not kept?"""
+    """Return whether requests are lost after the rest, or during it clearly more than in the trial before."""
     own = pool[OWN]
     came, lost = pool[own + ARRIVED], pool[NUM_DROPPED] - pool[own + DROPPED]
     if now >= pool[own + END_AT]:
@@ -218,7 +219,7 @@ def _is_worth_a_trial(pool: Ints, now: int) -> bool:
 
 @compiled
 def _copy(pool: Ints, shadow: Ints, now: int) -> None:
-    """Make a shadow what the pool is; of the room for requests, what is in use, as most of it never is."""
+    """Make a shadow a copy of the pool; of the queues' cells, copy only those in use, as most are not."""
     shadow[: pool[DEADLINE]] = pool[: pool[DEADLINE]]
     for queue in range(pool[NUM_QUEUES]):
         start, mask = pool[pool[START] + queue], pool[pool[MASK] + queue]
@@ -235,9 +236,9 @@ def _copy(pool: Ints, shadow: Ints, now: int) -> None:
 
 @compiled
 def _is_clear(pool: Ints) -> bool:
-    """Has another candidate served more than the one in use could have, even had it served all that waits?
+    """Return whether another candidate has served more than the one in use could have, had it served all its queues.
 
-    Or are many lost in any case, and could a candidate that refuses early take the place of one that does not?
+    Also true if many are lost under every candidate, and one that refuses early could replace one that does not.
     """
     own = pool[OWN]
     used, served = pool[own + USED], pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES]
@@ -250,13 +251,13 @@ def _is_clear(pool: Ints) -> bool:
 
 @compiled
 def _lost_by(pool: Ints, candidate: int) -> int:
-    """Requests that a candidate has lost in this trial."""
+    """Return the requests that a candidate has lost in this trial."""
     return int(shadow_of(pool, candidate)[NUM_DROPPED] - pool[pool[OWN] + DROPPED])
 
 
 @compiled
 def _lost_anyway(pool: Ints) -> int:
-    """Requests of this trial that are lost whatever is used."""
+    """Return the requests of this trial that are lost under every candidate."""
     least = _lost_by(pool, 0)
     for candidate in range(1, NUM_CANDIDATES):
         least = min(least, _lost_by(pool, candidate))
@@ -265,7 +266,7 @@ def _lost_anyway(pool: Ints) -> int:
 
 @compiled
 def _choose(pool: Ints) -> None:
-    """Add the trial to the scores, and use the candidate that is best by them."""
+    """Add the trial to the scores, and use the best candidate by them."""
     own = pool[OWN]
     pool[own + LOST] = int(_MEMORY * pool[own + LOST]) + _lost_anyway(pool)
     for candidate in range(NUM_CANDIDATES):
@@ -278,7 +279,7 @@ def _choose(pool: Ints) -> None:
 
 @compiled
 def _best_of(scores: Ints, lost: int, used: int) -> int:
-    """The candidate to use in the place of one, by what each has served while so many were lost in any case."""
+    """Return the candidate to use in place of ``used``, by scores, if ``lost`` requests are lost under every one."""
     most = scores.max()
     less = most - scores
     allowed = (_EARLY if CANDIDATES[used, 2] == 0 else _STILL_EARLY) * most

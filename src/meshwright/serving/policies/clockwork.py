@@ -1,23 +1,23 @@
-"""Clockwork (OSDI 2020): one controller plans what every device does a little ahead, and only what will be in time.
+"""Clockwork (OSDI 2020): one controller plans every device slightly ahead, and only batches that will be in time.
 
-A device is given its next batch up to ``ahead`` microseconds before it is free. Batches have sizes that models were
-compiled for, the powers of two. The queue whose first deadline, less the latency of its largest batch, comes first is
-chosen, and of it the largest batch of requests that are all in time, passing over earlier ones that are not (a smaller
-batch may serve these). Requests that would be late even alone are dropped when their queue's turn comes.
+A device is given its next batch up to ``ahead`` microseconds before it is free. Batches have the sizes for which models
+were compiled, the powers of two. The queue is chosen whose first deadline, less the latency of its largest batch, comes
+first; of it, the largest batch of requests that are all in time, skipping earlier ones that are not (a smaller batch
+may serve these). Requests that would be late even alone are dropped when their queue is next.
 
-Constants of the published controller that are the pool's here: what passes between a decision and its begin (1 ms
-there), and how long before deadlines batches are planned to end (5 ms there). Where devices do not hold all models,
-these are loaded and evicted (`residency`), and batches are given to devices that hold their model.
+Two constants of the published controller are the pool's here: the time between a decision and its start (1 ms there),
+and how long before deadlines batches are planned to end (5 ms there). Where devices do not hold all models, models are
+loaded and evicted (`residency`), and batches are given to devices that hold their model.
 
-Of the published system, what is not here:
+Differences from the published system:
 
-- Latencies stay what they are taken to be, as devices are told to begin a next batch before this one has ended. There
-  they are the 99th percentile of the last ten that were measured; here devices that are slow make answers late.
-- An action there has a window, from an earliest to a latest moment: a device that cannot begin it in time gives it up,
+- Latencies are fixed here, as the next batch is planned before the current one has ended. There they are the 99th
+  percentile of the last ten measurements; here, slow devices make answers late.
+- An action there has a window, from an earliest to a latest moment: a device that cannot start it in time drops it
   instead of being late.
-- There each model and size of batch is a strategy with a priority of its own; here each model has one, that of the
-  largest batch that waits.
-- There no batch of more than one takes longer than 25 ms.
+- There, each model and batch size is a strategy with its own priority; here each model has one, that of the largest
+  waiting batch.
+- There, no batch of more than one request takes longer than 25 ms.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ from meshwright.serving.policies.residency import (
 
 
 class Clockwork(NamedTuple):
-    """Settings: ``ahead``, microseconds for which a device is planned before it is free."""
+    """Settings: ``ahead``, how long (µs) before it is free a device gets its next batch."""
 
     ahead: int = 10_000
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with a heap of devices by when they are nearly done, and what they hold if they have ``weights``."""
+        """Return a pool with a heap of devices by when they are nearly done, and `residency` if given ``weights``."""
         weights, num_devices = facts.get("weights"), facts["num_devices"]
         num_own = cells_of_heap(num_devices)
         num_held = 1 if weights is None else cells_of_residency(num_devices, len(weights.load))
@@ -93,7 +93,7 @@ class Clockwork(NamedTuple):
         return pool
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Let it in; plan for a device that is free, or soon will be."""
+        """Enqueue the request; plan for devices that are free, or soon will be."""
         if enter(pool, now, queue, request, deadline):
             _rank(pool, queue)
             if _loads(pool):
@@ -103,7 +103,7 @@ class Clockwork(NamedTuple):
                 _plan(pool, now, self.ahead * 1000)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Plan for a device that is idle; for one that has begun its next batch, when it is nearly done."""
+        """Plan for an idle device; for one that has started its next batch, when it is nearly done."""
         if _loads(pool):
             _free_holder(pool, now, device, self.ahead * 1000)
             return
@@ -115,14 +115,14 @@ class Clockwork(NamedTuple):
         _plan(pool, now, self.ahead * 1000)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """A device is nearly done; or holds what it has loaded; or a request cannot be in time any more."""
+        """Plan for a device that is nearly done or has loaded a model, or drop a request that would be late."""
         if _loads(pool):
             _wake_holders(pool, now, self.ahead * 1000)
         else:
             _plan(pool, now, self.ahead * 1000)
 
     def next_wake(self, pool: Ints) -> int:
-        """When the next device is nearly done, if anything waits; or when else it is to be woken."""
+        """Return when the next device is nearly done, if requests wait, or another moment to be woken at."""
         if size_of(pool, READY) == 0:
             return NEVER
         nearly_done = least_of(pool, pool[OWN], NEVER)
@@ -133,13 +133,13 @@ class Clockwork(NamedTuple):
 
 @compiled
 def _held(pool: Ints) -> int:
-    """Where the cells of `residency` begin."""
+    """Return where the cells of `residency` start."""
     return int(pool[OWN] + cells_of_heap(pool[NUM_DEVICES]))
 
 
 @compiled
 def _loads(pool: Ints) -> bool:
-    """Do devices hold some models only?"""
+    """Return whether devices hold only some models."""
     return bool(pool[_held(pool)] == 1)
 
 
@@ -163,7 +163,7 @@ def _rank(pool: Ints, queue: int) -> None:
 
 @compiled
 def _compiled_size(pool: Ints, queue: int) -> int:
-    """The largest size of batch, a power of two, for which enough requests wait."""
+    """Return the largest batch size, a power of two, for which enough requests wait."""
     size = 1
     while 2 * size <= min(length_of(pool, queue), pool[pool[MOST] + pool[pool[MODEL] + queue]]):
         size *= 2
@@ -172,7 +172,7 @@ def _compiled_size(pool: Ints, queue: int) -> int:
 
 @compiled
 def _plan(pool: Ints, now: int, ahead: int) -> None:
-    """Give batches to devices that are idle or nearly done, as long as there are both."""
+    """Give batches to idle or nearly finished devices while there are both."""
     while size_of(pool, READY) > 0:
         forget_down(pool, pool[OWN])
         is_idle = size_of(pool, REST) > 0
@@ -184,7 +184,7 @@ def _plan(pool: Ints, now: int, ahead: int) -> None:
 
 @compiled
 def _give(pool: Ints, now: int, queue: int, device: int, ahead: int) -> None:
-    """Give the largest batch of a queue that is in time to a device, and drop what is late there even alone."""
+    """Give a device the largest batch of a queue that is in time there; drop requests that are late even alone."""
     is_idle = pool[pool[DEVICE] + device] == IDLE
     begin = begin_on(pool, device, now)
     drop_late(pool, now, queue, begin)
@@ -203,9 +203,9 @@ def _give(pool: Ints, now: int, queue: int, device: int, ahead: int) -> None:
 
 @compiled
 def _free_holder(pool: Ints, now: int, device: int, ahead: int) -> None:
-    """A device has come up, has ended its last batch, or has begun its next one."""
+    """Handle a device that has come up, has ended its last batch, or has started its next one."""
     began, held = pool[pool[BEGAN] + device], _held(pool)
-    # Only a device that has come up ends when it begins.
+    # Only for a device that has come up is the end the start.
     if pool[pool[FREE_AT] + device] == began:
         note_come_up(pool, held, device, now)
     note_end(pool, held, device)
@@ -220,7 +220,7 @@ def _free_holder(pool: Ints, now: int, device: int, ahead: int) -> None:
 
 @compiled
 def _wake_holders(pool: Ints, now: int, ahead: int) -> None:
-    """Attend to one thing whose moment has come; for others at the same moment, it is woken again."""
+    """Handle one event that is due; for others at the same moment, the driver wakes the policy again."""
     held = _held(pool)
     if least_of(pool, held + COPYING, NEVER) <= now:
         queue = end_load(pool, held, first_of(pool, held + COPYING))
@@ -239,7 +239,7 @@ def _wake_holders(pool: Ints, now: int, ahead: int) -> None:
 
 @compiled
 def _takes_more(pool: Ints, now: int, device: int, ahead: int) -> bool:
-    """Is a device idle, or nearly done and without a next batch?"""
+    """Return whether a device is idle, or nearly done and without a next batch."""
     state = pool[pool[DEVICE] + device]
     if state == DOWN or pool[pool[NEXT] + device] == 1:
         return False
@@ -248,7 +248,7 @@ def _takes_more(pool: Ints, now: int, device: int, ahead: int) -> bool:
 
 @compiled
 def _serve(pool: Ints, now: int, queue: int, ahead: int) -> None:
-    """Give batches of a queue to devices that hold its model, those that are free first."""
+    """Give batches of a queue to devices that hold its model, the first free ones first."""
     held = _held(pool)
     while length_of(pool, queue) > 0:
         found, earliest = -1, NEVER
@@ -281,7 +281,7 @@ def _fill(pool: Ints, now: int, device: int, ahead: int) -> None:
 
 @compiled
 def _largest_compiled(pool: Ints, queue: int, begin: int) -> tuple[int, int]:
-    """The largest power of two for which there are so many requests in time, and how many earlier ones are not."""
+    """Return the largest power-of-two batch that is in time, and how many earlier requests, which are not, to skip."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     size = _compiled_size(pool, queue)
     while size > 1:

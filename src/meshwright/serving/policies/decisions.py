@@ -1,7 +1,7 @@
-"""What a policy has decided: rows that the driver carries out (`pool`), and how much place is left for more.
+"""Decisions of a policy: rows that the driver carries out (`pool`), and the free space for more.
 
-Drivers carry decisions out after each event, so that the table has place for what one event may bring; a policy that
-writes more raises an error instead of writing behind it.
+Drivers carry decisions out after each event, so the table has room for what one event may bring; a policy that writes
+more gets an error and does not overwrite other cells.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from meshwright.serving.policies.pool import (
 
 @compiled
 def rows_left(pool: Ints) -> int:
-    """How many more decisions can be written before the driver has carried some out."""
+    """Return how many more decisions fit before the driver carries some out."""
     return (pool[CHOSEN] - pool[DECISION]) // WIDTH - pool[NUM_DECISIONS]
 
 
 @compiled
 def choices_left(pool: Ints) -> int:
-    """How many more requests decisions can be about."""
+    """Return how many more requests decisions can choose."""
     return pool[OWN] - pool[CHOSEN] - pool[NUM_CHOSEN]
 
 
 @compiled
 def choose(pool: Ints, count: int) -> int:
-    """Make place for so many more chosen requests; where they begin. Raises RuntimeError if there is none."""
+    """Reserve room for ``count`` chosen requests; return their first place. Raises RuntimeError if they do not fit."""
     first = pool[NUM_CHOSEN]
     if count > pool[OWN] - pool[CHOSEN] - first:
-        raise RuntimeError("The policy decides about more requests at once than its pool has place for.")
+        raise RuntimeError("The policy decides about more requests at once than fit into its pool.")
     pool[NUM_CHOSEN] = first + count
     return first
 
 
 @compiled
 def decide_to_drop(pool: Ints, now: int, queue: int, first: int, count: int, reason: int) -> None:
-    """Drop chosen requests; those that follow others of the same queue and reason are one decision with them."""
+    """Drop chosen requests; those that directly follow others of the same queue and reason join their decision."""
     pool[NUM_DROPPED] += count
     last = pool[DECISION] + (pool[NUM_DECISIONS] - 1) * WIDTH
     is_more = pool[NUM_DECISIONS] > 0 and pool[last] == DROP and pool[last + 1] == reason and pool[last + 2] == queue
@@ -56,13 +56,13 @@ def decide_to_drop(pool: Ints, now: int, queue: int, first: int, count: int, rea
 
 @compiled
 def decide(pool: Ints, kind: int, target: int, queue: int, first: int, count: int, when: int) -> None:
-    """Write a row of decisions; ``first`` and ``count`` say which of the chosen requests it is about.
+    """Write a row of decisions; ``first`` and ``count`` give the range of chosen requests that it is about.
 
     Raises RuntimeError if the table is full.
     """
     row = pool[DECISION] + pool[NUM_DECISIONS] * WIDTH
     if row >= pool[CHOSEN]:
-        raise RuntimeError("The policy decides more at once than its pool has rows for.")
+        raise RuntimeError("The policy makes more decisions at once than its pool has rows for.")
     pool[row] = kind
     pool[row + 1] = target
     pool[row + 2] = queue

@@ -1,23 +1,23 @@
-"""Deferred batches: a queue waits for a larger batch as long as its first request allows it, and no longer.
+"""Deferred batches: a queue waits for a larger batch while its first request allows it, and no longer.
 
 With l(b) the latency of a batch, d the deadline of a queue's first request (less the slack), its **schedulable window**
 is
 
-    from  d − l(b + 1)    from here on one more request could not join: waiting is useless
-    to    d − l(b)        until here the batch can begin and be in time
+    from  d − l(b + 1)    after this, one more request could not join: waiting is useless
+    to    d − l(b)        until then the batch can start and be in time
 
-A queue is **ready** from the begin of its window on (on a real clock a guard earlier, since timers are late), or when
-it holds the largest batch. Ready queues get devices by the end of their windows. Symphony (arXiv 2308.07470, sections 3
-and 4) waits for the begin; eager batching (as Clockwork, without its central plan) runs what there is on any idle
-device. Between them, ``spare`` is the share of devices, in percent, that have to stay idle for a batch to begin without
-waiting: 0 is eager, more than 100 is Symphony. Where all devices are idle, up to 100 nothing waits, so that one device
-answers at once, too.
+A queue is **ready** from the start of its window on (on a real clock a guard earlier, since timers are late), or when
+it holds the largest batch. Ready queues get devices in order of the ends of their windows. Symphony (arXiv 2308.07470,
+sections 3 and 4) waits for the window; eager batching (as Clockwork, without its central plan) runs waiting requests on
+any idle device. Between them, ``spare`` is the share of devices, in percent, that must stay idle for a batch to start
+without waiting: 0 is eager, more than 100 is Symphony. Up to 100, nothing waits while all devices are idle, so that a
+single device answers at once, too.
 
-When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
-percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
-are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be late in such a
-batch behind that many percent of the work in all queues. Latencies are those that devices have shown (`slowness`): a
-queue waits by what they typically take, and a batch is made for the device that it runs on.
+When a batch starts, requests that would be late even alone are dropped. If the largest batch that is then in time is
+smaller than ``window`` percent of the target, the batch size that staggered devices could serve at the measured rate,
+first requests are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be
+late in a batch of the target's size behind that many percent of the work in all queues. Latencies are the observed ones
+of the devices (`slowness`): a queue waits by their typical slowness, and a batch is sized for the device that runs it.
 """
 
 from __future__ import annotations
@@ -82,25 +82,25 @@ class Deferred(NamedTuple):
     admit: int = 0
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool that tells when devices will be free, if requests are refused by that."""
+        """Return a pool that tracks when devices will be free, if requests are refused by that."""
         return allocate_pool(**facts, keep_ends=self.admit > 0)
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Let it in, unless it would be late; perhaps its queue becomes ready."""
+        """Enqueue the request unless it would be late; its queue may become ready."""
         admit_request(pool, now, queue, request, deadline, self.spare, self.window, self.admit)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Run the ready queue whose window ends first; with spare devices, one that waits."""
+        """Run the ready queue whose window ends first; with spare devices, a waiting one."""
         observe(pool, now, device)
         use_device(pool, now, device, self.spare, self.window)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """A window begins, or a first request cannot be met any more."""
+        """Handle the start of a window, or a first request that can no longer be in time."""
         if least_of(pool, TIMER, NEVER) <= now:
             settle(pool, now, first_of(pool, TIMER), self.spare, self.window)
 
     def next_wake(self, pool: Ints) -> int:
-        """The first begin of a window, or moment at which something is lost."""
+        """Return the first start of a window, or moment at which a request is lost."""
         return least_of(pool, TIMER, NEVER)
 
 
@@ -108,7 +108,7 @@ class Deferred(NamedTuple):
 def admit_request(
     pool: Ints, now: int, queue: int, request: int, deadline: int, spare: int, window: int, admit: int
 ) -> None:
-    """Let a request in, unless it would be late; perhaps its queue becomes ready."""
+    """Enqueue a request unless it would be late; its queue may become ready."""
     measure_rate(pool, now, queue)
     if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
         refuse(pool, now, queue, request, LATE)
@@ -122,9 +122,9 @@ def admit_request(
 
 @compiled
 def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> None:
-    """Give a device that has nothing to do the ready queue whose window ends first, or one that waits."""
+    """Give an idle device the ready queue whose window ends first, or a waiting one."""
     rest(pool, device)
-    # A queue in which all was late leaves the device to others.
+    # A queue whose requests were all late leaves the device to other queues.
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
         queue = first_of(pool, READY)
         if not settle(pool, now, queue, spare, window) and is_in(pool, READY, queue):
@@ -137,11 +137,11 @@ def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> No
 
 @compiled
 def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
-    """What follows from what is in a queue now: it runs, is ready, or waits for its window. Has anything been run?"""
+    """Update a queue: run it, mark it as ready, or let it wait for its window. Returns whether a batch was started."""
     has_run = False
     while True:
         device, begin, hoped = idle_device(pool), now + pool[DELAY], NOMINAL
-        # Asked only of slow devices, as it takes time (6 % of a simulation of 100 models by Symphony, 2026-11-26).
+        # Only for slow devices, as this takes time (6 % of a simulation of 100 models by Symphony, 2026-11-26).
         if device >= 0 and pool[pool[SLOWNESS] + device] > NOMINAL:
             hoped = least_slowness(pool, queue, begin, first_due(pool, queue))
             expect_no_faster(pool, hoped)
@@ -161,7 +161,7 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
             begin_batch(pool, now, queue, device, spare, window)
             has_run = True
         elif is_ready:
-            # The timer is for what is then dropped, as it could not even run alone.
+            # The timer drops requests that can no longer be in time even alone.
             put(pool, TIMER, queue, deadline - latency_of(pool, queue, 1) + 1)
             put(pool, READY, queue, deadline - typically(pool, queue, batch))
             return has_run
@@ -172,24 +172,24 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
 
 @compiled
 def typically(pool: Ints, queue: int, batch: int) -> int:
-    """What a batch takes on devices as they are; `NEVER` for one that is too large."""
+    """Return the time of a batch on a device of typical slowness; `NEVER` for one that is too large."""
     latency = latency_of(pool, queue, batch)
     return latency * pool[TYPICAL] // NOMINAL if latency < NEVER else NEVER
 
 
 @compiled
 def _is_in_time(pool: Ints, now: int, queue: int, device: int) -> bool:
-    """Can a slow device still answer the first request, alone?"""
+    """Return whether a (slow) device can still answer the first request in time, alone."""
     end = begin_on(pool, device, now) + latency_on(pool, queue, 1, device)
     return end <= deadline_at(pool, queue, pool[pool[HEAD] + queue])
 
 
 @compiled
 def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> bool:
-    """Would a request be late behind all that is in queues, were that dealt out evenly to all devices?
+    """Return whether a request would be late behind all queued work, divided evenly among all devices.
 
-    It would be in a batch of the target's size: if it had only to fit with those that wait, the first of a queue would
-    force a small batch on all that come after them. That is what one with too short a deadline of its own is asked for.
+    It is taken to be in a batch of the target's size: if it only had to fit with those that wait, the first of a queue
+    would force a small batch on all later ones. Only a request with too short a deadline for that is judged so.
     """
     begin = first_end(pool, now) + pool[DELAY] + pool[GUARD] + pool[WORK] * admit // (100 * max(pool[NUM_UP], 1))
     latest, batch = deadline - pool[SLACK], max(pool[pool[TARGET] + queue], 1)
@@ -208,7 +208,7 @@ def _has_spare(pool: Ints, spare: int) -> bool:
 def begin_batch(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
     """Run the largest batch that is in time on an idle device; its first request could run alone.
 
-    For a larger one first requests are dropped, unless other devices are idle that could serve the rest.
+    First requests are dropped for a larger batch, unless other idle devices could serve the rest.
     """
     begin, slowness = begin_on(pool, device, now), pool[pool[SLOWNESS] + device]
     batch = largest_batch(pool, queue, begin, slowness)

@@ -1,13 +1,13 @@
-"""Batching that never looks at deadlines, as most servers do it: `Timeouts` (Triton, MLServer, Ray Serve) and `Aimd`.
+"""Batching without deadlines, as in most servers: `Timeouts` (Triton, MLServer, Ray Serve) and `Aimd` (Clipper).
 
-Requests are answered first come, first served; those whose deadline has passed are dropped when their turn comes.
+Requests are answered first come, first served; those whose deadline has passed are dropped when it is their turn.
 
-`Timeouts` waits until ``preferred`` requests are there, or the first one has waited for ``wait`` percent of its SLO; it
-then runs all that wait, up to ``most``. In Triton the two sizes are settings of their own (preferred_batch_size and
-max_batch_size); in MLServer, LitServe and Ray Serve the one that triggers is the largest, too: there ``most`` is
+`Timeouts` waits until ``preferred`` requests wait, or the first one has waited for ``wait`` percent of its SLO; it then
+runs all waiting requests, up to ``most``. In Triton the two sizes are separate settings (preferred_batch_size and
+max_batch_size); in MLServer, LitServe and Ray Serve the size that triggers is also the largest: set ``most`` to
 ``preferred``.
-`Aimd` (Clipper, NSDI 2017, section 4.3.1) runs what there is, up to a limit for each queue: a batch of that limit that
-took less than the SLO raises it by one, one that took longer lowers it by a tenth.
+`Aimd` (Clipper, NSDI 2017, section 4.3.1) runs waiting requests up to a limit for each queue: a batch of that limit
+that took less than the SLO raises it by one, one that took longer lowers it by a tenth.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from meshwright.serving.policies.queues import deadline_at, drop, enter, idle_de
 
 
 class Timeouts(NamedTuple):
-    """Settings: ``preferred`` requests in a batch (0: as many as take half the SLO); ``wait``, percent of the SLO.
+    """Settings: ``preferred`` requests in a batch (0: those that take half the SLO); ``wait``, percent of the SLO.
 
-    ``most`` requests are in the largest batch (0: as many as take the whole SLO).
+    ``most`` requests are in the largest batch (0: those that take the whole SLO).
     """
 
     preferred: int = 0
@@ -49,23 +49,23 @@ class Timeouts(NamedTuple):
     most: int = 0
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Let it in; its queue may be full enough now."""
+        """Enqueue the request; its queue may be full enough now."""
         if enter(pool, now, queue, request, deadline):
             _see_to(pool, now, queue, self.preferred, self.wait, self.most)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Run the queue that has waited longest of those that need not wait."""
+        """Run the longest waiting queue that need not wait any more."""
         rest(pool, device)
         while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
             _see_to(pool, now, first_of(pool, READY), self.preferred, self.wait, self.most)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """A first request has waited long enough."""
+        """Run a queue whose first request has waited long enough."""
         if least_of(pool, TIMER, NEVER) <= now:
             _see_to(pool, now, first_of(pool, TIMER), self.preferred, self.wait, self.most)
 
     def next_wake(self, pool: Ints) -> int:
-        """When the next first request has waited long enough."""
+        """Return when the next first request has waited long enough."""
         return least_of(pool, TIMER, NEVER)
 
 
@@ -75,26 +75,26 @@ class Aimd(NamedTuple):
     start: int = 1
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with a limit for each queue, in thousandths, and for each device its queue, batch and begin."""
+        """Return a pool with a limit for each queue, in thousandths, and for each device its queue, batch and start."""
         num_queues = len(facts["latency"])
         pool = allocate_pool(**facts, num_own=num_queues + 3 * facts["num_devices"])
         pool[pool[OWN] : pool[OWN] + num_queues] = 1000 * self.start
         return pool
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Let it in; an idle device runs it at once."""
+        """Enqueue the request; an idle device runs it at once."""
         if enter(pool, now, queue, request, deadline):
             put(pool, READY, queue, deadline_at(pool, queue, pool[pool[HEAD] + queue]))
             _run_limited(pool, now)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Learn from the batch that has ended; run the queue that has waited longest."""
+        """Learn from the batch that has ended; run the longest waiting queue."""
         _learn(pool, now, device)
         rest(pool, device)
         _run_limited(pool, now)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """Nothing waits for a moment."""
+        """Do nothing: no timer is used."""
 
     def next_wake(self, pool: Ints) -> int:
         """Never."""
@@ -165,7 +165,7 @@ def _learn(pool: Ints, now: int, device: int) -> None:
     own = pool[OWN] + pool[NUM_QUEUES] + 3 * device
     queue, batch, begin = pool[own], pool[own + 1], pool[own + 2]
     pool[own + 1] = 0
-    # A device that has failed meanwhile is free from now on, and says nothing about its batch.
+    # The end differs if the device has failed or slowed down since: its batch says nothing about the limit.
     if pool[pool[FREE_AT] + device] != begin + pool[DELAY] + latency_of(pool, queue, batch):
         return
     limit = pool[OWN] + queue

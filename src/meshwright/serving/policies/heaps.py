@@ -1,8 +1,8 @@
 """A heap of numbered items by key, in which an item can be moved and taken out.
 
-It is three columns of one array of int64, in which cell ``heap`` says where the keys of the items begin, ``heap + 1``
-where their order does (how many there are, then the items), and ``heap + 2`` where the place of each item in that order
-does (-1: not in it). Equal keys are ordered by number, so that what comes first does not depend on how it came there.
+It is three columns of one int64 array. Cell ``heap`` gives the start of the items' keys, ``heap + 1`` that of their
+order (the number of items, then the items), and ``heap + 2`` that of each item's place in that order (-1: not in it).
+Equal keys are ordered by number, so that the order does not depend on the history.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Ints = NDArray[np.int64]
 
 @compiled
 def cells_of_heap(size: int) -> int:
-    """How many cells `lay_heap` takes."""
+    """Return how many cells `lay_heap` takes."""
     return 3 + 3 * size + 1
 
 
 @compiled
 def lay_heap(array: Ints, at: int, size: int) -> None:
-    """Make an empty heap, which is called ``at``, in these cells, for items from 0 to ``size`` - 1."""
+    """Lay out an empty heap at cell ``at``, for items from 0 to ``size`` - 1; ``at`` identifies it."""
     array[at], array[at + 1], array[at + 2] = at + 3, at + 3 + size, at + 3 + 2 * size + 1
     array[array[at + 1]] = 0
     array[array[at + 2] : array[at + 2] + size] = -1
@@ -31,32 +31,32 @@ def lay_heap(array: Ints, at: int, size: int) -> None:
 
 @compiled
 def size_of(array: Ints, heap: int) -> int:
-    """How many items there are."""
+    """Return the number of items."""
     return int(array[array[heap + 1]])
 
 
 @compiled
 def first_of(array: Ints, heap: int) -> int:
-    """The item with the least key; the heap must not be empty."""
+    """Return the item with the least key; the heap must not be empty."""
     return int(array[array[heap + 1] + 1])
 
 
 @compiled
 def least_of(array: Ints, heap: int, otherwise: int) -> int:
-    """The least key, or another number if there is none."""
+    """Return the least key, or ``otherwise`` if the heap is empty."""
     order = array[heap + 1]
     return array[array[heap] + array[order + 1]] if array[order] > 0 else otherwise
 
 
 @compiled
 def is_in(array: Ints, heap: int, number: int) -> bool:
-    """Is this item in the heap?"""
+    """Return whether an item is in the heap."""
     return bool(array[array[heap + 2] + number] >= 0)
 
 
 @compiled
 def put(array: Ints, heap: int, number: int, value: int) -> None:
-    """Add an item, or give it another key."""
+    """Add an item, or change its key."""
     key, order, place = array[heap], array[heap + 1], array[heap + 2]
     at = array[place + number]
     if at < 0:
@@ -74,7 +74,7 @@ def put(array: Ints, heap: int, number: int, value: int) -> None:
 
 @compiled
 def take_out(array: Ints, heap: int, number: int) -> None:
-    """Take an item out; nothing happens if it is not in the heap."""
+    """Remove an item; do nothing if it is not in the heap."""
     key, order, place = array[heap], array[heap + 1], array[heap + 2]
     at = array[place + number]
     if at < 0:

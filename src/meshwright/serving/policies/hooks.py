@@ -1,13 +1,13 @@
-"""What a policy is: four functions that a driver calls when something has happened.
+"""The interface of a policy: four functions that a driver calls at events.
 
-    arrive(self, pool, now, queue, request, deadline)   a request has come; it is in no queue yet
+    arrive(self, pool, now, queue, request, deadline)   a request has arrived; it is not in a queue yet
     free(self, pool, now, device)                       a device has come up, or has ended a batch; it is idle now,
-                                                        unless it had its next batch and has begun it
-    wake(self, pool, now)                               the moment has come that `next_wake` named
-    next_wake(self, pool)                               when to be woken next; `NEVER` if there is no need
+                                                        unless it had a next batch and has started it
+    wake(self, pool, now)                               the moment that `next_wake` returned has come
+    next_wake(self, pool)                               return when to be woken next; `NEVER` if not needed
 
-A policy of ours is a ``NamedTuple`` of its settings whose methods numba compiles: these functions stand for the methods
-in compiled code, by the type of ``self``. Any other object with such methods works in code that is not compiled.
+Meshwright's policies are a ``NamedTuple`` of settings whose methods numba compiles: in compiled code, these functions
+call the methods by the type of ``self``. Any other object with such methods works in code that is not compiled.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from meshwright.serving.policies.pool import Ints
 
 
 class Policy(Protocol):
-    """See the module's docstring. All that it remembers lies in the pool."""
+    """See the module's docstring. All state is kept in the pool."""
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """A request has come."""
+        """Handle a request that has arrived."""
         ...
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """A device has come up, or has ended a batch."""
+        """Handle a device that has come up, or has ended a batch."""
         ...
 
     def wake(self, pool: Ints, now: int) -> None:
-        """The moment has come."""
+        """Handle the moment that `next_wake` returned."""
         ...
 
     def next_wake(self, pool: Ints) -> int:
-        """When to be woken next."""
+        """Return when to be woken next (ns)."""
         ...
 
 
 def arrive(self: Any, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-    """`Policy.arrive`."""
+    """Call `Policy.arrive`."""
     self.arrive(pool, now, queue, request, deadline)
 
 
 def free(self: Any, pool: Ints, now: int, device: int) -> None:
-    """`Policy.free`."""
+    """Call `Policy.free`."""
     self.free(pool, now, device)
 
 
 def wake(self: Any, pool: Ints, now: int) -> None:
-    """`Policy.wake`."""
+    """Call `Policy.wake`."""
     self.wake(pool, now)
 
 
 def next_wake(self: Any, pool: Ints) -> int:
-    """`Policy.next_wake`."""
+    """Call `Policy.next_wake`."""
     return int(self.next_wake(pool))
 
 

@@ -1,8 +1,8 @@
-"""The rate of arrivals of each queue, and the batch that staggered devices could serve at that rate.
+"""The arrival rate of each queue, and the batch size that staggered devices could serve at that rate.
 
-Arrivals are counted for `WINDOW_NS` at a time; the rate is an exponential mean over `_MEMORY` windows. At each end of a
-window the target is computed anew: N = r l(b) / b devices of this model's own, each ready l(b) / N after the one
-before, meet the deadline if (1 + 1/N) l(b) ≤ L; a share of a device, N < 1, if l(b) + b / r ≤ L.
+Arrivals are counted for `WINDOW_NS` at a time; the rate is an exponential mean over `_MEMORY` windows. At the end of
+each window the target is recomputed: N = r l(b) / b devices of this model's own, each ready l(b) / N after the one
+before, meet the deadline if (1 + 1/N) l(b) ≤ L; for a share of a device, N < 1, if l(b) + b / r ≤ L.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import latency_of, value_work
 
-# Symphony's code counts for 50 ms, too. A mean over a second, and a first figure after 64 arrivals, are our choice.
+# Symphony's code counts for 50 ms, too. The mean over a second and a first value after 64 arrivals are our choices.
 WINDOW_NS = 50_000_000
 _MEMORY, _SOON = 20, 64
-# So many requests at one moment say nothing of a rate.
+# Shortest time for that first value: a burst at one moment says nothing about the rate.
 _SOONEST_NS = WINDOW_NS // 50
 # RATE is in millionths of a request per second.
 PER_NS = 1e-15
@@ -54,7 +54,7 @@ def measure_rate(pool: Ints, now: int, queue: int) -> None:
 
 @compiled
 def staggered_batch(pool: Ints, queue: int, rate: float) -> int:
-    """The largest batch that staggered devices could serve in time at a rate (requests per ns); at least 1."""
+    """Return the largest batch that staggered devices could serve in time at a rate (requests per ns); at least 1."""
     model = pool[pool[MODEL] + queue]
     slo = pool[pool[SLO] + model] - pool[SLACK]
     for batch in range(pool[pool[MOST] + model], 1, -1):

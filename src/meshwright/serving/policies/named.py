@@ -1,4 +1,4 @@
-"""From what a user names to a policy: ``symphony``, ``timeouts:wait=10``, or ``mine.py:Class``."""
+"""Load a policy by the reference that a user gives: ``symphony``, ``timeouts:wait=10``, or ``mine.py:Class``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LARGEST_SETTING = 10**9
 
 
 def load_policy(reference: str) -> Policy:
-    """A policy by its name and settings, or from a file of one's own. Raises ServingError for what names none."""
+    """Return the policy of a name with settings, or of a class in a user's file. Raises ServingError."""
     own = split_reference(reference)
     if own is not None:
         path, name = own
@@ -63,10 +63,10 @@ def _read_settings(reference: str, kind: Callable[..., Any], text: str) -> dict[
             )
         if key in settings:
             raise ServingError(f"Policy {reference!r} has {key!r} twice. Give it once.")
-        # Python reads no more than some thousand digits.
+        # Python refuses to parse integers of several thousand digits.
         if not separator or not value.isdecimal() or len(value) > 100 or int(value) > _LARGEST_SETTING:
             raise ServingError(
-                f"Policy {reference!r}: {part!r} is no setting; expected {key}=NUMBER, a whole one from 0 to 10^9."
+                f"Policy {reference!r}: {part!r} is not a setting; expected {key}=NUMBER, an integer from 0 to 10^9."
             )
         settings[key] = int(value)
     return settings

@@ -1,16 +1,16 @@
-"""Nexus (SOSP 2019): a plan for an epoch says which device serves which models; fronts and devices do the rest.
+"""Nexus (SOSP 2019): a plan for an epoch says which device serves which models; frontends and devices follow it.
 
-Every ``epoch`` the rates that were measured are packed (`packing`). Until the next one, fronts deal requests out to the
-devices of their model by the shares of the plan, and each device goes through its models in turn: it drops first
-requests until a batch of the planned size (or all that is left) is in time, and runs that. An epoch ends early, though
-not before a third of it, when the rate of a model leaves 0.8 to 1.1 times what the plan was made for. The first plan is
-for equal rates, as nothing is known then, and lasts a fifth of a second; each of the next lasts five times as long as
-the one before it, up to an epoch.
+Every ``epoch`` the measured rates are packed (`packing`). Until the next one, requests are distributed over the devices
+of their model by the shares of the plan, and each device serves its models in turn: it drops first requests until a
+batch of the planned size (or all that is left) is in time, and runs that. An epoch ends early, though not before a
+third of it, when the rate of a model leaves 0.8 to 1.1 times the rate of the plan. The first plan assumes equal rates,
+as none are known yet, and lasts a fifth of a second; each later epoch is five times as long as the one before, up to
+``epoch``.
 
-Of the published system, what is not here: pre- and post-processing; handing devices back, as those that are there are
-all used (`packing.pack_all`); moving only what overloads a device (by more than 1.05) to others, as each epoch packs
-all anew; and backup models, which serve what a device of the plan cannot. Where nothing can be packed, however low the
-rates, models are dealt out to devices in turn (`packing.spread`).
+Not implemented from the published system: pre- and post-processing; releasing devices, as all devices are used
+(`packing.pack_all`); moving only the surplus of an overloaded device (by more than 1.05) to others, as each epoch packs
+everything anew; and backup models, which serve requests that a device of the plan cannot. Where no packing exists,
+however low the rates, models are assigned to devices in turn (`packing.spread`).
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ from meshwright.serving.policies.queues import (
     skip_for,
 )
 
-# Own cells: when the epoch ends, when it may end, how long it is. Then columns: of models their first place among all
-# slots sorted by model, number of slots and planned rate; of devices their first slot, number of slots and next slot;
-# of slots (a model on a device, sorted by both) device, batch, share (per 2^40), credit, and all slots sorted by model.
+# Own cells: end of the epoch, its earliest end, its length. Then columns: of models, their first place among all slots
+# sorted by model, number of slots and planned rate; of devices, their first slot, number of slots and next slot; of
+# slots (a model on a device, sorted by both) device, batch, share (per 2^40), credit, and all slots sorted by model.
 # The queue of a slot is the number of models + its number.
 _UNTIL, _EARLIEST, _LENGTH = range(3)
 _FIRST = 3
 _ONE = 2**40
-# Rates, relative to the plan's, between which an epoch goes on (Nexus's code).
+# Rates, relative to the plan's, between which an epoch continues (Nexus's code).
 _LEAST, _MOST = 0.8, 1.1
 _SECOND = 1_000_000_000
 
@@ -85,7 +85,7 @@ class Nexus(NamedTuple):
     epoch: int = 30
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with queues for all models on devices, as many as a plan can have, and cells for the plan."""
+        """Return a pool with queues for the most slots (models on devices) of a plan, and cells for the plan."""
         num_models, num_devices = len(facts["latency"]), facts["num_devices"]
         num_slots = num_devices + num_models
         most = int(np.max(facts["capacity"]))
@@ -95,7 +95,7 @@ class Nexus(NamedTuple):
         return allocate_pool(**{**facts, "capacity": capacity}, model_of_queue=of_queue, num_own=own)
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Deal it out to a device of its model, which runs it at once if it is idle."""
+        """Assign the request to a device of its model, which runs it at once if it is idle."""
         measure_rate(pool, now, queue)
         own = pool[OWN]
         if now >= pool[own + _UNTIL] or (now >= pool[own + _EARLIEST] and _has_changed(pool, queue)):
@@ -103,15 +103,15 @@ class Nexus(NamedTuple):
         _deal_out(pool, now, queue, request, deadline)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """The next model's turn."""
+        """Run the device's next model."""
         rest(pool, device)
         _run_next(pool, now, device)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """Nothing waits for a moment."""
+        """Do nothing: no timer is used."""
 
     def next_wake(self, pool: Ints) -> int:
-        """Never: epochs end with arrivals."""
+        """Return `NEVER`: epochs end at arrivals."""
         return NEVER
 
 
@@ -138,7 +138,7 @@ def _has_changed(pool: Ints, queue: int) -> bool:
 
 @compiled
 def _deal_out(pool: Ints, now: int, model: int, request: int, deadline: int) -> None:
-    """Smooth weighted round robin over the devices of a model that are up."""
+    """Choose a device by smooth weighted round robin over the devices of the model that are up."""
     first, best, most, total = pool[_models(pool, 0) + model], -1, 0, 0
     for place in range(first, first + pool[_models(pool, 1) + model]):
         slot = pool[_slots(pool, 4) + place]
@@ -160,7 +160,7 @@ def _deal_out(pool: Ints, now: int, model: int, request: int, deadline: int) -> 
 
 @compiled
 def _run_next(pool: Ints, now: int, device: int) -> None:
-    """Run the next of a device's models for which requests wait."""
+    """Run the next of a device's models that has waiting requests."""
     first, count = pool[_devices(pool, 0) + device], pool[_devices(pool, 1) + device]
     begin = begin_on(pool, device, now)
     for turn in range(count):
@@ -177,7 +177,7 @@ def _run_next(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def _begin_epoch(pool: Ints, now: int, epoch: int) -> None:
-    """Plan for the rates as measured, and deal out anew what waits."""
+    """Plan for the measured rates, and distribute waiting requests again."""
     own, num_models, num_devices = pool[OWN], pool[NUM_MODELS], pool[NUM_DEVICES]
     rates = np.zeros(num_models)
     for model in range(num_models):
@@ -202,13 +202,13 @@ def _begin_epoch(pool: Ints, now: int, epoch: int) -> None:
         if rows_left(pool) > pool[NUM_QUEUES] + num_models + 2:
             _deal_out(pool, now, waiting[place, 0], waiting[place, 1], waiting[place, 2])
         else:
-            # Those of a model stand together, so that this is one decision for each queue that they were in, at most.
+            # Requests are sorted by queue, so that these are at most one decision for each queue that they were in.
             refuse(pool, now, waiting[place, 0], waiting[place, 1], FULL)
 
 
 @compiled
 def _take_all(pool: Ints) -> Ints:
-    """All requests that wait, taken out of their queues: model, request, deadline."""
+    """Take all waiting requests out of their queues; return rows of model, request, deadline."""
     found = np.zeros((pool[NUM_QUEUED], 3), np.int64)
     count, num_models = 0, pool[NUM_MODELS]
     for queue in range(num_models, 2 * num_models + pool[NUM_DEVICES]):

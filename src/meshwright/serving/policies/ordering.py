@@ -1,9 +1,9 @@
-"""The order in which a queue is served: by deadline, and by how important requests are where not all can run at once.
+"""The order in which a queue is served: by deadline, and by priority where not all requests can run at once.
 
-The upper byte of a request says how important it is, as a number from -4 to 3: the least is the most important, and 0
-is for all that do not say. A batch has the most important ones of those that could run as one batch with the first
-request (`prefer`), so that these do not grow old; and where a request is refused, a less important one that waits is
-refused in its place (`least_important`). While nothing waits that says how important it is, neither costs anything.
+The upper byte of a request is its level, a number from -4 to 3: the lowest is the most important, and 0 is the default.
+A batch takes the most important of the requests that could run as one batch with the first request (`prefer`), so that
+these do not grow old; and where a request is refused, a less important one that waits is refused in its place
+(`least_important`). While no waiting request has a level, neither takes any time.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _LAST = NUM_LEVELS // 2 - 1
 
 @compiled
 def level_of(request: int) -> int:
-    """How important a request is: the less, the more."""
+    """Return the level of a request; a lower one is more important."""
     return request >> LEVEL_BIT
 
 
 def numbers_of(requests: Ints) -> Ints:
-    """Requests without what they say of their importance."""
+    """Return requests without their levels."""
     return requests & _NUMBER
 
 
 @compiled
 def is_same(request: int, other: int) -> bool:
-    """Is it the same request, whatever is said of its importance?"""
+    """Return whether two requests are the same apart from their levels."""
     return (request ^ other) & _NUMBER == 0
 
 
 @compiled
 def count_level(pool: Ints, queue: int, request: int, change: int) -> None:
-    """A request has come into a queue (1), or left it (-1)."""
+    """Count a request that has entered a queue (1), or left it (-1)."""
     level = level_of(request)
     if level != 0:
         pool[pool[LEVELED] + NUM_LEVELS * queue] += change
@@ -56,19 +56,19 @@ def count_level(pool: Ints, queue: int, request: int, change: int) -> None:
 
 @compiled
 def forget_levels(pool: Ints, queue: int) -> None:
-    """All requests have left a queue."""
+    """Reset the counts of a queue that all requests have left."""
     pool[_count_at(pool, queue, 0) : _count_at(pool, queue, 0) + NUM_LEVELS] = 0
 
 
 @compiled
 def _count_at(pool: Ints, queue: int, level: int) -> int:
-    """Where it is counted how many requests of a level wait in a queue; at that of level 0, those of all others."""
+    """Return the cell that counts a queue's requests of a level; for level 0, those of all other levels."""
     return pool[LEVELED] + NUM_LEVELS * queue + level % NUM_LEVELS
 
 
 @compiled
 def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
-    """Let ``count`` requests after the first ``skipped`` ones stand before these."""
+    """Move ``count`` requests after the first ``skipped`` ones in front of these."""
     if skipped > 0:
         head, mask, start = pool[pool[HEAD] + queue], pool[pool[MASK] + queue], pool[pool[START] + queue]
         for column in (pool[DEADLINE] + start, pool[REQUEST] + start):
@@ -83,9 +83,9 @@ def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
 
 @compiled
 def prefer(pool: Ints, queue: int, count: int) -> None:
-    """Let the ``count`` most important ones stand first, of those that are due no earlier than the first request.
+    """Move the ``count`` most important requests to the front, among those due no earlier than the first request.
 
-    Of equally important ones these are those that are due first; all others stay in the order of their deadlines.
+    Ties go to those due first; all others stay in the order of their deadlines.
     """
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     length = pool[pool[TAIL] + queue] - head
@@ -93,13 +93,13 @@ def prefer(pool: Ints, queue: int, count: int) -> None:
         return
     deadlines, requests = pool[DEADLINE] + pool[pool[START] + queue], pool[REQUEST] + pool[pool[START] + queue]
     due, waiting = np.empty(length, np.int64), np.empty(length, np.int64)
-    # How many can be chosen of each level.
+    # How many requests of each level can be chosen.
     counts = np.zeros(256, np.int64)
     for place in range(length):
         at = (head + place) & mask
         due[place], waiting[place] = pool[deadlines + at], pool[requests + at]
         counts[level_of(waiting[place]) + 128] += due[place] >= due[0]
-    # All of the levels before the last one are chosen, and of that one so many as are left.
+    # All requests of the levels before the last one are chosen, and the remaining number of that level.
     last, left = 0, count
     while counts[last] < left and last < 255:
         left -= counts[last]
@@ -117,7 +117,7 @@ def prefer(pool: Ints, queue: int, count: int) -> None:
     behind = chosen
     for place in range(length):
         if not is_chosen[place]:
-            # They are in order but for those that `bring_forward` has put back.
+            # They are in order except for those that `bring_forward` has put back.
             at = behind
             while at > chosen and pool[deadlines + ((head + at - 1) & mask)] > due[place]:
                 pool[deadlines + ((head + at) & mask)] = pool[deadlines + ((head + at - 1) & mask)]
@@ -129,7 +129,7 @@ def prefer(pool: Ints, queue: int, count: int) -> None:
 
 @compiled
 def least_important(pool: Ints, queue: int, level: int) -> int:
-    """Where the least important request waits that is less so than this level, of these the one due last; or -1."""
+    """Return the place of the least important request below this level, the last due on a tie; or -1."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     for least in range(_LAST, level, -1):
         count = pool[_count_at(pool, queue, least)]

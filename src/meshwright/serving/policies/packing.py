@@ -1,13 +1,13 @@
-"""Squishy bin packing (Nexus, SOSP 2019, section 6.1): which device serves which models, in batches of which size.
+"""Squishy bin packing (Nexus, SOSP 2019, section 6.1): which device serves which models, in which batch sizes.
 
-A model with rate r and SLO L takes whole devices first: B is the largest batch with 2 l(B) ≤ L, each one serves
-B / l(B), and ⌊r l(B) / B⌋ of them are full. What is left, r', goes in rounds: in a duty cycle of D a device runs
+A model with rate r and SLO L takes whole devices first: B is the largest batch with 2 l(B) ≤ L, each device serves
+B / l(B), and ⌊r l(B) / B⌋ of them are full. The remaining rate r' is served in rounds: in a duty cycle D a device runs
 a batch of b = ⌈D r'⌉ of each of its models, which is in time if D + l(b) ≤ L. Alone, D is the largest possible, b / r'
-with the largest b such that (b − 1) / r' + l(b) ≤ L. Models are put together, those that take most of a device first,
-each on the device that is then fullest: D is the least of theirs, batches shrink to it, and it fits if Σ l(b) ≤ D, and
-if the device has memory for all of them.
+with the largest b such that (b − 1) / r' + l(b) ≤ L. Models are merged, those that take most of a device first, each
+onto the device that is then fullest: D is the smallest of their cycles, batches shrink to it, and the merge fits if
+Σ l(b) ≤ D, and if the device has memory for all of them.
 
-Everything is in one table of rows (device, model, batch, rate share, duty cycle), which `pack` fills.
+The result is one table of rows (device, model, batch, rate share, duty cycle, load), which `pack` fills.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 DEVICE_OF, MODEL_OF, BATCH, SHARE, CYCLE, LOAD = range(6)
 # ⌈D r⌉ with room for rounding, as in the published code.
 _ROUNDING = 1e-3
-# What sums of shares of memory may be off by rounding.
+# Rounding error of sums of memory shares.
 _ROOM = 1e-9
 
 
@@ -31,10 +31,10 @@ _ROOM = 1e-9
 def pack(
     latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, memory: Floats, num_devices: int, table: Floats
 ) -> int:
-    """Fill the table for rates in requests per ns; how many rows it has, or -1 if devices do not suffice.
+    """Fill the table for rates in requests per ns; return the number of rows, or -1 if devices do not suffice.
 
-    ``latency``, ``most`` and ``slo`` as in a pool; ``memory`` is the share of a device's that each model takes. The
-    table needs a row for each device and model.
+    ``latency``, ``most`` and ``slo`` as in a pool; ``memory`` is the share of a device's memory that each model takes.
+    The table needs a row for each device and model.
     """
     num_models = len(rates)
     rows, device = 0, 0
@@ -78,7 +78,7 @@ def pack(
 
 @compiled
 def _saturating(latency: Ints, row: int, most: Ints, slo: Ints, model: int) -> int:
-    """The largest batch of which two take no longer than the SLO; at least 1."""
+    """Return the largest batch of which two take at most the SLO; at least 1."""
     batch = 1
     while batch < most[model] and 2 * latency[model * row + batch + 1] <= slo[model]:
         batch += 1
@@ -87,7 +87,7 @@ def _saturating(latency: Ints, row: int, most: Ints, slo: Ints, model: int) -> i
 
 @compiled
 def _alone(latency: Ints, row: int, slo: Ints, model: int, full: int, rate: float) -> tuple[float, float]:
-    """The longest duty cycle of a model on a device of its own, and how much of it the device computes."""
+    """Return the longest duty cycle of a model on a device of its own, and the share of it that the device computes."""
     batch = 1
     while batch < full and batch / rate + latency[model * row + batch + 1] <= slo[model]:
         batch += 1
@@ -101,7 +101,7 @@ def _fill(
     latency: Ints, row: int, most: Ints, slo: Ints, residue: Floats, memory: Floats, table: Floats, rows: int,
     device: int, model: int, cycle: float,
 ) -> float:  # fmt: skip
-    """The load of a device with one more model; -1 if it does not fit."""
+    """Return the load of a device with one more model; -1 if it does not fit."""
     shortest = cycle
     for at in range(rows):
         if table[at, DEVICE_OF] == device:
@@ -121,7 +121,7 @@ def _fill(
 
 @compiled
 def _shrink(latency: Ints, row: int, residue: Floats, table: Floats, rows: int, device: int) -> None:
-    """All models of a device take the shortest of their duty cycles, and batches that suit it."""
+    """Set all models of a device to the shortest of their duty cycles, with batches that fit it."""
     shortest, used = np.inf, 0.0
     for at in range(rows):
         if table[at, DEVICE_OF] == device:
@@ -141,10 +141,10 @@ def _shrink(latency: Ints, row: int, residue: Floats, table: Floats, rows: int, 
 def pack_all(
     latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, memory: Floats, num_devices: int, table: Floats
 ) -> int:
-    """The packing of a multiple of all rates that is about as high as devices suffice for; how many rows it has.
+    """Pack about the highest multiple of all rates for which the devices suffice; return the number of rows.
 
-    Where they suffice for less than the rates, those that pack says are served in part; where they suffice for more,
-    devices have room for what comes unevenly. Found by halving, to a hundredth, as if less fitted wherever more does.
+    If that is below the rates, they are served in part; if it is above, devices have room for uneven arrivals. Found by
+    bisection to a hundredth, assuming that lower rates fit wherever higher ones do.
     """
     low, high = 0.0, 1.0
     while high < 1e6 and pack(latency, row, most, slo, rates * high, memory, num_devices, table) >= 0:
@@ -160,7 +160,7 @@ def pack_all(
 
 @compiled
 def spread(latency: Ints, row: int, most: Ints, slo: Ints, num_devices: int, table: Floats) -> int:
-    """A plan where no packing fits: models are dealt out to devices in turn, each device has one; how many rows."""
+    """Fill a plan where no packing fits: models are assigned to devices in turn, at least one to each; return rows."""
     num_models = len(most)
     rows = max(num_models, num_devices)
     for place in range(rows):

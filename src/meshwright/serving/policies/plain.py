@@ -1,4 +1,4 @@
-"""A policy of a stranger, in plain Python: a class whose methods get a `View` of the pool instead of its array.
+"""A user's policy in plain Python: a class whose methods get a `View` of the pool instead of its array.
 
     class Mine:
         def arrive(self, pool, now, queue, request, deadline): ...   # pool.enter(queue, request, deadline)
@@ -6,9 +6,9 @@
         def wake(self, pool, now): ...                               # optional, with next_wake
         def next_wake(self, pool): ...
 
-The simulator calls it uncompiled, ten to a hundred times slower than a compiled one. All that such a policy asks for is
+The simulator calls it uncompiled, ten to a hundred times slower than a compiled one. Every call of such a policy is
 checked: more requests than wait, devices that are not idle, requests that it was not given, more decisions in one call
-than a pool holds. Whole numbers may be numpy's.
+than fit into the pool. Integers may be numpy's.
 """
 
 from __future__ import annotations
@@ -57,59 +57,59 @@ class View:
 
     @property
     def num_queues(self) -> int:
-        """Queues, one of each model."""
+        """Number of queues, one for each model."""
         return int(self._pool[NUM_QUEUES])
 
     @property
     def num_devices(self) -> int:
-        """Devices, up or down."""
+        """Number of devices, up or down."""
         return int(self._pool[NUM_DEVICES])
 
     @property
     def delay(self) -> int:
-        """What passes between a decision and its begin on an idle device."""
+        """Time (ns) between a decision and its start on an idle device."""
         return int(self._pool[DELAY])
 
     @property
     def idle_devices(self) -> list[int]:
-        """Devices that have nothing to do, ascending."""
+        """Idle devices, ascending."""
         return [device for device in range(self.num_devices) if self.is_idle(device)]
 
     def is_idle(self, device: int) -> bool:
-        """Has this device nothing to do?"""
+        """Return whether a device is idle."""
         device = _check("device", device, self.num_devices)
         return bool(self._pool[self._pool[DEVICE] + device] == IDLE)
 
     def length(self, queue: int) -> int:
-        """Requests that wait in a queue."""
+        """Return the number of requests that wait in a queue."""
         return int(queues.length_of(self._pool, self._queue(queue)))
 
     def deadline(self, queue: int, place: int = 0) -> int:
-        """When a request of a queue has to be done, less the slack; place 0 is the first one."""
+        """Return when a request of a queue must be done (ns), less the slack; place 0 is the first one."""
         queue = self._queue(queue)
         place = _check(f"place in queue {queue}", place, self.length(queue))
         return int(queues.deadline_at(self._pool, queue, self._pool[self._pool[HEAD] + queue] + place))
 
     def latency(self, queue: int, batch: int) -> int:
-        """What a batch of a queue's model takes; a very large number for one that is too large."""
+        """Return the time (ns) of a batch of a queue's model; a very large number for one that is too large."""
         queue, batch = self._queue(queue), _check("size of a batch", batch, NEVER)
         return int(queues.latency_of(self._pool, queue, batch)) if batch > 0 else 0
 
     def largest(self, queue: int) -> int:
-        """The largest batch of a queue's model."""
+        """Return the largest batch of a queue's model."""
         return int(self._pool[self._pool[MOST] + self._pool[self._pool[MODEL] + self._queue(queue)]])
 
     def slo(self, queue: int) -> int:
-        """From arrival to deadline."""
+        """Return the time (ns) from arrival to deadline."""
         return int(self._pool[self._pool[SLO] + self._pool[self._pool[MODEL] + self._queue(queue)]])
 
     @property
     def slack(self) -> int:
-        """How long before a deadline a batch should end."""
+        """How long (ns) before a deadline a batch should end."""
         return int(self._pool[SLACK])
 
     def enter(self, queue: int, request: int, deadline: int) -> bool:
-        """Put the request that has come into its queue; False if the queue is full, and the request is dropped."""
+        """Put the new request into its queue; return False if the queue is full and the request was dropped."""
         if not _is_whole(deadline) or abs(deadline) > NEVER:
             raise ServingError(f"A policy gave {deadline!r} as deadline; expected nanoseconds as a whole number.")
         self._make_sure_of_room(1)
@@ -117,7 +117,7 @@ class View:
         return bool(queues.enter(self._pool, self.now, int(queue), int(request), int(deadline)))
 
     def refuse(self, queue: int, request: int) -> None:
-        """Drop the request that has come."""
+        """Drop the new request."""
         self._make_sure_of_room(1)
         self._take(queue, request)
         queues.refuse(self._pool, self.now, int(queue), int(request), CROWDED)
@@ -135,7 +135,7 @@ class View:
         most = min(self.length(queue), self.largest(queue))
         count = _check(f"size of a batch of queue {queue}", count, most + 1, 1)
         if not self.is_idle(device):
-            raise ServingError(f"Device {device} was given a batch and is not idle. Ask is_idle before.")
+            raise ServingError(f"Device {device} was given a batch but is not idle. Call is_idle first.")
         self._make_sure_of_room(count)
         queues.run(self._pool, self.now, queue, count, int(device))
 
@@ -145,8 +145,8 @@ class View:
     def _take(self, queue: int, request: int) -> None:
         if self._given.get(request) != queue:
             raise ServingError(
-                f"A policy put or dropped request {request!r} of queue {queue!r}; expected one that has come for that "
-                "queue, and each of them once."
+                f"A policy put or dropped request {request!r} of queue {queue!r}; expected a request that has arrived "
+                "for that queue, each of them once."
             )
         del self._given[request]
 
@@ -154,13 +154,13 @@ class View:
         if rows_left(self._pool) < 1 or choices_left(self._pool) < count:
             rows = (self._pool[CHOSEN] - self._pool[DECISION]) // WIDTH
             raise ServingError(
-                f"In one call a policy decided more than its pool has room for: {rows} decisions, drops of one queue "
-                "that follow each other being one. Drop many requests at once, or decide about some in a later call."
+                f"A policy decided more in one call than its pool has room for: {rows} decisions, where consecutive "
+                "drops of one queue count as one. Drop many requests at once, or make some decisions in a later call."
             )
 
 
 def _check(what: str, value: int, end: int, first: int = 0) -> int:
-    """A whole number as Python's own, if it is from the first one to before the end."""
+    """Return a whole number as a Python int if it is in range(first, end). Raises ServingError otherwise."""
     if not _is_whole(value) or not first <= value < end:
         raise ServingError(f"A policy gave {value!r} as {what}; expected {_numbers(first, end)}.")
     return int(value)
@@ -171,20 +171,20 @@ def _is_whole(value: object) -> bool:
 
 
 def _numbers(first: int, end: int) -> str:
-    return f"a whole number from {first} to {end - 1}" if end > first else "none, as there are none"
+    return f"a whole number from {first} to {end - 1}" if end > first else "none, as the range is empty"
 
 
 class PlainPolicy:
-    """The driver's side of such a class: an instance of it for each simulation."""
+    """Adapter between the driver and a user's class, with a new instance for each simulation."""
 
     def __init__(self, make: Callable[[], Any], path: Path) -> None:
         self._make, self._path = make, path
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget all that was learned."""
+        """Make a new instance of the class, and forget all pending requests."""
         self._mine = self._begin()
-        # The queue of each request that the policy has neither let in nor dropped.
+        # The queue of each request that the policy has neither enqueued nor dropped.
         self._given: dict[int, int] = {}
         self._woken, self._times = -1, 0
 
@@ -201,9 +201,9 @@ class PlainPolicy:
             self._mine.free(self._view(pool, now), int(now), int(device))
 
     def wake(self, pool: Ints, now: int) -> None:
-        """As `Policy`; nothing if the class has no such method.
+        """As `Policy`; do nothing if the class has no such method.
 
-        Raises ServingError if it is woken again and again at one moment and decides nothing: time would stand still.
+        Raises ServingError if it is woken repeatedly at one moment and decides nothing: time would not advance.
         """
         if hasattr(self._mine, "wake"):
             with self._told("wake"):
@@ -212,12 +212,12 @@ class PlainPolicy:
         self._woken = now
         if self._times > _MOST_WAKES:
             raise ServingError(
-                f"{self._path}: next_wake named {now} ns or earlier {_MOST_WAKES} times, and wake decided nothing. "
-                "Name a moment that is still to come, or None."
+                f"{self._path}: next_wake returned {now} ns or earlier {_MOST_WAKES} times, and wake decided nothing. "
+                "Return a future moment, or None."
             )
 
     def next_wake(self, pool: Ints) -> int:
-        """As `Policy`; never if the class has no such method, or says None."""
+        """As `Policy`; `NEVER` if the class has no such method, or returns None."""
         if not hasattr(self._mine, "next_wake"):
             return NEVER
         with self._told("next_wake"):

@@ -1,4 +1,4 @@
-"""What policies do to a pool: let requests in, drop them, run them. Every function writes what the driver has to do."""
+"""Operations of policies on a pool: enqueue, drop and run requests. Each writes the decisions for the driver."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ from meshwright.serving.policies.pool import (
 
 # Devices whose slowness differs by less than this are used by number.
 _ALIKE = 250
-# One is faster than another if it is so by such a part.
+# A device is faster than another if its slowness is lower by more than this fraction.
 _CLEARLY = 16
 
 
 @compiled
 def latency_of(pool: Ints, queue: int, batch: int) -> int:
-    """Nanoseconds of a batch of a queue's model; `NEVER` for one that is too large."""
+    """Return the ns of a batch of a queue's model; `NEVER` for one that is too large."""
     if batch >= pool[ROW]:
         return NEVER
     return pool[pool[LATENCY] + pool[pool[MODEL] + queue] * pool[ROW] + batch]
@@ -66,32 +66,32 @@ def latency_of(pool: Ints, queue: int, batch: int) -> int:
 
 @compiled
 def length_of(pool: Ints, queue: int) -> int:
-    """Requests that wait in a queue."""
+    """Return the number of requests that wait in a queue."""
     return pool[pool[TAIL] + queue] - pool[pool[HEAD] + queue]
 
 
 @compiled
 def deadline_at(pool: Ints, queue: int, place: int) -> int:
-    """When the request at a place, from head to tail, has to be done: its deadline less the slack."""
+    """Return when the request at a place, from head to tail, must be done: its deadline less the slack."""
     at = pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
     return pool[pool[DEADLINE] + at] - pool[SLACK]
 
 
 @compiled
 def first_due(pool: Ints, queue: int) -> int:
-    """When the first request of a queue has to be done; `NEVER` if there is none."""
+    """Return when the first request of a queue must be done; `NEVER` if the queue is empty."""
     return deadline_at(pool, queue, pool[pool[HEAD] + queue]) if length_of(pool, queue) > 0 else NEVER
 
 
 @compiled
 def latency_on(pool: Ints, queue: int, batch: int, device: int) -> int:
-    """Nanoseconds that a batch is expected to take on a device, by what others took there."""
+    """Return the expected ns of a batch on a device, by earlier batches there."""
     return latency_of(pool, queue, batch) * pool[pool[SLOWNESS] + device] // NOMINAL
 
 
 @compiled
 def begin_on(pool: Ints, device: int, now: int) -> int:
-    """When a batch begins that is decided now."""
+    """Return when a batch starts on a device that is decided now."""
     if pool[pool[DEVICE] + device] == IDLE:
         return now + pool[DELAY]
     return max(now + pool[DELAY], pool[pool[FREE_AT] + device])
@@ -99,36 +99,36 @@ def begin_on(pool: Ints, device: int, now: int) -> int:
 
 @compiled
 def idle_device(pool: Ints) -> int:
-    """Of the fast ones among idle devices that with the lowest number, so that others rest; -1 if there is none."""
+    """Return the lowest-numbered fast idle device, so that the others stay idle; -1 if no device is idle."""
     return first_of(pool, REST) if size_of(pool, REST) > 0 else -1
 
 
 @compiled
 def forget_down(pool: Ints, heap: int) -> None:
-    """Take devices that have failed from the top of a policy's own heap of devices, since no policy is told of them."""
+    """Remove failed devices from the top of a policy's own heap: policies are not notified of failures."""
     while size_of(pool, heap) > 0 and pool[pool[DEVICE] + first_of(pool, heap)] == DOWN:
         take_out(pool, heap, first_of(pool, heap))
 
 
 @compiled
 def first_end(pool: Ints, now: int) -> int:
-    """When the first device is free, by prediction: now if one is idle. The pool must keep ends."""
+    """Return when the first device is expected to be free: now if one is idle. The pool must keep ends."""
     return now if size_of(pool, REST) > 0 else max(least_of(pool, END, now), now)
 
 
 @compiled
 def value_work(pool: Ints, queue: int, unit: int) -> None:
-    """From now on a request of this queue is taken to need so many ns of a device."""
+    """Set the device time (ns) of a request of this queue to ``unit``."""
     pool[WORK] += (unit - pool[pool[UNIT] + queue]) * length_of(pool, queue)
     pool[pool[UNIT] + queue] = unit
 
 
 @compiled
 def least_slowness(pool: Ints, queue: int, begin: int, due: int) -> int:
-    """How slow the fastest device is at least that a queue's first request, which has to be done then, can hope for.
+    """Return the least slowness of a device that a queue's first request, due then, can hope for.
 
-    It may wait for one that is faster than those that are idle. If there is none, it must not be waited for: devices
-    would be idle, and what is behind it late as well.
+    It may wait for a device that is faster than the idle ones. If no device is, it must not wait: devices would be
+    idle, and the requests behind it late as well.
     """
     device = idle_device(pool)
     if device < 0 or not begin + latency_of(pool, queue, 1) <= due < begin + latency_on(pool, queue, 1, device):
@@ -142,7 +142,7 @@ def least_slowness(pool: Ints, queue: int, begin: int, due: int) -> int:
 
 @compiled
 def drop_late(pool: Ints, now: int, queue: int, begin: int, slowness: int = NOMINAL) -> int:
-    """Drop the first requests that would be late even alone, if they began then; how many these were."""
+    """Drop the first requests that would be late even alone, starting then; return their number."""
     latest = begin + latency_of(pool, queue, 1) * slowness // NOMINAL
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     at = head
@@ -154,7 +154,7 @@ def drop_late(pool: Ints, now: int, queue: int, begin: int, slowness: int = NOMI
 
 @compiled
 def largest_batch(pool: Ints, queue: int, begin: int, slowness: int = NOMINAL) -> int:
-    """The most first requests that are in time if they begin then; at least one."""
+    """Return the most first requests that are in time in a batch that starts at ``begin``; at least one."""
     room = (deadline_at(pool, queue, pool[pool[HEAD] + queue]) - begin) * NOMINAL // slowness
     low, high = 1, min(length_of(pool, queue), pool[pool[MOST] + pool[pool[MODEL] + queue]])
     while low < high:
@@ -168,7 +168,7 @@ def largest_batch(pool: Ints, queue: int, begin: int, slowness: int = NOMINAL) -
 
 @compiled
 def skip_for(pool: Ints, queue: int, begin: int, target: int, slowness: int = NOMINAL) -> int:
-    """How many first requests to drop so that a batch of the target, or all that is left, is in time."""
+    """Return how many first requests to drop so that a batch of the target, or of all the rest, is in time."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     at = head
     while at < tail - 1:
@@ -181,7 +181,7 @@ def skip_for(pool: Ints, queue: int, begin: int, target: int, slowness: int = NO
 
 @compiled
 def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
-    """Put a request into a queue, by deadline; False if it was dropped, as it is full of no less important ones."""
+    """Enqueue a request by deadline; return False if it was dropped: the queue is full of no less important ones."""
     mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
     if length_of(pool, queue) > mask and not displace(pool, now, queue, request, FULL):
         return False
@@ -207,7 +207,7 @@ def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool
 
 @compiled
 def displace(pool: Ints, now: int, queue: int, request: int, reason: int) -> bool:
-    """There is no room for a request: drop a less important one that waits, or else this one; is there room now?"""
+    """Drop a less important waiting request, or else this one; return whether there is room for this one now."""
     place = least_important(pool, queue, level_of(request))
     if place >= 0:
         _take_out_of(pool, now, queue, place, reason)
@@ -218,7 +218,7 @@ def displace(pool: Ints, now: int, queue: int, request: int, reason: int) -> boo
 
 @compiled
 def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
-    """Drop a request that is in no queue."""
+    """Drop a request that is not in a queue."""
     chosen = choose(pool, 1)
     pool[pool[CHOSEN] + chosen] = request
     decide_to_drop(pool, now, queue, chosen, 1, reason)
@@ -233,7 +233,7 @@ def drop(pool: Ints, now: int, queue: int, count: int, reason: int) -> None:
 
 @compiled
 def cancel(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
-    """Drop one request, wherever in its queue it stands; False if it is not there (any more)."""
+    """Drop one request, wherever it is in its queue; return False if it is not there (any more)."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
     deadlines, requests = pool[DEADLINE] + start, pool[REQUEST] + start
@@ -270,9 +270,9 @@ def _take_out_of(pool: Ints, now: int, queue: int, place: int, reason: int) -> N
 
 @compiled
 def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
-    """Run a batch of a queue on a device, as soon as it is free; it must not have its next batch already.
+    """Run a batch of a queue on a device as soon as it is free; it must not have a next batch already.
 
-    The batch was made for the first requests; more important ones that can run in their place do (`ordering`).
+    The batch was sized for the first requests; more important ones that can run in their place do (`ordering`).
     """
     prefer(pool, queue, count)
     begin = begin_on(pool, device, now)
@@ -291,7 +291,7 @@ def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
 
 @compiled
 def preempt(pool: Ints, now: int, device: int) -> None:
-    """Give up what runs on a device; its requests come again."""
+    """Abort the batch that runs on a device; its requests are resubmitted."""
     pool[pool[FREE_AT] + device] = now
     pool[pool[NEXT] + device] = 0
     rest(pool, device)
@@ -300,13 +300,13 @@ def preempt(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def resize(pool: Ints, now: int, wanted: int) -> None:
-    """So many devices are wanted from now on."""
+    """Ask the driver for ``wanted`` devices."""
     decide(pool, RESIZE, wanted, 0, pool[NUM_CHOSEN], 0, now)
 
 
 @compiled
 def begin_waiting(pool: Ints, queue: int, count: int, device: int, begin: int) -> None:
-    """The next batch of a device begins now; what follows it is known anew."""
+    """Start the next batch of a device, and recompute its expected end."""
     pool[pool[NEXT] + device] = 0
     pool[pool[BEGAN] + device] = begin
     pool[pool[FREE_AT] + device] = begin + latency_on(pool, queue, count, device)
@@ -316,7 +316,7 @@ def begin_waiting(pool: Ints, queue: int, count: int, device: int, begin: int) -
 
 @compiled
 def end_batch(pool: Ints, now: int, device: int, taken: int) -> None:
-    """A device has ended its batch, which took so long: when that is known late, the device is not slow for it."""
+    """Correct the start of a batch that took ``taken`` ns: a late notice of its end does not make its device slow."""
     later = now - taken - pool[pool[BEGAN] + device]
     pool[pool[BEGAN] + device] += later
     pool[pool[FREE_AT] + device] += later
@@ -324,14 +324,14 @@ def end_batch(pool: Ints, now: int, device: int, taken: int) -> None:
 
 @compiled
 def clear(pool: Ints) -> None:
-    """The driver has carried out all decisions."""
+    """Forget decisions that the driver has carried out."""
     pool[NUM_DECISIONS] = 0
     pool[NUM_CHOSEN] = 0
 
 
 @compiled
 def rest(pool: Ints, device: int) -> None:
-    """A device that is up has nothing to do."""
+    """Mark a device that is up as idle."""
     if pool[pool[DEVICE] + device] != IDLE:
         pool[pool[DEVICE] + device] = IDLE
         pool[NUM_IDLE] += 1
@@ -342,7 +342,7 @@ def rest(pool: Ints, device: int) -> None:
 
 @compiled
 def come_up(pool: Ints, device: int, now: int) -> None:
-    """A device is there from now on; policies are told that it is free."""
+    """Mark a device as up; the driver then calls the policy's ``free``."""
     if pool[pool[DEVICE] + device] == DOWN:
         pool[NUM_UP] += 1
         pool[pool[DEVICE] + device] = BUSY
@@ -352,7 +352,7 @@ def come_up(pool: Ints, device: int, now: int) -> None:
 
 @compiled
 def go_down(pool: Ints, device: int) -> None:
-    """A device is gone."""
+    """Mark a device as down."""
     take_out(pool, END, device)
     pool[pool[NEXT] + device] = 0
     if pool[pool[DEVICE] + device] == IDLE:
@@ -365,7 +365,7 @@ def go_down(pool: Ints, device: int) -> None:
 
 @compiled
 def _leave(pool: Ints, queue: int, count: int) -> int:
-    """Move the first requests of a queue to the chosen ones; where they begin there."""
+    """Move the first requests of a queue to the chosen ones; return their first place there."""
     first = choose(pool, count)
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     requests, chosen = pool[REQUEST] + pool[pool[START] + queue], pool[CHOSEN] + first

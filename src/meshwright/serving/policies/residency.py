@@ -1,15 +1,15 @@
-"""Which models devices hold, where not all fit: what is wanted is loaded, and what was least recently used is evicted.
+"""Models on devices where not all fit: load the models in demand and evict the least recently used ones.
 
-The weights of a model are copied to a device beside what it computes, one model at a time, in a time that is known; so
-no driver has to tell a policy that they are there. Demand is the device time that the requests of a queue take which
-can still be in time after a load, and what was dropped for want of the model. It is dealt out to the devices that hold
-the model or get it; what these cannot do within an SLO, beside all else that is dealt out to them, is not served. The
-model with most of that is loaded (Clockwork, OSDI 2020, deals demand out unevenly, to devices with less to do). It goes
-to the device with least to do, and there the models leave that were least recently used, but for those whose batch runs
-there or is next, and for those that have run nothing since they were loaded while requests wait for them: so each load
+A device copies the weights of one model at a time, while it computes, in a known time; so no driver has to notify a
+policy of the end. Demand is the device time of a queue's requests that can still be in time after a load, and of those
+that were dropped because the model was missing. It is divided among the devices that hold the model or are loading it;
+the part that these cannot do within an SLO, besides all other demand assigned to them, is not served. The model with
+most unserved demand is loaded (Clockwork, OSDI 2020, divides demand unevenly, in favour of devices with less to do). It
+goes to the device with least to do. The least recently used models there are evicted, except those whose batch is
+running or next, and those that have run nothing since they were loaded while requests wait for them: so each load
 serves something, however short it is.
 
-Devices come up empty. Queues are numbered as models are. It lies in cells of a policy's own: `lay_residency`.
+Devices come up empty. Queues are numbered like models. The state is in own cells of a policy: `lay_residency`.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from meshwright.serving.policies.queues import (
     length_of,
 )
 
-# Memory is counted in parts of a device's.
+# Memory is counted in fractions of a device's memory.
 PARTS = 10**12
-# Cells: are models loaded at all, and where columns begin. Of models: what they take of a device, how long they take to
-# get there, what was dropped for want of them (ns of a device). Of devices: what is held there; the queue whose batch
-# runs, and the next one, or -1; the model that was loaded last. Of both: when a model is there, and was last used.
+# Cells: whether models are loaded at all, and the starts of columns. Of models: memory, load time, and demand dropped
+# because the model was missing (ns of a device). Of devices: used memory; the queue whose batch runs, and the next one,
+# or -1; the model that was loaded last. Of both: when a model is on a device, and when it was last used.
 _IS_ON, _MEMORY, _LOAD, _MISSED, _HELD, _RUNS, _FOLLOWS, _LOADED, _THERE, _LAST = range(10)
-# The heap of devices that are being loaded by when that ends.
+# The heap of loading devices by the end of the load.
 COPYING = 10
-# An event may bring several loads, when a device fails; there is always room for what the next one evicts.
+# An event may bring several loads, when a device fails; this always leaves room for the evictions of the next one.
 _MOST_DECISIONS = 512
 
 
 class Weights(NamedTuple):
-    """What each model takes of a device, in `PARTS`, and ns until it is there; no models if devices hold them all."""
+    """Memory of each model, in `PARTS` of a device, and its load time (ns); empty if devices hold all models."""
 
     memory: Ints
     load: Ints
 
 
 def cells_of_residency(num_devices: int, num_models: int) -> int:
-    """How many cells `lay_residency` takes."""
+    """Return how many cells `lay_residency` takes."""
     return COPYING + cells_of_heap(num_devices) + 3 * num_models + 4 * num_devices + 2 * num_devices * num_models
 
 
 def lay_residency(pool: Ints, at: int, weights: Weights, num_devices: int) -> None:
-    """Write into these cells that devices hold nothing yet."""
+    """Lay out the cells for devices that hold nothing yet."""
     num_models = len(weights.load)
     pool[at + _IS_ON] = 1
     lay_heap(pool, at + COPYING, num_devices)
@@ -94,27 +94,27 @@ def lay_residency(pool: Ints, at: int, weights: Weights, num_devices: int) -> No
 
 @compiled
 def is_there(pool: Ints, at: int, queue: int, device: int, now: int) -> bool:
-    """Does a device hold a queue's model, all of it?"""
+    """Return whether a device holds a queue's model completely."""
     return bool(_there_at(pool, at, queue, device) <= now)
 
 
 @compiled
 def note_run(pool: Ints, at: int, queue: int, device: int, now: int, is_next: bool) -> None:
-    """A batch was given to a device, which computes it at once or next."""
+    """Note a batch that was given to a device, which computes it at once or next."""
     pool[pool[at + (_FOLLOWS if is_next else _RUNS)] + device] = queue
     pool[pool[at + _LAST] + device * pool[NUM_QUEUES] + queue] = now
 
 
 @compiled
 def note_end(pool: Ints, at: int, device: int) -> None:
-    """A device has ended its batch, and begins the next one if it has one."""
+    """Note that a device has ended its batch, and starts the next one if it has one."""
     pool[pool[at + _RUNS] + device] = pool[pool[at + _FOLLOWS] + device]
     pool[pool[at + _FOLLOWS] + device] = -1
 
 
 @compiled
 def note_come_up(pool: Ints, at: int, device: int, now: int) -> None:
-    """A device has come up, and holds nothing."""
+    """Note that a device has come up, and holds nothing."""
     note_end(pool, at, device)
     note_end(pool, at, device)
     take_out(pool, at + COPYING, device)
@@ -125,14 +125,14 @@ def note_come_up(pool: Ints, at: int, device: int, now: int) -> None:
 
 @compiled
 def end_load(pool: Ints, at: int, device: int) -> int:
-    """A device holds what was loaded; the queue of that model."""
+    """End the load of a device; return the queue of that model."""
     take_out(pool, at + COPYING, device)
     return int(pool[pool[at + _LOADED] + device])
 
 
 @compiled
 def watch(pool: Ints, at: int, queue: int) -> None:
-    """Let ``TIMER`` say from when on the first request of a queue is late, even if a device begins it at once."""
+    """Set ``TIMER`` to the moment at which a queue's first request is late even if a device starts it at once."""
     if length_of(pool, queue) == 0:
         take_out(pool, TIMER, queue)
         return
@@ -157,7 +157,7 @@ def drop_hopeless(pool: Ints, at: int, queue: int, now: int) -> None:
 
 @compiled
 def load_most_wanted(pool: Ints, at: int, now: int, asked: int) -> None:
-    """Load the model with most demand that is not served, if there is any, of those that wait and ``asked`` (or -1)."""
+    """Load the model with most unserved demand, if there is any, among waiting queues and ``asked`` (or -1)."""
     num_devices = pool[NUM_DEVICES]
     dealt = np.zeros(num_devices, np.int64)
     num_ready = 0
@@ -190,7 +190,7 @@ def _there_at(pool: Ints, at: int, queue: int, device: int) -> int:
 
 @compiled
 def _is_held(pool: Ints, at: int, queue: int) -> bool:
-    """Does a device hold a queue's model, or get it?"""
+    """Return whether a device holds a queue's model or is loading it."""
     for device in range(pool[NUM_DEVICES]):
         if _there_at(pool, at, queue, device) < NEVER and pool[pool[DEVICE] + device] != DOWN:
             return True
@@ -199,7 +199,7 @@ def _is_held(pool: Ints, at: int, queue: int) -> bool:
 
 @compiled
 def _demand(pool: Ints, at: int, queue: int, now: int) -> int:
-    """What the requests of a queue take of a device (ns), if the last one is in time after a load."""
+    """Return the device time (ns) of a queue's requests, or 0 if even the last one is late after a load."""
     length = length_of(pool, queue)
     needed = pool[DELAY] + pool[pool[at + _LOAD] + queue] + latency_of(pool, queue, 1)
     if length == 0 or deadline_at(pool, queue, pool[pool[TAIL] + queue] - 1) - now < needed:
@@ -218,7 +218,7 @@ def _num_holders(pool: Ints, at: int, queue: int) -> int:
 
 @compiled
 def _deal_out(pool: Ints, at: int, queue: int, now: int, dealt: Ints) -> None:
-    """Add the demand of a queue to what devices that hold its model have to do."""
+    """Add the demand of a queue to the work of the devices that hold its model."""
     share = _demand(pool, at, queue, now) // max(_num_holders(pool, at, queue), 1)
     for device in range(pool[NUM_DEVICES]):
         if _there_at(pool, at, queue, device) < NEVER and pool[pool[DEVICE] + device] != DOWN:
@@ -227,7 +227,7 @@ def _deal_out(pool: Ints, at: int, queue: int, now: int, dealt: Ints) -> None:
 
 @compiled
 def _unserved(pool: Ints, at: int, queue: int, now: int, dealt: Ints) -> int:
-    """Demand less what devices can do of it within an SLO, if all that they have to do gets the same part of it."""
+    """Return demand less what devices can do of it within an SLO if each serves the same share of all its work."""
     demand, slo = _demand(pool, at, queue, now), pool[pool[SLO] + queue]
     share = demand // max(_num_holders(pool, at, queue), 1)
     unserved = float(demand + pool[pool[at + _MISSED] + queue])
@@ -239,7 +239,7 @@ def _unserved(pool: Ints, at: int, queue: int, now: int, dealt: Ints) -> int:
 
 @compiled
 def _device_for(pool: Ints, at: int, queue: int, dealt: Ints) -> int:
-    """Of devices that can load a queue's model that with least to do, then with most room; -1 if there is none."""
+    """Return the device with least to do, then most room, that can load a queue's model; -1 if none can."""
     found, memory = -1, pool[pool[at + _MEMORY] + queue]
     for device in range(pool[NUM_DEVICES]):
         if pool[pool[DEVICE] + device] == DOWN or is_in(pool, at + COPYING, device):
@@ -256,7 +256,7 @@ def _device_for(pool: Ints, at: int, queue: int, dealt: Ints) -> int:
 
 @compiled
 def _kept(pool: Ints, at: int, device: int) -> int:
-    """Memory of the models that must not leave a device now."""
+    """Return the memory of the models that must stay on a device now."""
     kept = 0
     for queue in range(pool[NUM_QUEUES]):
         if _there_at(pool, at, queue, device) < NEVER and _stays(pool, at, queue, device):
@@ -266,7 +266,7 @@ def _kept(pool: Ints, at: int, device: int) -> int:
 
 @compiled
 def _stays(pool: Ints, at: int, queue: int, device: int) -> bool:
-    """Does a device compute a model that it holds, or has it not yet, though requests wait?"""
+    """Return whether a device computes a model, or has not yet computed it since the load though requests wait."""
     if queue in (pool[pool[at + _RUNS] + device], pool[pool[at + _FOLLOWS] + device]):
         return True
     cell = device * pool[NUM_QUEUES] + queue
@@ -281,7 +281,7 @@ def _load(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
         _evict(pool, at, _least_recent(pool, at, device), device, now)
     cell = device * pool[NUM_QUEUES] + queue
     there_at = now + pool[DELAY] + pool[pool[at + _LOAD] + queue]
-    # Earlier than any batch of it.
+    # Marks the model as not used since its load.
     pool[pool[at + _THERE] + cell], pool[pool[at + _LAST] + cell] = there_at, there_at - 1
     pool[pool[at + _HELD] + device] += memory
     pool[pool[at + _LOADED] + device] = queue

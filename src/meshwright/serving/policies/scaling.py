@@ -1,31 +1,31 @@
-"""How many devices are wanted: a decision that the simulator and a server make by the same compiled functions.
+"""How many devices are wanted: decided by the same compiled functions in the simulator and in a server.
 
-The **scaler** is an array of int64 beside the pool, with all that the decision remembers: a copy of it and of the pool,
-and the same calls at the same moments, give the same decisions again. A driver calls
+The **scaler** is an array of int64 beside the pool, with all state of the decision: a copy of it and of the pool, and
+the same calls at the same moments, give the same decisions again. A driver calls
 
-    note_arrival(scaler, pool, now, queue)    at each arrival, before or after the policy is told
-    wanted_devices(scaler, pool, now)         every so often: how many devices there should be
-    device_to_drain(pool)                     which one goes, where there are more; then `queues.go_down`
+    note_arrival(scaler, pool, now, queue)    at each arrival, before or after the policy's ``arrive``
+    wanted_devices(scaler, pool, now)         at intervals: how many devices there should be
+    device_to_drain(pool)                     which one to drain, if there are more; then `queues.go_down`
 
-A device that is to go is down for the policy at once, so that it gets no more batches, while it ends those that it has:
-their answers count, and the device is not free after them. One that was started is there when it `queues.come_up`; one
-that has failed is not. Devices that are being started the driver counts itself.
+A device that is drained is down for the policy at once, so that it gets no more batches, while it ends those that it
+has: their answers count, and the device is not free after them. One that was started is up from `queues.come_up` on; a
+failed one is not. The driver itself counts devices that are starting.
 
-What is wanted, for rates r, the device time u of a request in the batches of the staggered equation (`batching`), and
-deadlines after L:
+The wanted number, for rates r, the device time u of a request in the batches of the staggered equation (`batching`),
+and deadlines after L, follows from
 
     needed       Σ r u: the staggered equation, which holds for regular arrivals
-    head-room    z √(Σ r u² D / L): the deviation of the device time that comes within L (square-root staffing); z is
-                 the normal quantile of the target, D the dispersion of arrivals: 1 of Poisson's, more where bursts come
-    queued       the devices that end what waits within L, for policies that drop nothing
+    head-room    z √(Σ r u² D / L): the deviation of the device time that arrives within L (square-root staffing); z is
+                 the normal quantile of the target, D the dispersion of arrivals: 1 for Poisson's, more for bursts
+    queued       the devices that end all waiting requests within L, for policies that drop nothing
 
-Where more requests are dropped than the target allows, though all devices are there that were wanted, one device more,
-or as many more as the share that was dropped, is wanted at once; by how much the equations were wrong is remembered,
-and forgotten slowly. Less is wanted when less has been needed for the time ``CALM``, at the upper end of what the rates
-are known to. Nothing is forecast: while devices start, what comes is served by those that are there.
+If more requests are dropped than the target allows although all wanted devices are up, one device more is wanted at
+once, or more in proportion to the share that was dropped; the error of the equations is remembered, and forgotten
+slowly. Fewer are wanted when fewer have been needed for the time ``CALM``, at the upper confidence limit of the rates.
+There is no forecast: while devices start, requests are served by those that are up.
 
-Sources: square-root staffing is Halfin and Whitt's (Operations Research 29, 1981); that the highest of the last
-recommendations is kept before scaling down is what Kubernetes calls a stabilization window. The rest is our own.
+Sources: square-root staffing is Halfin and Whitt's (Operations Research 29, 1981); keeping the highest of the last
+recommendations before scaling down is what Kubernetes calls a stabilization window. The rest is our own.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import latency_of, length_of
 
-# Numbers: bounds of what is wanted; ns for which less must have been needed; the quantile, and what more than is needed
-# the equations turned out to need, in thousandths; the share that may be dropped, in millionths; the last decision:
-# when it was, requests dropped and devices there until then, and what was wanted; since when less is needed, and the
-# most that was; decisions so far; models.
+# Numbers: bounds of the wanted number; ns for which fewer must have been needed; the quantile, and the correction
+# factor of the equations, in thousandths; the share that may be dropped, in millionths; of the last decision: its
+# moment, requests dropped and devices up until then, and the wanted number; since when fewer are needed, and the most
+# of that time; decisions so far; models.
 MINIMUM, MAXIMUM, CALM, QUANTILE, CORRECTION, SPARE = range(6)
 SINCE, DROPPED, UP, WANTED, LESS_SINCE, LESS, DECIDED, NUM_MODELS = range(6, 14)
 _FIRST = 14
 
-# Of each model: arrivals since the last decision; those in the span of an SLO that goes on and in the one before it
-# (-1: there is none), and when the span ends; spans, arrivals in them and the squares of the differences between
+# Of each model: arrivals since the last decision; arrivals in the current span of an SLO and in the one before it
+# (-1: no such span), and the end of the span; spans, arrivals in them and the squares of the differences between
 # neighbours, since the dispersion was measured; the rate, as in a pool; the dispersion in thousandths.
 COUNT, IN_SPAN, BEFORE, SPAN_END, SPANS, IN_SPANS, SQUARES, RATE, DISPERSION = range(9)
 _WIDTH = 9
 
-# Decisions that a rate is the mean of; deviations by which a count must leave it to replace it, and requests, too, as
-# the few of a rare model say little; so many deviations of its error it must be lower before less is wanted.
+# Decisions that a rate is the mean of; deviations by which a count must exceed it to replace it, and requests, too,
+# as the few of a rare model say little; deviations of its error by which it must be lower before fewer are wanted.
 _MEMORY, _SUDDEN, _AT_LEAST, _SURE = 8, 4.0, 4, 3.0
-# A dispersion is measured over so many spans.
+# Spans over which a dispersion is measured.
 _SPANS = 16
 _ONE = 1000
-# The most that a decision asks for because of drops, by devices that are there; the most that is remembered of it, and
-# how many times ``CALM`` it takes to forget.
+# The most that a decision wants because of drops, relative to the devices that are up; the largest correction; and how
+# many times ``CALM`` it takes to forget it.
 _MOST_MORE, _MOST_CORRECTION, _FORGET = 2.0, 4.0, 16
 _ROUNDING = 1e-9
 
@@ -84,14 +84,14 @@ _ROUNDING = 1e-9
 def allocate_scaler(
     num_models: int, *, minimum: int, maximum: int, calm_ns: int = 60 * 10**9, target: float = 0.99, now: int = 0
 ) -> Ints:
-    """A scaler that knows nothing of any rate and wants the minimum.
+    """Allocate a scaler that knows no rates yet and wants the minimum.
 
     Args:
         num_models: models of the pool.
-        minimum: the fewest devices, and `maximum` the most, that are ever wanted.
-        maximum: see above.
+        minimum: the fewest devices that are ever wanted.
+        maximum: the most devices that are ever wanted.
         calm_ns: for how long fewer must have been enough before fewer are wanted.
-        target: share of requests that is to be in time, between 0.5 and 1.
+        target: share of requests that should be in time, between 0.5 and 1.
         now: the moment from which arrivals are noted.
     """
     scaler = np.zeros(_FIRST + num_models * _WIDTH, np.int64)
@@ -107,7 +107,7 @@ def allocate_scaler(
 
 
 def carry_scaler(scaler: Ints, before: Ints, places: Sequence[int]) -> None:
-    """Let a scaler know what another one did: of each model by its place there, -1 if it was not there."""
+    """Copy another scaler's state; ``places`` gives each model's index there, or -1 for a new model."""
     kept = [CORRECTION, SINCE, DROPPED, UP, WANTED, LESS_SINCE, LESS, DECIDED]
     scaler[kept] = before[kept]
     for model, place in enumerate(places):
@@ -118,7 +118,7 @@ def carry_scaler(scaler: Ints, before: Ints, places: Sequence[int]) -> None:
 
 @compiled
 def note_arrival(scaler: Ints, pool: Ints, now: int, queue: int) -> None:
-    """A request has come for the queue of a model, whose number is that of the model."""
+    """Count a request that has arrived for a model's queue, which has the number of the model."""
     at = _FIRST + queue * _WIDTH
     if now >= scaler[at + SPAN_END]:
         _end_span(scaler, at, now, pool[pool[SLO] + queue])
@@ -128,7 +128,7 @@ def note_arrival(scaler: Ints, pool: Ints, now: int, queue: int) -> None:
 
 @compiled
 def wanted_devices(scaler: Ints, pool: Ints, now: int) -> int:
-    """How many devices there should be from now on; those that are being started are among them."""
+    """Decide how many devices there should be from now on, including those that are starting."""
     elapsed = max(now - scaler[SINCE], 1)
     arrived = 0
     for model in range(scaler[NUM_MODELS]):
@@ -162,7 +162,7 @@ def wanted_devices(scaler: Ints, pool: Ints, now: int) -> int:
 
 @compiled
 def device_to_drain(pool: Ints) -> int:
-    """The device that goes first: the last idle one, or else the last that is up; -1 if none is."""
+    """Return the device to drain: the last idle one, or else the last that is up; -1 if all are down."""
     last = -1
     for device in range(pool[NUM_DEVICES] - 1, -1, -1):
         state = pool[pool[DEVICE] + device]
@@ -175,7 +175,7 @@ def device_to_drain(pool: Ints) -> int:
 
 @compiled
 def staggered_devices(pool: Ints, model: int, rate: float) -> float:
-    """How many devices, the last in part, serve a rate (requests per ns) in turns: `batching.devices_for`."""
+    """Return how many devices, not rounded, serve a rate (requests per ns): `batching.devices_for`."""
     if rate <= 0.0:
         return 0.0
     slo = _time_of(pool, model)
@@ -194,13 +194,13 @@ def staggered_devices(pool: Ints, model: int, rate: float) -> float:
 
 @compiled
 def _time_of(pool: Ints, model: int) -> int:
-    """What an SLO leaves for waiting and for the batch."""
+    """Return the part of an SLO (ns) that is left for waiting and for the batch."""
     return max(pool[pool[SLO] + model] - pool[SLACK] - pool[DELAY], 1)
 
 
 @compiled
 def _end_span(scaler: Ints, at: int, now: int, slo: int) -> None:
-    """The span of a model is over; those behind it that are over, too, were empty."""
+    """End the span of a model; spans after it that are also over were empty."""
     count, before, end = scaler[at + IN_SPAN], scaler[at + BEFORE], scaler[at + SPAN_END]
     scaler[at + SPAN_END] = now - now % slo + slo
     if end == 0:
@@ -219,10 +219,10 @@ def _end_span(scaler: Ints, at: int, now: int, slo: int) -> None:
 
 @compiled
 def _measure(scaler: Ints, at: int, elapsed: int) -> None:
-    """Renew the rate of a model by what came since the last decision, and the dispersion where enough is known."""
+    """Renew the rate of a model by arrivals since the last decision, and the dispersion if enough spans are known."""
     weight = max(1.0 / _MEMORY, 1.0 / (scaler[DECIDED] + 1))
     if scaler[at + SPANS] >= _SPANS and scaler[at + IN_SPANS] >= _SPANS:
-        # Neighbours differ by twice the variance, however the rate changes over more than a few spans.
+        # Neighbours differ by twice the variance, even if the rate changes over more than a few spans.
         measured = scaler[at + SQUARES] / (2.0 * scaler[at + IN_SPANS])
         known = scaler[at + DISPERSION] / _ONE
         scaler[at + DISPERSION] = max(int((known + weight * (measured - known)) * _ONE), _ONE)
@@ -238,7 +238,7 @@ def _measure(scaler: Ints, at: int, elapsed: int) -> None:
 
 @compiled
 def _from_rates(scaler: Ints, pool: Ints, elapsed: int) -> tuple[float, float, float]:
-    """Devices that all rates need; the deviation of what comes within an SLO, in devices; the error of the first."""
+    """Return devices needed for all rates, the deviation of arrivals within an SLO, and the error of the first."""
     needed, variance, error = 0.0, 0.0, 0.0
     for model in range(scaler[NUM_MODELS]):
         at = _FIRST + model * _WIDTH
@@ -254,7 +254,7 @@ def _from_rates(scaler: Ints, pool: Ints, elapsed: int) -> tuple[float, float, f
 
 @compiled
 def _of_queues(scaler: Ints, pool: Ints) -> float:
-    """Devices that end what waits in each queue within its model's SLO."""
+    """Return the devices that end the waiting requests of each queue within its model's SLO."""
     needed = 0.0
     for queue in range(pool[NUM_QUEUES]):
         length = length_of(pool, queue)
@@ -267,7 +267,7 @@ def _of_queues(scaler: Ints, pool: Ints) -> float:
 
 @compiled
 def _of_drops(scaler: Ints, pool: Ints, planned: float, arrived: int, elapsed: int) -> float:
-    """Devices that are wanted as those that are there, which are all that were wanted, drop too many requests."""
+    """Return the devices that are wanted because the current ones, all that were wanted, drop too many requests."""
     if scaler[CALM] > 0:
         forgotten = min(elapsed / (_FORGET * scaler[CALM]), 1.0)
         scaler[CORRECTION] -= int((scaler[CORRECTION] - _ONE) * forgotten)

@@ -1,10 +1,11 @@
-"""Shepherd's online algorithm FLEX (NSDI 2023): the largest batch first, and preemption for much larger ones.
+"""Shepherd's online algorithm FLEX (NSDI 2023): the largest batch first, and preemption by much larger ones.
 
-A device that is free runs the largest batch, over all models, whose requests are in time. When a request comes and no
-device is idle, the batch of its queue preempts the smallest one that runs, if it is ``factor`` times as large or more;
-preempted requests come again.
+A free device runs the largest batch, over all models, whose requests are in time. When a request arrives and no device
+is idle, the batch of its queue preempts the smallest running one if it is at least ``factor`` times as large; preempted
+requests are resubmitted.
 
-The published pseudocode joins requests that run with those of the same queue that wait; here they come again first.
+The published pseudocode merges preempted requests with the waiting ones of the same queue; here they are resubmitted
+first.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from meshwright.spec import ServingError
 
 
 class Shepherd(NamedTuple):
-    """Settings: ``factor`` by which a batch is larger than one that it preempts, in percent."""
+    """Settings: ``factor``, how much larger a batch must be than one that it preempts, in percent."""
 
     factor: int = 300
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with a heap of devices at work by the size of their batch.
+        """Return a pool with a heap of busy devices by the size of their batch.
 
         Raises ServingError for a factor with which two batches would preempt each other for ever.
         """
@@ -56,7 +57,7 @@ class Shepherd(NamedTuple):
         return pool
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Let it in; run its queue on an idle device, or in place of a much smaller batch."""
+        """Enqueue the request; run its queue on an idle device, or in place of a much smaller batch."""
         if not enter(pool, now, queue, request, deadline):
             return
         put(pool, READY, queue, deadline_at(pool, queue, pool[pool[HEAD] + queue]))
@@ -96,10 +97,10 @@ class Shepherd(NamedTuple):
             _run_largest(pool, now, best)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """Nothing waits for a moment."""
+        """Do nothing: no timer is used."""
 
     def next_wake(self, pool: Ints) -> int:
-        """Never."""
+        """Return `NEVER`."""
         return NEVER
 
 

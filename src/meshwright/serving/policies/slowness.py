@@ -1,4 +1,4 @@
-"""How slow devices are, learnt from the batches that they run: in thousandths of what they are taken to be."""
+"""How slow devices are, learnt from their batches, in thousandths of the modelled latency."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from meshwright.serving.policies.pool import (
     Ints,
 )
 
-# No device is taken to be faster than a tenth.
+# A slowness is at least a tenth of the modelled latency.
 _LEAST = 100
-# Steps are such parts of what there is: the quantile at which it falls as often as it rises is 98 %.
+# Steps are these fractions of the slowness: it rises as often as it falls at the 98 % quantile.
 _RISE, _FALL = 10, 500
-# A batch is far beyond what was planned if it takes longer by such a part of that.
+# A batch is far beyond the plan if it takes longer by this fraction.
 _FAR = 4
-# Means are over so many batches; the long one is over more than a late batch is felt for.
+# Batches that means are over; the long one outlasts the effect of a late batch.
 _MEMORY, _LONG_MEMORY = 32, 256
 
 
 @compiled
 def observe(pool: Ints, now: int, device: int) -> None:
-    """Learn from a batch that has ended on a device how slow it is.
+    """Learn a device's slowness from a batch that has ended.
 
-    ``SLOWNESS`` follows a high quantile of what batches take. One far beyond it, after `_MEMORY` that were not, says
-    nothing: it is a hiccup, and would be felt for fifty more. ``TYPICAL`` is a mean of it over the last devices,
-    ``USUAL`` a long one of each, and ``MEAN`` one of what batches take.
+    ``SLOWNESS`` follows a high quantile of batch times. A batch far beyond it, after `_MEMORY` that were not, is
+    ignored: it is a hiccup, and its effect would last for fifty more. ``TYPICAL`` is the mean of slowness over recent
+    batches of all devices, ``USUAL`` a long mean for each device, and ``MEAN`` one of batch times.
     """
     slowness = pool[pool[SLOWNESS] + device]
     expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
     if expected <= 0:
         return
     observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
-    # Of a batch that took very long, twice what was planned counts.
+    # A batch that took very long counts as twice its plan at most.
     pool[pool[MEAN] + device] += (PARTS * min(observed, 2 * slowness) - pool[pool[MEAN] + device]) // _MEMORY
     is_far, steady = observed > slowness + slowness // _FAR, pool[pool[STEADY] + device]
     pool[pool[STEADY] + device] = 0 if is_far else steady + 1
@@ -53,9 +53,9 @@ def observe(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def virtual_end(pool: Ints, device: int) -> int:
-    """When the batch of a virtual device ends: it takes what those of the real one take in the mean.
+    """Return when the batch of a virtual device ends: it takes the mean time of the real device's batches.
 
-    That is less than what is planned, as nearly all batches are to be in time.
+    That is less than planned, as nearly all batches should be in time.
     """
     began, slowness = pool[pool[BEGAN] + device], pool[pool[SLOWNESS] + device]
     return began + (pool[pool[FREE_AT] + device] - began) * (pool[pool[MEAN] + device] // PARTS) // slowness
@@ -63,9 +63,9 @@ def virtual_end(pool: Ints, device: int) -> int:
 
 @compiled
 def observe_virtual(pool: Ints, now: int, device: int) -> None:
-    """A batch has ended on a virtual device, which becomes as slow as it is usually taken to be, in a real one's steps.
+    """End a batch on a virtual device, and move its slowness towards the real device's usual one.
 
-    Were it to stay what it was when the device was copied, one late batch just before would count for all that comes.
+    If it kept its value from the copy, one late batch just before would affect the whole trial.
     """
     slowness = pool[SLOWNESS] + device
     pool[slowness] = _follow(pool[slowness], pool[pool[USUAL] + device] // PARTS)
@@ -74,19 +74,19 @@ def observe_virtual(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def expect_no_faster(pool: Ints, hoped: int) -> None:
-    """No device is faster than this, and a request that waited as if one were is lost: others are not to wait so long.
+    """Raise ``TYPICAL`` to the slowness of the fastest device: requests must not wait as if a faster one existed.
 
-    ``TYPICAL`` follows batches, and where all requests are lost there are none.
+    ``TYPICAL`` follows batches only, and where all requests are lost there are no batches.
     """
     pool[TYPICAL] = max(pool[TYPICAL], hoped)
 
 
 @compiled
 def trust(pool: Ints, now: int, device: int) -> None:
-    """A request was dropped while this device, which is taken to be slow, had nothing to do: it may have recovered.
+    """Lower the slowness of an idle device after a request was dropped because of it: it may have recovered.
 
-    It is tried only after it was idle for as long as its last batch took, so that a wrong try costs no more than the
-    wait did: one that is just free is seen as it is by its batches.
+    It is tried only after it was idle for the time of its last batch, so that a wrong try costs no more time than the
+    wait did; a device that is just free is measured by its batches.
     """
     began, end = pool[pool[BEGAN] + device], pool[pool[FREE_AT] + device]
     if now - end >= end - began:
@@ -95,7 +95,7 @@ def trust(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def _follow(slowness: int, observed: int) -> int:
-    """What a device is taken to be after a batch, a step towards what that has shown."""
+    """Return the slowness after a batch: one step towards the observed value."""
     if observed > slowness:
         return int(min(slowness + slowness // _RISE, observed))
     return int(max(slowness - slowness // _FALL, observed))

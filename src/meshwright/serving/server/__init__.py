@@ -1,38 +1,38 @@
-"""A server of models under deadlines: fronts, a scheduler and workers, each a process, and who watches over them.
+"""A server of models under deadlines: frontends, a scheduler and workers, one process each, under a supervisor.
 
-supervisor     starts the processes, starts again those that end, and ends them all in order
-children       one of them, as the supervisor has it
-admin          how the server is: status, health, metrics
-reports        what processes tell the supervisor
-totals         what they have counted, those that have ended among them
-tokens         what requests have to bring
+supervisor     starts the processes, restarts those that end, and shuts them down in order
+children       one child process, as the supervisor sees it
+admin          the state of the server: status, health, metrics
+reports        reports of processes to the supervisor
+totals         sums of what processes have counted, including those that have ended
+tokens         authentication tokens
 channel        messages between processes
-slabs          shared memory in which tensors lie
-promptness     processes that begin soon after they are woken
+slabs          shared memory for tensors
+promptness     scheduler settings for processes that must wake up promptly
 
-front_process  a front: it reads requests from the network, and answers them
-http           its connections, and limits on what they may cost
-connection     one of them
-heads          heads of requests that were read before
-paths          what is answered at which path
-rpc            what is answered over gRPC
-messages       messages of that
+front_process  a frontend: it reads requests from the network, and answers them
+http           its connections, and limits on their memory and time
+connection     one connection
+heads          a cache of request headers
+paths          HTTP routes
+rpc            gRPC methods
+messages       messages of gRPC
 exchange       a request and its answer
-front          what is answered, over HTTP and gRPC alike
+front          the answers, common to HTTP and gRPC
 tensors        requests and answers of the Open Inference Protocol, as bytes
-values         those of one input or output
-answers        answers as bytes of HTTP
-counters       what was answered, for metrics
-gate           how a front gets its requests to the scheduler, and back
+values         values of one input or output
+answers        HTTP answers as bytes
+counters       counts of answers, for metrics
+gate           how a frontend passes requests to the scheduler and gets their outcomes
 
-scheduler      knows of requests where they are and when they are due, and decides what runs where
+scheduler      tracks requests and their deadlines, and decides what runs where
 live           its policy on the real clock
-decision_log   what is written down of its decisions
-replay         how that is decided again
-lateness       how late things happen here, measured
-peers          the fronts and workers that it talks with
+decision_log   the log of its decisions
+replay         how they are decided again from the log
+lateness       measured delays of timers, workers and answers
+peers          frontends and workers that are connected to it
 served         the models, with what workers have found out about them
 
 worker         loads the models on one device, and runs batches
-models         what it runs: torch models, and emulated ones
+models         the models of a worker: torch models, and emulated ones
 """

@@ -1,13 +1,13 @@
-"""The admin door of a server: how it is, for people, programs and Prometheus; on this machine only.
+"""The admin port of a server: its state, for people, programs and Prometheus; only on this machine.
 
-    GET /                       a page that shows how it is (`dashboard`)
-    GET /status                 what processes there are, and what each has reported, as JSON
+    GET /                       a page that shows the state (`dashboard`)
+    GET /status                 the processes and what each has reported, as JSON
     GET /metrics                the same in Prometheus' text format
     GET /health                 200 while requests can be answered, 503 otherwise
-    GET /timeline?seconds=2     what happens to requests from now on, for so long (`collecting`): for Perfetto
-    POST /v2/repository/...     other models (`repository`); with the server's token, if it has one
+    GET /timeline?seconds=2     a timeline of requests during the next seconds (`collecting`), for Perfetto
+    POST /v2/repository/...     change the models (`repository`); with the server's token, if it has one
 
-Processes report each second (`reports`), so that asking costs them nothing.
+Processes report each second (`reports`), so that queries take none of their time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BOUNDS = range(4 * 13, 4 * 35, 4)
 
 
 async def serve_admin(supervisor: Supervisor, file: Path, token_file: Path | None = None) -> None:
-    """Answer until the supervisor stops. ``file`` has the deployment, ``token_file`` what changing it needs."""
+    """Serve until the supervisor stops. ``file`` is the deployment's; ``token_file`` has the token for changes."""
     token = None if token_file is None else read_token(token_file)
     listener = _listen(supervisor.deployment.server.admin_port)
     supervisor.admin_port = listener.getsockname()[1]
@@ -67,7 +67,7 @@ async def serve_admin(supervisor: Supervisor, file: Path, token_file: Path | Non
         ws="none",
     )
     server = uvicorn.Server(config)
-    # Signals are the supervisor's.
+    # Signals are handled by the supervisor.
     serving = asyncio.create_task(server._serve([listener]))
     await supervisor.stopped()
     server.should_exit = server.force_exit = True
@@ -82,7 +82,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ServingError(
-            f"The admin door cannot listen at port {port}: {error.strerror}. Choose another one, or 0 for a free one."
+            f"The admin server cannot listen at port {port}: {error.strerror}. Choose another one, or 0 for a free one."
         ) from None
     return listener
 
@@ -105,7 +105,7 @@ class Door:
         if (refused := _refusal(scope["method"], path, headers)) is not None:
             await _answer(send, *refused)
         elif path.startswith(_REPOSITORY):
-            # As it was sent: a name may have any sign in it.
+            # The undecoded path: a model's name may contain any character.
             asked = scope["raw_path"].decode("latin-1")
             code, document = await self._change(asked, headers, receive)
             await _answer(send, code, _JSON, json.dumps(document).encode())
@@ -125,10 +125,10 @@ class Door:
         asset = read_asset(path)
         if asset is not None:
             return 200, *asset
-        return 404, _JSON, _error("There are / for people, /status, /metrics, /health and /timeline.")
+        return 404, _JSON, _error("The pages are / for people, /status, /metrics, /health and /timeline.")
 
     async def _record(self, scope: Message, send: Send) -> None:
-        """A timeline, piece by piece. One that is only looked at (HEAD) records nothing."""
+        """Send a timeline, piece by piece; a HEAD request records nothing."""
         try:
             seconds = _read_seconds(scope["query_string"])
             pieces = iter(()) if scope["method"] == "HEAD" else await self._collector.collect(seconds)
@@ -138,7 +138,7 @@ class Door:
             sentence = "Another timeline is being recorded. Ask again when it is done."
             await _answer(send, 409, _JSON, _error(sentence), (b"retry-after", b"%d" % busy.seconds))
         except Ending:
-            await _answer(send, 503, _JSON, _error("The server ends, or has not begun: there is nothing to record."))
+            await _answer(send, 503, _JSON, _error("The server ends, or has not started: there is nothing to record."))
         else:
             kept = (b"content-disposition", b'attachment; filename="timeline.json"')
             headers = [*_HEADERS, (b"content-type", _JSON), kept]
@@ -150,17 +150,17 @@ class Door:
     async def _change(
         self, path: str, headers: dict[bytes, bytes], receive: Callable[[], Awaitable[Message]]
     ) -> tuple[int, Any]:
-        """Have other models served."""
-        # Some browsers say no more of a page of a stranger.
+        """Change the models, and answer."""
+        # Some browsers reveal a foreign page only by this header.
         if b"origin" in headers:
-            return 403, {"error": "Pages of browsers cannot change what is served."}
+            return 403, {"error": "Web pages cannot change the models."}
         if self._token is not None and not is_bearer(headers.get(b"authorization", b""), self._token):
-            return 401, {"error": "Other models need the server's token; expected Authorization: Bearer TOKEN."}
+            return 401, {"error": "A change of models needs the server's token; expected Authorization: Bearer TOKEN."}
         body = b""
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return 400, {"error": "The request has ended before its body."}
+                return 400, {"error": "The request ended before its body."}
             body += message.get("body", b"")
             if len(body) > _MOST_BODY:
                 return 413, {"error": f"The body has more than {_MOST_BODY} bytes. Send none."}
@@ -168,12 +168,12 @@ class Door:
                 return await self._repository.answer(path, body)
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics as they are now, for prometheus_client."""
+        """Yield all current metrics, for prometheus_client."""
         status = status_of(self._supervisor)
         answers = CounterMetricFamily(
             "meshwright_answers",
-            "Requests answered, by their status, that of HTTP also where it was gRPC; without a model where none was "
-            "found for them.",
+            "Requests answered, by HTTP status (the equivalent one for gRPC); without a model for requests that were "
+            "not matched to one.",
             labels=["model", "status"],
         )
         seconds = HistogramMetricFamily(
@@ -181,7 +181,7 @@ class Door:
         )
         fates = CounterMetricFamily(
             "meshwright_samples",
-            "Samples that the scheduler has answered, by what became of them.",
+            "Samples that the scheduler has answered, by outcome.",
             labels=["model", "fate"],
         )
         batches = CounterMetricFamily("meshwright_batches", "Batches that workers have run.", labels=["model"])
@@ -196,24 +196,22 @@ class Door:
             answers.add_metric([NO_MODEL, code], count)
         yield from (answers, seconds, fates, batches)
         for name, text in (
-            ("cancelled_requests", "Requests whose clients went before they were answered."),
-            ("refused_connections", "Connections of clients over the limit."),
+            ("cancelled_requests", "Requests whose clients disconnected before they were answered."),
+            ("refused_connections", "Client connections refused over the limit."),
         ):
             yield CounterMetricFamily(f"meshwright_{name}", text, value=status[name])
         for name, text, value in (
             ("ready", "1 while requests can be answered.", float(status["ready"])),
             ("queued_samples", "Samples that wait in queues.", status["queued"]),
-            ("workers_up", "Workers that are there.", status["up"]),
-            ("workers_idle", "Workers that have nothing to do.", status["idle"]),
-            ("connections", "Open connections of clients.", status["connections"]),
-            ("slack_seconds", "How long before a deadline batches have to end, as measured.", status["slack_s"]),
+            ("workers_up", "Workers that are up.", status["up"]),
+            ("workers_idle", "Workers that are idle.", status["idle"]),
+            ("connections", "Open client connections.", status["connections"]),
+            ("slack_seconds", "How long before a deadline batches must end, as measured.", status["slack_s"]),
             ("guard_seconds", "How late timers are, as measured.", status["guard_s"]),
         ):
             yield GaugeMetricFamily(f"meshwright_{name}", text, value=value)
-        starts = CounterMetricFamily(
-            "meshwright_process_starts", "How often a process was started.", labels=["process"]
-        )
-        cpu = CounterMetricFamily("meshwright_process_cpu_seconds", "Seconds of processors.", labels=["process"])
+        starts = CounterMetricFamily("meshwright_process_starts", "Number of starts of a process.", labels=["process"])
+        cpu = CounterMetricFamily("meshwright_process_cpu_seconds", "Processor time in seconds.", labels=["process"])
         memory = GaugeMetricFamily("meshwright_process_resident_bytes", "Memory in use.", labels=["process"])
         for process in status["processes"]:
             starts.add_metric([process["name"]], process["starts"])
@@ -233,25 +231,25 @@ def _error(sentence: str) -> bytes:
 
 
 def _refusal(method: str, path: str, headers: dict[bytes, bytes]) -> tuple[int, bytes, bytes] | None:
-    """Why a request is not answered: a page of a stranger has sent it, or it asks for more than to be told."""
+    """Return why a request is refused, or None: a foreign web page has sent it, or the method is wrong."""
     host = headers.get(b"host", b"")
-    # A name of a stranger could otherwise lead here.
+    # A foreign host name could otherwise resolve to this machine.
     if host not in _HOSTS and host.rpartition(b":")[0] not in _HOSTS:
-        return 403, _JSON, _error("This door is for this machine: ask for 127.0.0.1.")
+        return 403, _JSON, _error("The admin port serves this machine only: use 127.0.0.1.")
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and path != "/":
-        return 403, _JSON, _error("Another site may not ask this door.")
+        return 403, _JSON, _error("Another site may not use the admin port.")
     is_change = path.startswith(_REPOSITORY)
     if method not in (("POST",) if is_change else ("GET", "HEAD")):
-        return 405, _JSON, _error("Ask with POST." if is_change else "Ask with GET.")
+        return 405, _JSON, _error("Use POST." if is_change else "Use GET.")
     return None
 
 
 def _read_seconds(query: bytes) -> float:
-    """How long a timeline is to be. Raises ServingError."""
+    """Return the seconds of a timeline. Raises ServingError."""
     given = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     text = given[0][1] if given else "2"
     if [name for name, _ in given] not in ([], ["seconds"]) or not _SECONDS.fullmatch(text):
-        raise ServingError("A timeline is asked for as /timeline?seconds=2.")
+        raise ServingError("The query is not understood; use /timeline?seconds=2.")
     seconds = float(text)
     if not LEAST_S <= seconds <= MOST_S:
         raise ServingError(f"seconds is {seconds:g}; expected {LEAST_S:g} to {MOST_S:g}.")
@@ -267,7 +265,7 @@ def _histogram(buckets: dict[int, int], latency_ns: int) -> tuple[list[tuple[str
 
 
 def status_of(supervisor: Supervisor) -> dict[str, Any]:
-    """A server as it is: totals, models, processes; the document of ``/status``."""
+    """Return the state of a server: totals, models, processes; the document of ``/status``."""
     facts = supervisor.facts
     scheduler = facts.get("scheduler", {})
     fronts = [each for name, each in facts.items() if name.startswith("front-")]
@@ -279,7 +277,7 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
         "policy": supervisor.deployment.policy,
         "time_s": time.time(),
         "version": version("meshwright"),
-        # When what is told here was true: of counts that scheduler or fronts have reported.
+        # When the counts of scheduler and frontends were reported.
         "scheduler_time_s": scheduler.get("time_ns", 0) / 1e9,
         "fronts_time_s": sum(front["time_ns"] for front in fronts) / max(len(fronts), 1) / 1e9,
         "devices": supervisor.deployment.devices,
@@ -289,7 +287,7 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
         "connections": sum(front.get("connections", 0) for front in fronts),
         "cancelled_requests": totals.cancelled,
         "refused_connections": totals.refused,
-        # Answers by status that were of no model.
+        # Answers without a model, by status.
         "others": dict(totals.models[NO_MODEL].statuses),
         "models": [_model(served, totals.models[served.name]) for served in supervisor.models],
         "processes": [
@@ -313,7 +311,7 @@ def _model(served: Served, totals: ModelTotals) -> dict[str, Any]:
 
 
 def _usage(pid: int) -> dict[str, Any]:
-    """Seconds of processors and bytes of memory of a process, as Linux tells (proc(5)); zeros if it has just gone."""
+    """Return processor seconds and bytes of memory of a process from Linux's proc(5); zeros if it has just ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])

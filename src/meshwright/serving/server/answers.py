@@ -1,4 +1,4 @@
-"""Answers of HTTP as bytes: heads are ready but for the length, and each answer is one piece."""
+"""HTTP answers as bytes: heads are prepared except for the length, and each answer is one piece."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import msgspec
 
 JSON = b"application/json"
 BINARY = b"application/octet-stream"
-# Answers that are smaller go as they are, even to those who take compressed ones: they fit into a packet.
+# Smaller answers are sent uncompressed even if the client accepts compressed ones: they fit into a packet.
 _LEAST_COMPRESSED = 1024
-# Windows of zlib: with the header of gzip, or that of zlib, which HTTP calls deflate.
+# zlib's window sizes: with a gzip header, or with that of zlib, which HTTP calls deflate.
 _WINDOWS = {b"gzip": 31, b"deflate": 15}
-# A client asked for it because the line is slow; the front's core serves others, too.
+# Fast compression: the frontend's core serves other requests, too.
 _LEVEL = 1
 RETRY = b"Retry-After: 1\r\n"
 
 
-class TooLarge(Exception):  # noqa: N818 - it is no error of ours
-    """What was compressed is larger than allowed."""
+class TooLarge(Exception):  # noqa: N818 - it is not an error of ours
+    """A decompressed body is larger than allowed."""
 
 
-class NotCompressed(Exception):  # noqa: N818 - it is no error of ours
-    """What should be compressed is not; the message says why."""
+class NotCompressed(Exception):  # noqa: N818 - it is not an error of ours
+    """A body is not compressed as declared; the message says why."""
 
 
 class ResponseWriter:
-    """Makes answers; `tick` is called about once a second and renews their date."""
+    """Build answers; `tick` is called about once a second and renews their date."""
 
     def __init__(self) -> None:
         self._statuses = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
@@ -36,18 +36,18 @@ class ResponseWriter:
         self.tick()
 
     def tick(self) -> None:
-        """A second has passed."""
+        """Renew the date."""
         date = f"Date: {formatdate(usegmt=True)}\r\nContent-Type: ".encode()
         if date != self._date:
             self._date = date
             self._done = self._statuses[200] + date + JSON + b"\r\nContent-Length: "
 
     def done(self, body: bytes, fields: bytes = b"") -> bytes:
-        """Status 200 with JSON; ``fields`` are further lines of the head, each with its end."""
+        """Return an answer of status 200 with JSON; ``fields`` are further header lines, each with its end."""
         return b"%b%d\r\n%b\r\n%b" % (self._done, len(body), fields, body)
 
     def make(self, status: int, body: bytes, fields: bytes = b"", kind: bytes = JSON) -> bytes:
-        """An answer of any status and kind."""
+        """Return an answer of any status and content type."""
         return b"%b%b%b\r\nContent-Length: %d\r\n%b\r\n%b" % (
             self._statuses[status],
             self._date,
@@ -58,17 +58,17 @@ class ResponseWriter:
         )
 
     def error(self, status: int, sentence: str, fields: bytes = b"") -> bytes:
-        """An answer that says what is wrong."""
+        """Return an answer with an error message."""
         return self.make(status, error_body(sentence), fields)
 
 
 def error_body(sentence: str) -> bytes:
-    """How errors are told."""
+    """Return the JSON body of an error."""
     return msgspec.json.encode({"error": sentence.encode(errors="replace").decode()})
 
 
 def compress(body: bytes, accepted: bytes | None) -> tuple[bytes, bytes]:
-    """A body as its client accepts it (``Accept-Encoding``), and the line of the head that says so."""
+    """Compress a body if its client accepts that (``Accept-Encoding``); return it and the header line."""
     if accepted is None or len(body) < _LEAST_COMPRESSED:
         return body, b""
     for part in accepted.lower().split(b","):
@@ -81,7 +81,7 @@ def compress(body: bytes, accepted: bytes | None) -> tuple[bytes, bytes]:
 
 
 def decompress(body: bytes, coding: bytes, most: int) -> bytes:
-    """A body that came compressed (``Content-Encoding``). Raises TooLarge, NotCompressed, KeyError of the coding."""
+    """Decompress a body by its ``Content-Encoding``. Raises TooLarge, NotCompressed, or KeyError for the coding."""
     name = coding.strip().lower()
     if name == b"identity":
         return body

@@ -1,6 +1,6 @@
-"""Which batch a worker has begun last, in shared memory: known even of one that was killed.
+"""The last batch that a worker has started, in shared memory: known even of a worker that was killed.
 
-A batch that was sent to a worker and not begun has not harmed it.
+A batch that was sent to a worker but not started cannot be the cause of its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PREFIX = "begun-"
 
 
 class Begun:
-    """A worker's side; the scheduler asks `take_begun`."""
+    """The worker's side; the scheduler calls `take_begun`."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         path = _path(folder, pid)
@@ -25,12 +25,12 @@ class Begun:
             self._number = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.int64)
 
     def note(self, number: int = _NONE) -> None:
-        """This batch begins; none has, where another scheduler counts anew."""
+        """Note that this batch starts; -1 for none, as another scheduler numbers batches anew."""
         self._number[0] = number
 
 
 def take_begun(folder: Path, pid: int) -> int | None:
-    """The batch that a worker that has gone began last, -1 if none, and forget it; None if that cannot be known."""
+    """Return and forget the batch that an ended worker started last; -1 if none, None if that is unknown."""
     path = _path(folder, pid)
     try:
         begun: int | None = int(np.frombuffer(path.read_bytes(), np.int64)[0])
@@ -41,7 +41,7 @@ def take_begun(folder: Path, pid: int) -> int | None:
 
 
 def clear_begun(folder: Path) -> None:
-    """Forget what workers had begun that have ended while no scheduler was there."""
+    """Remove the files of workers that ended while no scheduler was running."""
     for path in folder.glob(f"{_PREFIX}*"):
         try:
             os.kill(int(path.name.removeprefix(_PREFIX)), 0)

@@ -1,6 +1,6 @@
-"""The models that a scheduler serves, by their numbers, which are their own for as long as the server lives.
+"""The models that a scheduler serves, by number; numbers are unique for the lifetime of the server.
 
-A model that is **leaving** gets no more requests, and stays until those that it has are answered.
+A model that is **leaving** gets no new requests, and stays until its requests are answered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PAUSES_IN_BATCH, _MOST_PAUSE_NS = 200, 300_000
 
 
 class Catalog:
-    """See the module's docstring. ``generation`` counts how often fronts had to be told of other models."""
+    """See the module's docstring. ``generation`` is increased whenever frontends must be notified of changed models."""
 
     def __init__(self, served: Iterable[Served]) -> None:
         self.generation = 0
@@ -25,46 +25,46 @@ class Catalog:
         self._leaving: dict[int, int] = {}
 
     def __getitem__(self, number: int) -> Served:
-        """The model of a number."""
+        """Return the model of a number."""
         return self._served[number]
 
     def __iter__(self) -> Iterator[Served]:
-        """All models, also those that leave."""
+        """Iterate over all models, including leaving ones."""
         return iter(self._served.values())
 
     @property
     def numbers(self) -> list[int]:
-        """Of all models."""
+        """Numbers of all models."""
         return list(self._served)
 
     @property
     def most_late_ns(self) -> int:
-        """What lateness is planned for at most: a quarter of what the tightest request has beside its computation."""
+        """The most lateness (ns) that is planned for: a quarter of the tightest model's time besides computation."""
         return min(served.slo_ns - served.table[1] for served in self) // 4
 
     @property
     def pause_ns(self) -> int:
-        """How long the scheduler may be away without harm: little beside the shortest batch of any model."""
+        """How long (ns) the scheduler may pause without harm: a small part of the shortest batch of any model."""
         return min(*(served.table[1] // _PAUSES_IN_BATCH for served in self), _MOST_PAUSE_NS)
 
     def change(self, come: Iterable[Served], leave: Iterable[int]) -> None:
-        """Models come; others get no more requests."""
+        """Add models, and let others leave."""
         self.generation += 1
         self._served |= {one.number: one for one in come}
         self._leaving |= dict.fromkeys(leave, self.generation)
 
     def leavers(self, known: int) -> list[int]:
-        """Models that leave, of which all fronts have been told if they know of this generation."""
+        """Return leaving models of which all frontends know, if they know of generation ``known``."""
         return [number for number, generation in self._leaving.items() if generation <= known]
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Models have left."""
+        """Remove models that have left."""
         for number in numbers:
             del self._served[number], self._leaving[number]
         self.generation += 1
 
     def facts(self, deployment: Deployment, guard_ns: int) -> dict[str, Any]:
-        """What a pool has to know (`allocate_pool`); ``guard_ns`` where the deployment leaves it open."""
+        """Return the arguments of `allocate_pool`; ``guard_ns`` applies if the deployment does not set a guard."""
         most = max(len(served.table) for served in self)
         return {
             "latency": [served.table + [NEVER] * (most - len(served.table)) for served in self],
@@ -77,5 +77,5 @@ class Catalog:
         }
 
     def documents(self) -> list[dict[str, Any]]:
-        """What fronts are told."""
+        """Return the models' documents for frontends."""
         return [{**served.document(), "leaving": served.number in self._leaving} for served in self]

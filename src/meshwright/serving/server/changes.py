@@ -1,9 +1,9 @@
-"""Models come and go while a server serves: a change is made as a whole, or not at all.
+"""Changes of models while a server serves: a change is made as a whole, or not at all.
 
-One worker first loads what comes, beside the batches that it computes: should the process end by that, the others go
-on. Then all others do, and when all have, the scheduler takes the models into its policy's pool and tells fronts. What
-goes gets no more requests from then on, and is forgotten when all that it had are answered. So a model that is loaded
-again serves by its former version up to the moment at which the new one can take over, and if that cannot be loaded,
+One worker first loads the new models, besides computing batches: should this end the process, the others continue.
+Then all others load them, and when all have, the scheduler takes the models into its policy's pool and notifies
+frontends. Models to remove get no new requests from then on, and are forgotten when all their requests are answered.
+So a model that is reloaded serves by its former version until the new one can take over, and if that cannot be loaded,
 nothing has changed.
 """
 
@@ -22,7 +22,7 @@ from meshwright.spec import ServingError
 
 
 class Changes:
-    """What workers are asked to load and to forget; of changes, there is one at a time."""
+    """What workers are to load and to forget; one change at a time."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -34,9 +34,9 @@ class Changes:
         self._is_tried = False
 
     def order(self, document: dict[str, Any], workers: Iterable[WorkerPeer]) -> None:
-        """Begin the change that a supervisor orders: models to ``load``, and numbers of those that ``leave``.
+        """Start the change that a supervisor orders: models to ``load``, and numbers of models that ``leave``.
 
-        Or end it, with a sentence why: ``give_up``.
+        Or abort it, with the reason: ``give_up``.
         """
         if "give_up" in document:
             self._give_up(document, workers)
@@ -49,7 +49,7 @@ class Changes:
             self.equip(worker)
 
     def equip(self, worker: WorkerPeer) -> None:
-        """Ask a worker for what it lacks, and to forget what nobody needs."""
+        """Ask a worker to load what it lacks, and to forget models that are no longer needed."""
         self._first = self._first or worker
         coming = self._coming if self._is_tried or worker is self._first else {}
         needed = {one.number: one for one in self._catalog} | coming
@@ -61,7 +61,7 @@ class Changes:
             _ask(worker, missing, extra)
 
     def learn(self, worker: WorkerPeer, document: dict[str, Any]) -> None:
-        """A worker has loaded a model, or could not."""
+        """Handle a worker's report that it has loaded a model, or failed to."""
         number = document["number"]
         worker.loading.discard(number)
         text = document.get("error")
@@ -70,22 +70,22 @@ class Changes:
             if text is None:
                 worker.held.add(number)
             else:
-                # It runs, but cannot be served.
+                # The worker runs the model, but it cannot be served.
                 _ask(worker, [], [number])
         if text is not None and number in self._coming:
             self._error = text
         elif text is not None and number in self._catalog.numbers:
-            # It is there for others: this worker is of no use without it.
+            # The other workers have it: this one is of no use without it.
             worker.held.discard(number)
             report("broken", worker=worker.device, pid=worker.pid, text=text)
         elif number not in self._coming and number not in self._catalog.numbers:
-            self.equip(worker)  # given up meanwhile
+            self.equip(worker)  # the change was given up meanwhile
 
     def lose(self, worker: WorkerPeer) -> None:
-        """A worker has gone; perhaps what it was the first to load is why."""
+        """Handle the end of a worker; the first load of new models may be the cause."""
         if worker is self._first and not self._is_tried and self._coming:
             names = ", ".join(served.name for served in self._coming.values())
-            self._error = f"The first worker that loaded {names} ended. Ask again, if that has another reason."
+            self._error = f"The first worker that loaded {names} ended. Try again if that had another cause."
 
     def _give_up(self, document: dict[str, Any], workers: Iterable[WorkerPeer]) -> None:
         if document["change"] != self._asked:
@@ -94,11 +94,11 @@ class Changes:
         self._error = document["give_up"]
         for worker in workers:
             if worker.loading & self._coming.keys():
-                # Whoever loads has one thread for it, which is lost.
+                # A worker loads in its only thread for this, which is blocked.
                 report("broken", worker=worker.device, pid=worker.pid, text=document["give_up"])
 
     def step(self, workers: Iterable[WorkerPeer], rebuild: Callable[[], None]) -> None:
-        """Make the change if all workers have what comes; give it up if one cannot."""
+        """Complete the change if all workers have the new models; give it up if one failed."""
         if self._asked is None:
             return
         workers = list(workers)
@@ -123,7 +123,7 @@ class Changes:
     def clear_out(
         self, known: int, is_needed: Callable[[int], bool], workers: Iterable[WorkerPeer], rebuild: Callable[[], None]
     ) -> list[int]:
-        """Forget models that leave, which no front asks any more and of which nothing is to be answered; which."""
+        """Forget leaving models that no frontend uses any more and that have no unanswered requests; return them."""
         gone = [number for number in self._catalog.leavers(known) if not is_needed(number)]
         if gone:
             self._catalog.forget(gone)
@@ -133,7 +133,7 @@ class Changes:
         return gone
 
     def _note(self, number: int, document: dict[str, Any]) -> str | None:
-        """Remember what a worker has found out about a model; what is wrong with it."""
+        """Record what a worker has found out about a model; return what is wrong with it, or None."""
         served = self._coming.get(number)
         if served is None and number in self._catalog.numbers:
             served = self._catalog[number]

@@ -1,8 +1,8 @@
 """Messages between the processes of a server: arrays of int64, or documents, over local sockets.
 
-A message is one array whose first cell says what it is (`Kind`); its place in the stream, and its bounds, are kept by
-the kernel (SOCK_SEQPACKET). Sending never waits: what the other side has no room for yet is kept in order and sent by
-`flush`. That the other side has gone is seen as an end of the stream.
+A message is one array whose first cell is its kind (`Kind`); the kernel preserves the order and the boundaries of
+messages (SOCK_SEQPACKET). Sending never blocks: messages that the other side has no room for are kept in order and sent
+by `flush`. When the other side has gone, the stream ends.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import numpy as np
 from meshwright.serving.policies.pool import Ints
 from meshwright.spec import ServingError
 
-# A message must fit into a socket's buffer, of which 200 KiB are usual; an array of this many cells is half of that.
+# A message must fit into a socket's buffer, usually 200 KiB; an array with this number of cells takes half of that.
 MOST_CELLS = 12_000
 _MOST_BYTES = 8 * MOST_CELLS
-# Messages that are read before others get their turn.
+# Messages that are read in one call, before other channels get their turn.
 _AT_ONCE = 64
 
 
 class Kind(enum.IntEnum):
-    """What a message is; what follows in its cells.
+    """The kind of a message, with the cells that follow.
 
     TEXT    1 if more of it follows; then bytes of JSON
-    SUBMIT  rows of (model, slot, deadline): requests of a front have come; slots with a level (`policies.ordering`)
-    CANCEL  rows of (model, slot, deadline): whoever sent them has gone
-    ANSWER  model, outcome (`Fate`), end of their batch (ns; 0 without one), slots: what became of requests
-    RUN     batch, model, expected ns, count, requests, deadlines: compute this
+    SUBMIT  rows of (model, slot, deadline): requests of a frontend; slots include a level (`policies.ordering`)
+    CANCEL  rows of (model, slot, deadline): requests whose clients have gone
+    ANSWER  model, outcome (`Fate`), end of their batch (ns; 0 without one), slots: outcome of requests
+    RUN     batch, model, expected ns, count, requests, deadlines: compute this batch
     RAN     batch, begin, end, failed, requests that were not computed or failed, as places in the batch
-    LATE    ns, as many as there are: how long after the ends of batches a front had answered them
+    LATE    a list of ns: how long after the end of each batch a frontend had answered it
     """
 
     TEXT, SUBMIT, CANCEL, ANSWER, RUN, RAN, LATE = range(7)
 
 
-class Closed(Exception):  # noqa: N818 - it is no error
+class Closed(Exception):  # noqa: N818 - it is not an error
     """The other side has gone."""
 
 
@@ -55,17 +55,17 @@ class MessageChannel:
         self.socket = connection
         self._waiting: deque[bytes] = deque()
         self._text = b""
-        # A new object of this size for each message costs 20 us (own measurement 2026-11-24), most of it for pages
-        # that the system hands out and takes back.
+        # Allocating a new object of this size for each message takes 20 us (own measurement 2026-11-24), mostly for
+        # pages that the system maps and unmaps.
         self._room = memoryview(bytearray(2 * _MOST_BYTES))
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the file descriptor, for selectors."""
         return self.socket.fileno()
 
     @property
     def is_waiting(self) -> bool:
-        """Is something still to be sent (`flush`) once there is room?"""
+        """Whether messages are still to be sent (`flush`) once there is room."""
         return bool(self._waiting)
 
     def send(self, cells: Ints) -> None:
@@ -80,19 +80,19 @@ class MessageChannel:
             self._send(head + data[place : place + room])
 
     def flush(self) -> None:
-        """Send what had to wait, as far as there is room. Raises Closed."""
+        """Send waiting messages while there is room. Raises Closed."""
         while self._waiting and self._try(self._waiting[0]):
             self._waiting.popleft()
 
     def receive(self) -> Iterator[tuple[int, Any]]:
-        """Messages that have come, a limited number of them: kind and cells after it, or document. Raises Closed."""
+        """Yield received messages, a limited number of them: kind and cells after it, or document. Raises Closed."""
         for _ in range(_AT_ONCE):
             try:
                 size = self.socket.recv_into(self._room)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # It has ended before it read all; the system tells this first, and then what it had sent.
+                # The other side closed before it read everything; the system reports this before the data it had sent.
                 continue
             except OSError:
                 raise Closed from None
@@ -109,7 +109,7 @@ class MessageChannel:
                 yield int(cells[0]), cells[1:]
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         self.socket.close()
 
     def _send(self, data: bytes) -> None:
@@ -127,7 +127,7 @@ class MessageChannel:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket at which others `connect`; what stood at its place is gone."""
+    """Return a socket that listens at a path; an existing file there is removed."""
     path.unlink(missing_ok=True)
     listener = _socket()
     with contextlib.ExitStack() as stack:
@@ -140,7 +140,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> MessageChannel | None:
-    """A connection to whoever listens there; None if nobody does, or no further file can be opened."""
+    """Connect to a listener; return None if nothing listens there, or no further file can be opened."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         connection = stack.enter_context(_socket())
         connection.connect(str(path))
@@ -151,5 +151,5 @@ def connect(path: Path) -> MessageChannel | None:
 
 def _socket() -> socket.socket:
     if not hasattr(socket, "AF_UNIX"):
-        raise ServingError("A server's processes talk over sockets that this system does not have. Serve on Linux.")
+        raise ServingError("A server's processes need local sockets that this system does not have. Serve on Linux.")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

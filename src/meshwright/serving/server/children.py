@@ -1,7 +1,7 @@
-"""A process of a server, as its supervisor has it: it is started, its reports are read, and its end is awaited.
+"""A child process of the supervisor: start it, read its reports, and wait for its end.
 
-Reports come through a pipe of their own (`reports`). Standard output is what a model prints: it goes where standard
-error goes, and nothing in it is obeyed.
+Reports arrive through a separate pipe (`reports`). Standard output has what a model prints: it is redirected to
+standard error and never interpreted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _STANDARD_ERROR = 2
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A process by name; ``wanted``: is it to be started again when it has ended?
+    """A process by name; ``wanted`` is set while it should be restarted after its end.
 
-    ``error`` is what it said of its end, and ``is_released`` whether it was told to end.
+    ``error`` is its last error message, and ``is_released`` whether it was asked to end.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Child:
     reports: asyncio.StreamReader | None = None
 
     async def start(self, arguments: list[str]) -> asyncio.subprocess.Process:
-        """Start it; `listen` has to follow. Raises OSError where the system has no room for it."""
+        """Start it; call `listen` next. Raises OSError if the system cannot start a process."""
         reading, writing = os.pipe()
         self.reports = asyncio.StreamReader(limit=_LONGEST_LINE)
         transport = None
@@ -68,12 +68,12 @@ class Child:
         return self.process
 
     async def listen(self, process: asyncio.subprocess.Process, heed: Callable[[dict[str, Any]], None]) -> None:
-        """Have its reports heeded until it has ended."""
+        """Pass its reports to ``heed`` until it has ended."""
         hearing = asyncio.create_task(self._hear(heed))
         ending = asyncio.create_task(process.wait())
         while process.returncode is None and not ending.done():
             await asyncio.wait([ending], timeout=_LOOK_S)
-        # What it has started itself ends with it, and holds its reports open no longer.
+        # End the processes that it has started itself, too: they would keep its pipe open.
         if hasattr(os, "killpg") and hasattr(signal, "SIGKILL"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -93,12 +93,12 @@ class Child:
             try:
                 heed(json.loads(line))
             except (LookupError, TypeError, ValueError, AttributeError):
-                # The code of a stranger has written it: no report, and no reason to hear no more of them.
+                # Written by foreign code: not a report, but no reason to stop reading reports.
                 sys.stderr.write(f"{self.name}: {line.decode(errors='replace')}")
 
 
 async def await_end(children: list[Child], limit_s: float, hurrying: asyncio.Event) -> None:
-    """Wait for processes to end; those that do not, or not soon enough for somebody, are killed."""
+    """Wait for processes to end; kill those that have not ended by the limit, or when ``hurrying`` is set."""
     processes = [child.process for child in children if child.process is not None]
     ending = asyncio.create_task(_all_ended(processes))
     hurry = asyncio.create_task(hurrying.wait())

@@ -1,7 +1,7 @@
-"""A timeline of a server: its processes record for a while, and what they have noted is collected.
+"""Collect a timeline of a server: its processes record for a while, then their records are read.
 
-Each process writes a file into the server's folder, in shared memory, when it is told to; one that has died, or
-computes a batch for long, is left out, and the timeline says so.
+When asked, each process writes a file into the server's folder, in shared memory; one that has ended, or is computing a
+long batch, is left out, and the timeline says so.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meshwright.serving.server.timeline import timeline_pieces
 from meshwright.serving.server.timeline_facts import RecordedRun
 
 LEAST_S, MOST_S = 0.1, 30.0
-# Rows that processes of a kind note at most, all of them together; Perfetto is slow with more requests.
+# The most rows that all processes of a kind record together; Perfetto becomes slow with more requests.
 _MOST = {"front": 2**15, "worker": 2**16, "scheduler": 2**17}
-# How long a process may take to write what it has noted, which is some megabytes; a worker ends its batch first.
+# How long a process may take to write its records, some megabytes; a worker first ends its batch.
 _PATIENCE_S, _LOOK_S = 5.0, 0.02
 
 
 class Busy(Exception):  # noqa: N818 - it is an answer
-    """Another timeline is being recorded, for ``seconds`` still."""
+    """Another timeline is being recorded, for another ``seconds``."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Busy(Exception):  # noqa: N818 - it is an answer
 
 
 class Ending(Exception):  # noqa: N818 - it is an answer
-    """The server ends, or has not begun."""
+    """The server is ending, or has not started."""
 
 
 class Collector:
@@ -46,7 +46,7 @@ class Collector:
         self._count = 0
 
     async def collect(self, seconds: float) -> Iterator[bytes]:
-        """Record from now on for so long; the trace in pieces. Raises Busy, Ending."""
+        """Record for some seconds from now on; return the trace in pieces. Raises Busy, Ending."""
         if self._until is not None:
             raise Busy(max(math.ceil(self._until - time.monotonic()), 1))
         self._until = time.monotonic() + seconds
@@ -71,7 +71,7 @@ class Collector:
             raise Ending
         end_ns = time.monotonic_ns()
         self._count += 1
-        # What has taken the place of one that has died knows nothing of the time before.
+        # A process that replaced one that ended has no records of the time before.
         there = [name for name, process in asked.items() if supervisor.process_ids().get(name) == process]
         paths = {name: folder / f"recorded-{name}-{self._count}.npz" for name in there}
         for name, path in paths.items():
@@ -92,7 +92,7 @@ class Collector:
 
 
 def _read(paths: dict[str, Path]) -> dict[str, Recorded]:
-    """What has come; the files are gone then."""
+    """Read the files that were written, and remove them."""
     found = {}
     for name, path in paths.items():
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/1.1 with keep-alive and pipelining, read by `httptools`. `http` tells its limits."""
+"""A client connection: HTTP/1.1 with keep-alive and pipelining, parsed by `httptools`. See `http` for its limits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from meshwright.serving.server.http import HttpServer
 
 _LOG = logging.getLogger(__name__)
-# Bytes that the parser gets at once where many requests can be in them.
+# Bytes that the parser gets at once if they may contain many requests.
 _SLICE = 2**13
-# What a connection may have under way, in bytes of answers; each request counts as so many more.
+# The most a connection may have under way, in bytes of answers; each request counts as _EACH more.
 _MOST_OWED, _EACH = 2**20, 2**14
-# Bytes that wait to be sent until requests are no longer read.
+# Unsent bytes at which requests are no longer read.
 _MOST_UNSENT = 2**18
-# After the last answer, what a client still sends is read for so long, so that it gets to see the answer.
+# How long data of the client is still read after the last answer, so that the client receives the answer.
 _LINGER_NS = 2_000_000_000
 _now_ns = time.monotonic_ns
 _CONTINUE, _CLOSE = b"HTTP/1.1 100 Continue\r\n\r\n", b"Connection: close\r\n"
@@ -46,35 +46,35 @@ class Connection(asyncio.Protocol):
         self._most_header, self._most_body = server.limits.header_bytes, server.limits.body_bytes
         self._transport: Any = None
         self._parser: Any = httptools.HttpRequestParser(self)
-        # Requests that are not answered yet, in order; those of them that were not begun; bytes that were not parsed.
+        # Unanswered requests, in order; those of them that were not started; bytes that were not parsed.
         self._waiting: deque[HttpExchange] = deque()
         self._held: deque[HttpExchange] = deque()
         self._unfed: bytes | memoryview = b""
         self._owed = 0
         self._is_paused = self._is_going_on = False
         self._is_reading = True
-        # No further requests are read, and what comes is thrown away; why that is, if it is no wish of the client.
+        # No further requests are read, and received data is discarded; the reason, unless the client wished so.
         self._is_over = self._is_lingering = False
         self._stop: Refusal | None = None
-        # Since when it has been idle, lingers, or waits for its client to read.
+        # Since when it has been idle, has lingered, or has waited for its client to read.
         self._since_ns = self._begun_ns = _now_ns()
         self._group: set[Connection] | None = None
-        # What has come at once, if a request began with it.
+        # The data that arrived in one piece, if a request started with it.
         self._came = b""
-        # Bytes that came since they had a meaning.
+        # Bytes received since the last one that had a meaning.
         self._quiet = 0
         self._has_begun = self._owes_continue = False
-        # Of the request that is being received; `_left` is what its Content-Length says, None before all headers came.
+        # The request that is being received; `_left` is its Content-Length, None before its headers are complete.
         self._url = self._body = b""
         self._headers: dict[bytes, bytes] = {}
         self._header_bytes = self._size = self._parts_bytes = 0
         self._parts: list[bytes] = []
         self._left: int | None = None
 
-    # --- of the transport ---------------------------------------------------------------------
+    # --- called by the transport --------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
+        """Handle a new connection."""
         self._transport = transport
         self._transport.set_write_buffer_limits(high=_MOST_UNSENT)
         self._group = self._server.join(self)
@@ -82,10 +82,10 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         elif self._server.is_full:
             most = self._server.limits.connections
-            self._end_early(Refusal(503, f"There are {most} connections already, as many as there may be.", RETRY))
+            self._end_early(Refusal(503, f"There are {most} connections already, the most that are allowed.", RETRY))
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """The client has gone, or was closed."""
+        """Handle the end of the connection."""
         self._is_over = True
         self._forget_body()
         for exchange in self._waiting:
@@ -93,13 +93,13 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._held.clear()
         self._unfed = b""
-        # The parser has methods of this object: neither would be freed for a while.
+        # The parser holds methods of this object: the cycle would delay freeing both.
         self._parser = None
         if self._group is not None:
             self._server.leave(self, self._group)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests have come."""
+        """Handle received bytes."""
         if self._is_over:
             return
         if not (self._has_begun or self._unfed or self._held):
@@ -127,18 +127,18 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def pause_writing(self) -> None:
-        """The client does not read its answers."""
+        """Note that the client does not read its answers."""
         self._is_paused, self._since_ns = True, _now_ns()
 
     def resume_writing(self) -> None:
-        """The client has read its answers."""
+        """Continue after the client has read its answers."""
         self._is_paused, self._since_ns = False, _now_ns()
         self.go_on()
 
-    # --- of the parser ------------------------------------------------------------------------
+    # --- called by the parser -----------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start a request."""
         self._has_begun, self._begun_ns, self._quiet = True, _now_ns(), 0
         self._url = self._body = b""
         self._headers = {}
@@ -146,11 +146,11 @@ class Connection(asyncio.Protocol):
         self._left = None
 
     def on_url(self, url: bytes) -> None:
-        """What the request is about, or a part of it."""
+        """Take the target of the request, or a part of it."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the request, or a trailer after its body, which means nothing here."""
+        """Take a header of the request, or ignore a trailer after its body."""
         self._header_bytes += len(name) + len(value) + 4
         if (name := name.lower()) in WANTED and self._left is None:
             before = self._headers.get(name)
@@ -161,7 +161,7 @@ class Connection(asyncio.Protocol):
             self._headers[name] = value
 
     def on_headers_complete(self) -> None:
-        """All headers have come; what can be refused without the body is."""
+        """Refuse the request if its headers are sufficient reason, once they are complete."""
         self._quiet = self._left = 0
         headers = self._headers
         if self._header_bytes + len(self._url) > self._most_header:
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
             self._continue()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body; nearly always all of it."""
+        """Take a part of the body; nearly always all of it."""
         self._quiet, self._owes_continue = 0, False
         self._size += len(body)
         if self._size > self._most_body:
@@ -197,10 +197,10 @@ class Connection(asyncio.Protocol):
         self._parts_bytes += len(body)
         self._server.receiving_bytes += len(body)
         if self._server.receiving_bytes > self._server.most_receiving_bytes:
-            self._refuse(503, "Bodies of other requests take all the memory there is for them. Try again later.", RETRY)
+            self._refuse(503, "Bodies of other requests use all the memory for bodies. Try again later.", RETRY)
 
     def on_message_complete(self) -> None:
-        """The request has come as a whole."""
+        """Handle a complete request."""
         if self._is_over:
             return
         self._quiet = 0
@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
     # --- answers ------------------------------------------------------------------------------
 
     def settle(self, exchange: HttpExchange) -> None:
-        """An answer is there; it leaves as soon as those before it have."""
+        """Send an answer as soon as those before it have been sent."""
         waiting = self._waiting
         if not waiting or waiting[0] is not exchange:
             return
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
             self._owed -= first.owed
             self._transport.write(answer)
             if first.closes:
-                # What the client still sends would reset a closed connection, and it may never see the answer.
+                # Closing while the client still sends would reset the connection, and it may never see the answer.
                 self._close(lingers=True)
                 return
         if not (waiting or self._is_paused):
@@ -248,7 +248,7 @@ class Connection(asyncio.Protocol):
             self.go_on()
 
     def go_on(self) -> None:
-        """Begin and read what had to wait, as long as nothing has to wait again."""
+        """Continue with requests and data that had to wait, until something has to wait again."""
         if self._is_going_on:
             return
         self._is_going_on = True
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
                 if self._held:
                     self._begin(self._held.popleft())
                 elif self._unfed and not self._is_over:
-                    # Of a body as much as there is: no further request can be in it.
+                    # Pass the rest of a body at once: it contains no further request.
                     size = max((self._left or 0) - self._size, _SLICE) if self._has_begun else _SLICE
                     part, self._unfed = self._unfed[:size], self._unfed[size:]
                     self._feed(part)
@@ -270,7 +270,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def check(self, now_ns: int) -> None:
-        """End the connection if it takes too long; called now and then."""
+        """End the connection if it exceeds a time limit; called at intervals."""
         waited_ns, server = now_ns - self._since_ns, self._server
         if self._is_lingering:
             if waited_ns > _LINGER_NS:
@@ -290,9 +290,9 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def finish(self) -> None:
-        """Close as soon as what was asked is answered."""
+        """Close as soon as pending requests are answered."""
         if self._has_begun or self._is_over:
-            return  # closed by its end, or for another reason
+            return  # closes by itself, or for another reason
         if self._waiting:
             last = self._waiting[-1]
             last.closes, last.fields, self._is_over = True, last.fields + _CLOSE, True
@@ -305,7 +305,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _is_blocked(self) -> bool:
-        """Must further requests wait until answers have left?"""
+        """Whether further requests must wait until answers have been sent."""
         return self._is_paused or self._owed > _MOST_OWED
 
     def _begin(self, exchange: HttpExchange) -> None:
@@ -320,7 +320,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The wish for another protocol may be ignored; what follows is HTTP/1.1 still.
+            # A request for another protocol may be ignored; the data after it is still HTTP/1.1.
             self._unfed = memoryview(bytes(data[upgrade.args[0] :]) + bytes(self._unfed))
             self.go_on()
         except httptools.HttpParserError as error:
@@ -333,20 +333,20 @@ class Connection(asyncio.Protocol):
 
     def _stop_at(self, error: httptools.HttpParserError) -> None:
         if self._is_over:
-            return  # no more was expected
+            return  # further data is ignored
         stop = self._stop
         if stop is None and isinstance(error, httptools.HttpParserCallbackError):
             _LOG.error("A request could not be read.", exc_info=error.__context__ or error)
             stop = Refusal(500, "The server failed on this request; its log says why.")
-        self._end_early(stop or Refusal(400, f"What came is no request of HTTP/1.1: {error}."))
+        self._end_early(stop or Refusal(400, f"The data is not an HTTP/1.1 request: {error}."))
 
     def _refuse(self, status: int, sentence: str, fields: bytes = b"") -> NoReturn:
-        """Stop the parser, from one of its calls; `_feed` goes on from here."""
+        """Stop the parser from one of its callbacks; `_feed` continues after it."""
         self._stop = Refusal(status, sentence, fields)
         raise self._stop
 
     def _end_early(self, refusal: Refusal) -> None:
-        """Answer that no more will be read, after what was asked before is answered."""
+        """Read no further requests; answer the pending ones, then send this refusal."""
         self._stop, self._is_over, self._has_begun = refusal, True, False
         self._owes_continue = False
         self._forget_body()
@@ -357,7 +357,7 @@ class Connection(asyncio.Protocol):
         self._paths.refuse(exchange, refusal)
 
     def _close(self, *, lingers: bool = False) -> None:
-        """All that will be answered is."""
+        """Close the connection after its last answer."""
         self._is_over, self._since_ns = True, _now_ns()
         self._held.clear()
         if not lingers:
@@ -371,7 +371,7 @@ class Connection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def _continue(self) -> None:
-        """Tell a client to send its body, unless other answers must come first."""
+        """Ask the client to send its body, unless other answers must precede."""
         if not self._waiting:
             self._owes_continue = False
             self._transport.write(_CONTINUE)

@@ -1,41 +1,41 @@
-"""What a front has answered, counted for metrics: by model and status, and how long it took.
+"""Counts of a frontend's answers, for metrics: by model and status, with latencies.
 
-Latencies are counted in buckets, four to each doubling: bucket 4 e + m holds nanoseconds from (4 + m) 2^(e-2) on, up to
-where the next begins, so that a percentile that is read off is wrong by 1/4 at most. They count from a request's first
-byte to its answer.
+Latencies are counted in buckets, four to each doubling: bucket 4 e + m starts at (4 + m) 2^(e-2) nanoseconds and ends
+where the next one starts, so that a percentile from them is wrong by at most 1/4. A latency is the time from a
+request's first byte to its answer.
 """
 
 from __future__ import annotations
 
-# Latencies of 2^42 ns, which is more than an hour, and beyond are in the last bucket.
+# Latencies of 2^42 ns, more than an hour, and above are in the last bucket.
 _MOST_BITS = 42
 NUM_BUCKETS = 4 * _MOST_BITS
 
 
 class Counts:
-    """Answers of one model, or of all that is not a model's: plain numbers, to be read at any time."""
+    """Answers of one model, or of all requests without a model: plain numbers that can be read at any time."""
 
     __slots__ = ("buckets", "latency_ns", "statuses")
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
-        # Only of status 200.
+        # For answers of status 200 only.
         self.buckets = [0] * NUM_BUCKETS
         self.latency_ns = 0
 
     def note(self, status: int) -> None:
-        """An answer of this status."""
+        """Count an answer of this status."""
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     def note_done(self, latency_ns: int) -> None:
-        """An answer of status 200 with outputs."""
+        """Count an answer of status 200 with outputs."""
         self.statuses[200] = self.statuses.get(200, 0) + 1
         self.buckets[bucket_of(latency_ns)] += 1
         self.latency_ns += latency_ns
 
 
 class FrontCounts:
-    """Of a front: `Counts` of each model by name, and those of all else; connections."""
+    """Counts of a frontend: `Counts` of each model by name and of requests without a model; connections."""
 
     def __init__(self) -> None:
         self.models: dict[str, Counts] = {}
@@ -46,12 +46,12 @@ class FrontCounts:
         self.cancelled = 0
 
     def of(self, name: str) -> Counts:
-        """Counts of a model, all its versions, from zero if it is new."""
+        """Return the counts of a model, all its versions together; zeros for a new one."""
         return self.models.setdefault(name, Counts())
 
 
 def bucket_of(latency_ns: int) -> int:
-    """The bucket of a latency."""
+    """Return the bucket of a latency."""
     bits = latency_ns.bit_length()
     if bits < 3:
         return 0
@@ -59,5 +59,5 @@ def bucket_of(latency_ns: int) -> int:
 
 
 def bucket_begin(bucket: int) -> int:
-    """The least latency of a bucket, in ns; 0 of the first ones, which are below 4 ns."""
+    """Return the least latency (ns) of a bucket; 0 for the first ones, below 4 ns."""
     return (4 + bucket % 4 << bucket // 4) >> 2 if bucket >= 8 else 0

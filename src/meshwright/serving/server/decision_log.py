@@ -1,8 +1,8 @@
-"""The log of a scheduler's decisions as a file: what it begins with, and what happens where it cannot be written.
+"""The log of a scheduler's decisions as a file: its header, and how write errors are handled.
 
-A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call of
-`Live.take` follow the numbers of events, decisions and chosen requests, and these. `ANEW` in the place of these numbers
-says that another such line follows.
+A log starts with a line of JSON: its kind, the policy, and the arguments with which its pool was allocated. Each call
+of `Live.take` adds the numbers of events, decisions and chosen requests, followed by these. `ANEW` in place of these
+numbers means that another such line follows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _BEGIN = b'{"kind": "meshwright/decisions/'
 
 
 class DecisionWriter(Protocol):
-    """What decisions are written to."""
+    """Destination of the decisions."""
 
     def write(self, data: bytes, /) -> object:
         """Write bytes."""
 
     def writelines(self, parts: Iterable[bytes], /) -> object:
-        """Write several, one after the other."""
+        """Write several pieces, one after the other."""
 
 
 class LogFile:
-    """A log in a file. Where it cannot be written, that is reported once, and nothing more is written."""
+    """A log in a file. A write error is reported once, and ends the log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class LogFile:
                     self._file.close()
 
     def close(self) -> None:
-        """It is complete."""
+        """Close the file."""
         if not self._is_broken:
             try:
                 self._file.close()
@@ -69,14 +69,14 @@ class LogFile:
     def _end(self, error: Exception) -> None:
         self._is_broken = True
         why = getattr(error, "strerror", None) or str(error)
-        report("unlogged", text=f"The log {self._path} cannot be written ({why}); decisions are not logged any more.")
+        report("unlogged", text=f"The log {self._path} cannot be written ({why}); decisions are no longer logged.")
 
 
 def check_log(path: Path) -> None:
-    """Raise ServingError unless a log can be written to a file, which is new, or has been a log before."""
+    """Raise ServingError unless a log can be written to a file, which must be new, or a log already."""
     if path.is_dir() or not path.parent.is_dir():
-        why = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is no folder"
-        raise ServingError(f"The log {str(path)!r} {why}. Give the name of a file in a folder that there is.")
+        why = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is not a folder"
+        raise ServingError(f"The log {str(path)!r} {why}. Give the name of a file in an existing folder.")
     is_new = not path.exists()
     try:
         if path.is_file():
@@ -84,7 +84,7 @@ def check_log(path: Path) -> None:
                 begin = file.read(len(_BEGIN))
             if begin not in (b"", _BEGIN):
                 raise ServingError(
-                    f"{str(path)!r} holds something else than decisions, which a log would replace. Choose another "
+                    f"{str(path)!r} is not a log of decisions, and a log would overwrite it. Choose another "
                     "name, or remove it."
                 )
         with path.open("ab"):

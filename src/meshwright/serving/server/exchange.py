@@ -1,4 +1,4 @@
-"""A request, and its answer; what is read off its method, path and headers if it came over HTTP."""
+"""A request and its answer; for HTTP, also parsing of method, path and headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.serving.server.tensors import ParsedRequest
     from meshwright.serving.server.trace_context import TraceContext
 
-# Names of headers that are looked at; all others are passed over.
+# Names of the headers that are used; all others are ignored.
 WANTED = frozenset(
     {
         *(b"host", b"connection", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"),
@@ -20,7 +20,7 @@ WANTED = frozenset(
         b"inference-header-content-length",
     }
 )
-# Those of them that may come several times, as one list.
+# Those of them that may occur several times, as one list.
 LISTS = frozenset(
     (b"connection", b"transfer-encoding", b"content-encoding", b"accept-encoding", b"traceparent", b"tracestate")
 )
@@ -28,14 +28,14 @@ _MOST_DIGITS = 15
 
 
 class Asker(Protocol):
-    """Whoever a request came from, as far as its answer needs it."""
+    """The sender of a request, as its answer needs it."""
 
     def settle(self, exchange: HttpExchange) -> None:
-        """The answer is there."""
+        """Send the answer of an exchange."""
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer
-    """An answer that says what is wrong with a request, by a status of HTTP; ``fields`` are lines of its head."""
+    """An error answer to a request, with an HTTP status; ``fields`` are header lines."""
 
     def __init__(self, status: int, sentence: str, fields: bytes = b"") -> None:
         super().__init__(sentence)
@@ -43,7 +43,7 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
 
 
 class InboundRequest:
-    """A request of any protocol, as far as a front needs it: when it began to come, and what it turned out to be."""
+    """A request of any protocol, as a frontend sees it: when it started to arrive, and what it was parsed to."""
 
     asked: ParsedRequest | None = None
     served: FrontendModel | None = None
@@ -53,10 +53,10 @@ class InboundRequest:
 
 
 class HttpExchange(InboundRequest):
-    """A request over HTTP, and its answer once it is there."""
+    """A request over HTTP, and its answer once available."""
 
-    # Most requests leave most of these as they are: is the connection closed after the answer, and has that been sent;
-    # lines of its head that do not depend on it; what it costs a connection to have it under way, about in bytes.
+    # Defaults for most requests: whether the connection is closed after the answer, and whether that has been sent;
+    # header lines that do not depend on the answer; the memory (about bytes) that the request occupies meanwhile.
     closes = has_left = False
     fields = b""
     owed = 0
@@ -70,13 +70,13 @@ class HttpExchange(InboundRequest):
 
 
 def path_of(url: bytes) -> str:
-    """The path of a request's target, which may also be a whole URL."""
+    """Return the path of a request's target, which may also be a whole URL."""
     text = url.partition(b"?")[0].decode("latin-1")
     return text if text[:1] == "/" or "://" not in text else "/" + text.partition("://")[2].partition("/")[2]
 
 
 def check_method(exchange: HttpExchange, allowed: bytes) -> None:
-    """Raise Refusal for a method that is not among those that are allowed, as ``Allow`` has them."""
+    """Raise Refusal for a method that is not in ``allowed``, a list in the form of an ``Allow`` header."""
     if exchange.method not in allowed.split(b", "):
         raise Refusal(
             405,
@@ -86,7 +86,7 @@ def check_method(exchange: HttpExchange, allowed: bytes) -> None:
 
 
 def read_integer(name: str, text: bytes, least: int = 0) -> int:
-    """The integer that a header is. Raises BadRequest."""
+    """Return the integer value of a header. Raises BadRequest."""
     digits = text.strip()
     if not (digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) >= least):
         raise BadRequest(f"{name} is {show(text)!r}; expected an integer, at least {least}.")
@@ -94,5 +94,5 @@ def read_integer(name: str, text: bytes, least: int = 0) -> int:
 
 
 def show(text: bytes) -> str:
-    """Bytes of a stranger, not too many."""
+    """Return the first characters of received bytes, for a message."""
     return text[:SHOWN].decode("latin-1")

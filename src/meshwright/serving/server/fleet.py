@@ -1,8 +1,8 @@
-"""Which workers a server has, when it scales with what arrives: some are started, others are handed back.
+"""The workers of a server that scales with the load: which are started, and which are released.
 
-How many are wanted, the scaler decides (`policies.scaling`), as in the simulator. A worker that is handed back gets no
-more batches, ends those that it has, and then its process. The supervisor starts and ends processes (`hire`, `release`
-in reports); one that fails it starts again, whatever is wanted.
+The scaler decides how many are wanted (`policies.scaling`), as in the simulator. A worker that is released gets no more
+batches, finishes its current ones, and then its process ends. The supervisor starts and ends processes (`hire`,
+`release` in reports); it restarts a failed one, whatever is wanted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NS = 1e9
 
 
 class DeviceFleet:
-    """Devices by number: ``hired`` are those that are to be there, or still start; ``draining`` end what they have.
+    """Devices by number: ``hired`` should be up, or are starting; ``draining`` finish their batches.
 
-    ``wanted`` is how many are to be hired (`step`).
+    ``wanted`` is how many should be hired (`step`).
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -32,23 +32,23 @@ class DeviceFleet:
         self.draining: set[int] = set()
         self._released: set[int] = set()
         self.wanted = len(self.hired)
-        # Those of a scheduler before this one were perhaps others.
+        # An earlier scheduler may have hired others.
         for device in self.hired if self.is_scaled else ():
             report("hire", device=device)
 
     @property
     def is_scaled(self) -> bool:
-        """Does what arrives say how many devices there are?"""
+        """Whether the number of devices follows the load."""
         return self.scaling is not None
 
     @property
     def every_ns(self) -> int:
-        """How often it is decided anew."""
+        """Time (ns) between two decisions."""
         assert self.scaling is not None
         return round(self.scaling.every * _NS)
 
     def facts(self) -> dict[str, Any] | None:
-        """What a scaler has to know (`allocate_scaler`); None without scaling."""
+        """Return the arguments of `allocate_scaler`; None without scaling."""
         scaling = self.scaling
         if scaling is None:
             return None
@@ -61,19 +61,19 @@ class DeviceFleet:
         }
 
     def meet(self, device: int) -> None:
-        """A worker is there: one that a scheduler before this one had hired, perhaps."""
-        # One that was handed back while it started may still come, and ends then.
+        """Handle a new worker, perhaps one that an earlier scheduler had hired."""
+        # One that was released while it started may still connect; it ends then.
         if device not in self.draining | self._released | self.hired:
             self.hired.add(device)
             self.wanted = max(self.wanted, len(self.hired))
             report("hire", device=device)
 
     def step(self, usable: Collection[int], pool: Ints) -> int | None:
-        """Hire all that lack, or hand one back that is too many; the one that is to be drained, if any."""
+        """Hire missing devices, or release a surplus one; return the device to drain, if any."""
         lacking = self.wanted - len(self.hired)
         if lacking > 0:
             others = [device for device in range(self._num_devices) if device not in self.hired]
-            # First those that are there, and end their last batches.
+            # First those that are up and finish their last batches.
             for device in sorted(others, key=lambda each: each not in self.draining)[:lacking]:
                 self.hired.add(device)
                 self.draining.discard(device)
@@ -90,7 +90,7 @@ class DeviceFleet:
         return None
 
     def drained(self, device: int) -> None:
-        """A device has ended what it had."""
+        """Release a device that has finished its batches."""
         self.draining.discard(device)
         self._release(device)
 

@@ -1,16 +1,16 @@
-"""What a front answers, whichever protocol it is asked by: `paths` has it as HTTP, and `rpc` as gRPC.
+"""The answers of a frontend, common to both protocols: `paths` provides them over HTTP, `rpc` over gRPC.
 
-A request's deadline is the moment at which it began to come and the time that it asks for: the parameter ``timeout``
-(microseconds), or the header ``X-Request-Timeout-Ms`` (milliseconds), the shorter of both; without either, the model's
+A request's deadline is the moment at which it started to arrive plus its timeout: the parameter ``timeout``
+(microseconds) or the header ``X-Request-Timeout-Ms`` (milliseconds), the shorter of both; without either, the model's
 SLO. More than ``Server.longest_deadline`` is refused.
 
-Where not all requests of a model can be answered, those with a lower ``priority`` are: 1 is the most important, and 7,
-or more, the least; 0, or none, is as 4.
+If not all requests of a model can be answered, those with a lower ``priority`` are: 1 is the most important, and 7 or
+more the least; 0, or no priority, is the same as 4.
 
-A request with a valid ``traceparent`` (W3C) gets a span of its own, told in ``traceresponse`` (`trace_context`). With a
-token, all but the health paths want ``Authorization: Bearer TOKEN``.
+A request with a valid ``traceparent`` (W3C) gets its own span, returned in ``traceresponse`` (`trace_context`). With a
+token, all paths except health require ``Authorization: Bearer TOKEN``.
 
-What is wrong is a `Refusal`, with a status of HTTP. A request that cannot be met has 503.
+An error is a `Refusal`, with an HTTP status. A request that cannot be answered in time gets 503.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _LOG = logging.getLogger(__name__)
 _FATES = {
     Fate.LATE: "The request cannot be answered by its deadline. Give it more time, or send less.",
     Fate.FULL: "The model's queue is full. Try again later.",
-    Fate.CROWDED: "What waits before the request takes longer than its deadline allows. Try again later.",
+    Fate.CROWDED: "The work ahead of the request takes longer than its deadline allows. Try again later.",
     Fate.SACRIFICED: "The request was dropped, so that others are answered in time. Try again later.",
-    Fate.CANCELLED: "The request was given up.",
-    Fate.LOST: "What the request waited for was started anew. Try again.",
+    Fate.CANCELLED: "The request was cancelled.",
+    Fate.LOST: "A process that the request waited for was restarted. Try again.",
     Fate.FORGOTTEN: "Nothing was decided about the request, long after its deadline. Try again later.",
     Fate.FAILED: "The model failed on this request.",
 }
 _DONE = Fate.DONE
 _now_ns = time.monotonic_ns
-_NO_ROOM = "There is no room for this request's tensors, as others are being answered. Try again later."
+_NO_ROOM = "There is no memory for this request's tensors while others are being answered. Try again later."
 _NOT_READY = "The server is not ready. Try again later."
-# The Open Inference Protocol's metadata name extensions; this is Triton's, for tensors as binary.
+# The Open Inference Protocol's metadata lists extensions; this one is Triton's, for binary tensors.
 _EXTENSIONS = ["binary_tensor_data"]
 
 _Call = TypeVar("_Call", bound=InboundRequest)
 
 
 class FrontendModel:
-    """A model as a front serves it."""
+    """A model as a frontend serves it."""
 
     def __init__(self, model: ModelFacts, counts: Counts) -> None:
         self.model, self.counts, self.codec = model, counts, Codec(model)
 
     def metadata(self) -> dict[str, Any]:
-        """What the protocol tells of a model."""
+        """Return a model's metadata as in the protocol."""
         model = self.model
         tensors = {
             name: [
@@ -85,7 +85,7 @@ class Frontend:
     # --- inference ----------------------------------------------------------------------------
 
     def timeout_ns(self, asked: ParsedRequest, milliseconds: bytes | None) -> int:
-        """How long a request may take that says so itself, by its parameter, by X-Request-Timeout-Ms, or both."""
+        """Return a request's own time limit (ns), by its parameter, by X-Request-Timeout-Ms, or both."""
         limits = [] if asked.timeout_us is None else [asked.timeout_us * 1000]
         if milliseconds is not None:
             limits.append(read_integer("X-Request-Timeout-Ms", milliseconds, least=1) * 1_000_000)
@@ -104,9 +104,9 @@ class Frontend:
         deadline_ns: int,
         reply: Callable[[Ticket], None],
     ) -> None:
-        """Put what is asked into slots, and ask for an answer; ``reply`` is told, and then calls `conclude`.
+        """Put a request into slots, and submit it; ``reply`` is called with the outcome, and then calls `conclude`.
 
-        Raises Refusal where the server is not ready, or has no room.
+        Raises Refusal if the server is not ready, or has no memory for it.
         """
         gate, model = self.gate, served.model
         if not gate.is_ready:
@@ -119,7 +119,7 @@ class Frontend:
         except BaseException:
             model.idle += slots
             raise
-        # What came is in the slots.
+        # The values are in the slots now.
         asked.values = ()
         call.asked = asked
         call.ticket = gate.submit(model, slots, deadline_ns, reply, asked.level)
@@ -127,8 +127,8 @@ class Frontend:
     def conclude(
         self, call: _Call, ticket: Ticket, answer: Callable[[_Call, FrontendModel, ParsedRequest, list[int]], None]
     ) -> None:
-        """The scheduler has told what became of a request: make its answer of its slots, or raise Refusal."""
-        # The ticket holds the call of this, and so the request.
+        """Make the answer of a request from its slots after the scheduler's outcome, or raise Refusal."""
+        # The ticket refers to the call, and so to the request: break the cycle.
         call.ticket = None
         served, asked, fate = call.served, call.asked, ticket.fate
         assert served is not None
@@ -147,7 +147,7 @@ class Frontend:
                 self.recording.rows_of_request(call, ticket, status, _now_ns())
 
     def refusal_of(self, error: Exception) -> Refusal:
-        """How whoever asked is told of an error; one of our own is logged."""
+        """Return the answer for an error; unexpected ones are logged."""
         if isinstance(error, Refusal):
             return error
         if isinstance(error, BadRequest):
@@ -165,7 +165,7 @@ class Frontend:
             self.recording.rows_of_request(call, None, status, _now_ns())
 
     def give_up(self, call: InboundRequest) -> None:
-        """Nobody waits for this answer any more."""
+        """Cancel a request whose client has gone."""
         if call.ticket is not None:
             self.counts.cancelled += 1
             if self.recording is not None:
@@ -176,11 +176,11 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """Can requests be answered, and will further ones be?"""
+        """Whether requests can be answered, and further ones will be."""
         return self.gate.is_ready and not self.is_draining
 
     def served(self) -> dict[str, FrontendModel]:
-        """Models by name, as the gate knows them."""
+        """Return the models by name, as the gate has them."""
         known = self.gate.models
         if known is not self._known:
             same = {served.model: served for served in self._served.values()}
@@ -192,12 +192,12 @@ class Frontend:
         return self._served
 
     def find(self, name: str, number: str | None) -> FrontendModel:
-        """A model by name and version, None for the only one. Raises Refusal."""
+        """Return a model by name and version, None for the only one. Raises Refusal."""
         served = self.served().get(name)
         if served is None:
             if not self.gate.is_ready:
                 raise Refusal(503, _NOT_READY)
-            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; the repository's index tells what there is.")
+            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; the repository's index lists the models.")
         if number is not None and number != served.model.version:
             raise Refusal(
                 404, f"Model {name!r} has no version {number[:SHOWN]!r}; expected {served.model.version!r}, or none."
@@ -205,11 +205,11 @@ class Frontend:
         return served
 
     def metadata(self) -> dict[str, Any]:
-        """What the protocol tells of a server."""
+        """Return the server's metadata as in the protocol."""
         return {"name": "meshwright", "version": version("meshwright"), "extensions": _EXTENSIONS}
 
     def index(self, only_ready: bool) -> list[dict[str, str]]:
-        """What models there are, as Triton tells it."""
+        """Return the list of models in Triton's form."""
         is_ready = self.is_ready
         state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "the server is not ready")
         return [
@@ -219,6 +219,6 @@ class Frontend:
         ]
 
     def check_token(self, given: bytes) -> None:
-        """Raise Refusal unless this is ``Bearer`` and the token, or there is none to be given."""
+        """Raise Refusal unless this is ``Bearer`` and the token, or no token is required."""
         if self._token is not None and not is_bearer(given, self._token):
             raise Refusal(401, "The request has no token that is valid here; expected Authorization: Bearer TOKEN.")

@@ -1,7 +1,7 @@
-"""The process of a front: it reads requests from the network, and answers them.
+"""The process of a frontend: it reads requests from the network, and answers them.
 
-Run as ``python -m meshwright.serving.server.front_process FOLDER [TOKEN-FILE]``, where ``FOLDER`` has the deployment;
-ends when its standard input does, or, after all that is under way has been answered, by SIGTERM.
+Run as ``python -m meshwright.serving.server.front_process FOLDER [TOKEN-FILE]``, where ``FOLDER`` has the deployment.
+Ends when its standard input ends, or, after all requests under way have been answered, on SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshwright.spec import Server, ServingError, read_deployment
 
 try:
     import resource
-except ImportError:  # a server runs on Linux; this is for whoever only reads it
+except ImportError:  # a server runs on Linux; other systems may still import this module
     resource = None  # type: ignore[assignment]
 
 _EVERY_S, _DRAIN_S = 1.0, 25.0
-# Open beside connections: libraries, slabs, what the loop needs, connections that are told that there are too many.
+# Files besides connections: libraries, slabs, the event loop, connections that are refused over the limit.
 _OTHER_FILES = 1024
 
 
@@ -50,8 +50,8 @@ async def serve(folder: Path, token: str | None) -> None:
             servers.append(await serve_rpc(http.front, settings))
     except (OSError, RuntimeError) as error:
         raise ServingError(
-            f"A front cannot listen at {settings.host}, ports {settings.port} and {settings.grpc_port}: {error}. Give "
-            "another host, as an address, or other ports."
+            f"A frontend cannot listen at {settings.host}, ports {settings.port} and {settings.grpc_port}: {error}. "
+            "Give another host, as an address, or other ports."
         ) from None
     orders, recorder = Orders(), RecordingControl(lambda: [gate, http.front])
     loop.add_reader(sys.stdin, lambda: recorder.obey(orders.read()))
@@ -75,13 +75,13 @@ async def serve(folder: Path, token: str | None) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), _EVERY_S)
     if connecting.done():
-        connecting.result()  # raises what is wrong; the supervisor starts another front
+        connecting.result()  # raises its error; the supervisor starts another frontend
     await asyncio.gather(*(server.drain(_DRAIN_S) for server in servers))
     connecting.cancel()
 
 
 def _open_enough(settings: Server) -> Server:
-    """Let as many files be open as connections need; where the system allows fewer, there may be fewer connections."""
+    """Raise the limit of open files for the connections; reduce the connections if the system allows fewer files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.connections + most_connections(settings) * settings.grpc + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < wanted:

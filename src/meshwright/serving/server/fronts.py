@@ -1,4 +1,4 @@
-"""Fronts of a scheduler: what they are told, and when what they asked for is due."""
+"""The frontends of a scheduler: messages to them, and the deadlines of their requests."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from meshwright.serving.server.switchboard import Switchboard
 
 
 class Fronts:
-    """All fronts that are connected, by number."""
+    """All connected frontends, by number."""
 
     def __init__(self, board: Switchboard) -> None:
         self._board = board
         self._fronts: dict[int, FrontendPeer] = {}
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._fronts)
 
     def __iter__(self) -> Iterator[FrontendPeer]:
-        """All of them."""
+        """Iterate over all of them."""
         return iter(self._fronts.values())
 
     def add(self, front: FrontendPeer) -> None:
-        """One has come."""
+        """Add a frontend that has connected."""
         self._fronts[front.number] = front
 
     def remove(self, front: FrontendPeer) -> None:
-        """One has gone."""
+        """Remove a frontend that has gone."""
         del self._fronts[front.number]
 
     def has_asked(self, request: int) -> bool:
-        """Is the front of a request there?"""
+        """Return whether the frontend of a request is connected."""
         return front_of(request) in self._fronts
 
     def known(self, newest: int) -> int:
-        """The generation of models of which all have been told, by their own word."""
+        """Return the generation of models that all frontends have confirmed."""
         return min((front.known for front in self), default=newest)
 
     def tell(self, document: dict[str, Any], only: FrontendPeer | None = None) -> None:
-        """Tell all, or one, how things are."""
+        """Send a document to all frontends, or to one."""
         for front in self if only is None else (only,):
             with contextlib.suppress(Closed):  # seen when it is read
                 front.channel.send_text({**document, "channel": front.number})
                 self._board.listen_for_room(front.channel)
 
     def answer(self, model: int, requests: Ints, fate: int, end: int = 0) -> None:
-        """Tell those whose requests these are what became of them, and when their batch ended, if there was one."""
+        """Send the outcome of requests to their frontends, with the end of their batch (ns; 0 without one)."""
         for number, places in by_front(requests):
             front = self._fronts.get(number)
             if front is None:
@@ -66,17 +66,17 @@ class Fronts:
                 self._board.listen_for_room(front.channel)
 
     def forget(self, models: Collection[int]) -> None:
-        """Models have left: nothing of them is due."""
+        """Forget requests of models that have left."""
         for front in self:
             for model in models:
                 front.submitted.pop(model, None)
 
     def deadlines_of(self, model: int, requests: Ints) -> Ints:
-        """When requests have to be answered; 0 for those of fronts that have gone."""
+        """Return the deadlines of requests; 0 for those of frontends that have gone."""
         return self.submitted(model, requests)[:, 1]
 
     def submitted(self, model: int, requests: Ints) -> Ints:
-        """Requests as they came, saying how important they are, and their deadlines; 0 for fronts that have gone."""
+        """Return requests as submitted, with their level, and their deadlines; 0 for frontends that have gone."""
         found = np.zeros((len(requests), 2), np.int64)
         for number, places in by_front(requests):
             front = self._fronts.get(number)

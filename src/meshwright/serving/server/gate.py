@@ -1,12 +1,12 @@
-"""The gate of a front: requests go through it to the scheduler, and come back with their fate.
+"""The gate of a frontend: it passes requests to the scheduler and receives their outcomes.
 
-A front reserves slots for a request's samples (`Gate.reserve`), writes its tensors into the model's slab, and submits
-it with a deadline (`Gate.submit`); a request of several samples is answered when all of them are. What it is told then,
-in ``reply``, is the `Fate`. The slots are its own until it gives them back (`Gate.release`). Requests and cancellations
-of one turn of the event loop travel in one message.
+A frontend reserves slots for a request's samples (`Gate.reserve`), writes its tensors into the model's slab, and
+submits it with a deadline (`Gate.submit`); a request of several samples is answered when all of them are. ``reply`` is
+then called with the outcome (`Fate`). The slots belong to the frontend until it returns them (`Gate.release`). Requests
+and cancellations of one turn of the event loop are sent in one message.
 
-A gate connects to the scheduler, and connects again when that was started anew; requests that it had then are `LOST`.
-Slabs are made for each connection, so that a worker of former times cannot write to what is used now.
+A gate connects to the scheduler, and reconnects after the scheduler was restarted; requests under way then are `LOST`.
+Slabs are made for each connection, so that a worker of an earlier time cannot write to slots in use.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from meshwright.serving.server.slabs import Slab, slab_path, slot_layout
 from meshwright.spec import ServingError, TensorSpec
 
 _AGAIN_S = 0.02
-# Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
+# The most slots of a model in a frontend; memory limits them before, unless samples are tiny.
 _MOST_SLOTS = 2**16
-# Answers that are given before requests that have come meanwhile are read: those count from when they are. With less,
-# batches of tiny models are smaller, and cost more.
+# Answers that are given before newly arrived requests are read: the time of a request counts from then. With fewer,
+# batches of tiny models are smaller, and requests cost more.
 _AT_ONCE = 64
-# Of so many times so many answers, the scheduler is told together how late they were.
+# Samples of the lateness of answers that are sent to the scheduler in one message.
 _MANY = 32
-# Memory that slots take at a time when there are none left.
+# Memory that slots take at a time when none are left.
 _GROWTH_BYTES = 2**16
 
 
 class Fate(enum.IntEnum):
-    """What became of a request. Those up to ``CANCELLED`` are reasons of a policy for dropping it."""
+    """The outcome of a request. Those up to ``CANCELLED`` are reasons of a policy for dropping it."""
 
     LATE, FULL, CROWDED, SACRIFICED, CANCELLED = LATE, FULL, CROWDED, SACRIFICED, CANCELLED
     DONE = 16
@@ -54,7 +54,7 @@ _DONE = Fate.DONE
 
 
 class ModelFacts:
-    """What a front knows of a model: how it is called, what it takes and gives (of one sample), and where that lies."""
+    """A model as a frontend knows it: name, inputs and outputs of one sample, and the slab of its tensors."""
 
     def __init__(self, document: dict[str, Any], folder: Path, epoch: int, channel: int, tensor_bytes: int) -> None:
         self.number: int = document["number"]
@@ -69,12 +69,12 @@ class ModelFacts:
         size = slot_layout(self.inputs, self.outputs).itemsize
         slots = max(min(tensor_bytes // size, _MOST_SLOTS), 1)
         self.slab = Slab(slab_path(folder, epoch, channel, self.number), self.inputs, self.outputs, slots)
-        # Of slots that there is memory for (`grow`); those that were used last are used first, so that it stays small.
+        # Idle slots that have memory (`grow`); the last used ones are used first, so that the memory stays small.
         self.idle: list[int] = []
         self.tickets: list[Ticket | None] = []
 
     def grow(self, least: int) -> bool:
-        """Have so many more slots, or some more than that; False if there is no room for them."""
+        """Allocate memory for at least ``least`` more slots; return False if there is no room for them."""
         first, slots = len(self.tickets), len(self.slab)
         count = min(max(least, _GROWTH_BYTES // self.slab.slots.itemsize), slots - first)
         if count < least or not self.slab.allocate(first, count):
@@ -85,7 +85,7 @@ class ModelFacts:
 
 
 class Ticket:
-    """A request that is under way: its slots, what became of it, and whom to tell."""
+    """A request that is under way: its slots, its outcome, and the callback."""
 
     __slots__ = ("deadline_ns", "fate", "left", "model", "reply", "slots")
 
@@ -98,7 +98,7 @@ class Ticket:
 
 
 class _Known:
-    """Requests whose fate is known, of which some have been told so; ``end`` is that of their batch, 0 without one.
+    """Requests with a known outcome, some of them still to be answered; ``end`` is that of their batch, or 0.
 
     The batch is planned for the deadline of the first one, ``first_due``.
     """
@@ -110,15 +110,15 @@ class _Known:
         self.num_told = self.first_due = 0
 
     def lateness(self, due: int, now: int) -> int:
-        """How long after the end a request is answered now; it may be as much later as it is due after the first."""
+        """Return how late (ns) a request is answered after the end, less what it is due later than the first one."""
         self.first_due = self.first_due or due
         return now - (due - self.first_due) - self.end
 
 
 class Gate:
-    """See the module's docstring. ``models`` has those that can be asked, by name; the newest version of each.
+    """See the module's docstring. ``models`` has the models by name, each in its newest version.
 
-    ``changed`` is called when others are there, or none.
+    ``changed`` is called when the models have changed.
     """
 
     def __init__(self, folder: Path, tensor_bytes: int) -> None:
@@ -128,7 +128,7 @@ class Gate:
         self.recording: Recording | None = None
         self._folder, self._tensor_bytes = folder, tensor_bytes
         self._channel: MessageChannel | None = None
-        self._number = 0  # of the connection, as the scheduler counts
+        self._number = 0  # of the connection, assigned by the scheduler
         self._by_number: dict[int, ModelFacts] = {}
         self._submitted: list[int] = []
         self._cancelled: list[int] = []
@@ -137,9 +137,9 @@ class Gate:
         self._known: deque[_Known] = deque()
 
     async def keep_connected(self) -> None:
-        """Connect to the scheduler, again and again; never returns.
+        """Connect to the scheduler, and reconnect whenever it has gone; never returns.
 
-        Raises what is wrong where models cannot be asked, as their slabs cannot be made.
+        Raises ServingError if the slabs of models cannot be made.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -160,7 +160,7 @@ class Gate:
             await asyncio.sleep(_AGAIN_S)
 
     def reserve(self, model: ModelFacts, count: int) -> list[int] | None:
-        """Slots for so many samples; None if there is no room for them."""
+        """Return slots for ``count`` samples; None if there is no room for them."""
         idle = model.idle
         if count == 1 and idle:
             return [idle.pop()]
@@ -178,7 +178,7 @@ class Gate:
         reply: Callable[[Ticket], None],
         level: int = 0,
     ) -> Ticket:
-        """Ask for an answer by a moment of `time.monotonic_ns`; ``reply`` is told, never before this returns.
+        """Submit a request with a deadline of `time.monotonic_ns`; ``reply`` is called later, never before the return.
 
         Requests of a lower ``level`` (`policies.ordering`) are more important.
         """
@@ -192,15 +192,15 @@ class Gate:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody wants the answer any more; ``reply`` is not told, and the slots are given back in time."""
+        """Cancel a request whose client has gone; ``reply`` is not called, and its slots are returned later."""
         if ticket.reply is not None:
             ticket.reply = None
             self._withdraw(ticket)
 
     def give_up_forgotten(self, due_ns: int, place: int, step: int) -> None:
-        """Tell those that were due by a moment that nothing was decided for them; of every ``step``-th model.
+        """Answer requests that were due by ``due_ns`` and still have no outcome; checks every ``step``-th model.
 
-        Their slots are given back only when the scheduler has answered, as it may still have a worker write to them.
+        Their slots are returned only after the scheduler's answer, as a worker may still write to them.
         """
         for model in list(self._by_number.values())[place::step]:
             if len(model.idle) == len(model.tickets):
@@ -213,11 +213,11 @@ class Gate:
                     reply(told)
 
     def release(self, ticket: Ticket) -> None:
-        """Give slots back, after the answer was read."""
+        """Return the slots of a request after its answer was read."""
         ticket.model.idle += ticket.slots
 
     def _withdraw(self, ticket: Ticket) -> None:
-        """Have the scheduler drop what waits of a request; what has been decided already is answered as ever."""
+        """Ask the scheduler to drop the waiting samples of a request; the others are answered as usual."""
         for slot in ticket.slots:
             if ticket.model.tickets[slot] is ticket:
                 self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
@@ -234,10 +234,10 @@ class Gate:
         self._submitted, self._cancelled = [], []
         channel = self._channel
         if channel is None:
-            return  # all that was under way has been told so
+            return  # all pending requests have got their outcome
         if self.recording is not None:
             self.recording.rows_of_flush(self._number, rows[Kind.SUBMIT])
-        with contextlib.suppress(Closed):  # seen by the reader, too
+        with contextlib.suppress(Closed):  # the reader notices it, too
             for kind, cells in rows.items():
                 for place in range(0, len(cells), MOST_CELLS - 3):
                     channel.send(np.array([kind, *cells[place : place + MOST_CELLS - 3]], np.int64))
@@ -277,7 +277,7 @@ class Gate:
             self._tell_some()
 
     def _tell_some(self) -> None:
-        """Tell some of those whose fate is known; the loop reads what has come, and goes on."""
+        """Answer some requests with a known outcome; then the event loop reads new requests, and continues here."""
         left = _AT_ONCE
         while self._known and left > 0:
             left -= self._tell_of_batch(left)
@@ -285,12 +285,12 @@ class Gate:
             asyncio.get_running_loop().call_soon(self._tell_some)
 
     def _tell_all(self) -> None:
-        """Tell all whose fate is known."""
+        """Answer all requests with a known outcome."""
         while self._known:
             self._tell_of_batch(MOST_CELLS)
 
     def _tell_of_batch(self, most: int) -> int:
-        """Tell so many requests of a batch what became of them; how many there were."""
+        """Answer up to ``most`` requests of the first batch; return their number."""
         known = self._known[0]
         model = known.model
         part = known.slots[known.num_told : known.num_told + most]
@@ -301,24 +301,24 @@ class Gate:
         now = time.monotonic_ns()
         if known.num_told == len(known.slots):
             self._known.popleft()
-        # What was not computed, or failed, is answered first, and tells nothing.
+        # Samples that were not computed, or failed, are answered first, and are not a measure of lateness.
         if known.end and known.fate == _DONE and first is not None and last is not None:
             early = known.lateness(first.deadline_ns, begin + (now - begin) // len(part))
             self._note_late(max(early, known.lateness(last.deadline_ns, now)))
         return len(part)
 
     def _note_late(self, late: int) -> None:
-        """The scheduler is told how late answers are, of many at once."""
+        """Record how late answers are, and send many such samples to the scheduler at once."""
         self._late.append(late)
         channel = self._channel
         if channel is not None and len(self._late) >= _MANY:
             told, self._late = self._late, []
-            with contextlib.suppress(Closed):  # seen by the reader, too
+            with contextlib.suppress(Closed):  # the reader notices it, too
                 channel.send(np.array([Kind.LATE, *told], np.int64))
                 self._watch_room(channel)
 
     def _settle(self, model: ModelFacts, slots: list[int], fate: int) -> None:
-        """Requests whose last sample this was are told; slots that nobody waits for are given back."""
+        """Answer requests whose last sample this was; return the slots of cancelled ones."""
         tickets, is_done = model.tickets, fate == _DONE
         lost: list[Ticket] = []
         for slot in slots:
@@ -336,12 +336,12 @@ class Gate:
                 else:
                     ticket.reply(ticket)
         for ticket in lost:
-            # The rest would be computed for nobody.
+            # The remaining samples would be computed in vain.
             if ticket.left and ticket.reply is not None:
                 self._withdraw(ticket)
 
     def _learn(self, document: dict[str, Any]) -> None:
-        """The scheduler tells what models there are: all of them, each time."""
+        """Take the scheduler's list of all models."""
         self._number = document["channel"]
         facts = {item["number"]: item for item in document["models"]}
         for number in [number for number in self._by_number if number not in facts]:
@@ -354,7 +354,7 @@ class Gate:
                 )
         self.models = {self._by_number[number].name: self._by_number[number] for number in staying}
         self.is_ready = bool(document["ready"])
-        # Behind the last request that a model which leaves gets from here.
+        # After the last request that a leaving model gets from here.
         self._flush()
         if self._channel is not None:
             self._channel.send_text({"known": document["generation"]})
@@ -363,7 +363,7 @@ class Gate:
             self.changed()
 
     def _disconnect(self) -> None:
-        """The scheduler has gone: nothing is known any more of what was submitted, nor will it be."""
+        """Handle the loss of the scheduler: all submitted requests are lost."""
         self._tell_all()
         self.is_ready = False
         if self._channel is not None:

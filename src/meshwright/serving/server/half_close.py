@@ -1,6 +1,6 @@
-"""Half-closed connections of a process to a port of its own: it says nothing any more, and still hears.
+"""Half-close connections of this process to one of its ports: the process sends no more, but still receives.
 
-For a library that has no such end itself and keeps its connections to itself (gRPC: what `rpc` does last).
+For a library that offers no such shutdown and hides its connections (gRPC: the last step of `rpc`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 try:
     import fcntl
     import termios
-except ImportError:  # a server runs on Linux; this is for whoever only reads it
+except ImportError:  # a server runs on Linux; other systems may still import this module
     fcntl = termios = None  # type: ignore[assignment]
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _OPEN_FILES = Path("/proc/self/fd")
-# Connections that are looked at before others get their turn: some milliseconds.
+# Connections that are checked before other tasks get their turn: some milliseconds.
 _AT_ONCE = 256
 
 
 async def half_close(port: int) -> int:
-    """Half-close the connections whose clients' systems have all that was written; how many others there are.
+    """Half-close the connections whose clients' systems have received all data; return the number of the others.
 
-    What is still on its way would be lost if the client sent something after the whole end.
+    Data still under way would be lost if the client sent something after the full close.
     """
     left = 0
     with contextlib.suppress(OSError):  # no further file can be opened
@@ -40,12 +40,12 @@ async def half_close(port: int) -> int:
 
 
 def _half_close_if(file: int, port: int) -> bool:
-    """Half-close what may be such a connection; is it one that something is on its way by?"""
-    # A copy cannot be closed and become another file meanwhile.
+    """Half-close a descriptor that is such a connection; return whether it still has unacknowledged data."""
+    # The duplicate cannot be closed by others and reused for another file.
     copy = os.dup(file)
     try:
         connection = socket.socket(fileno=copy)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         os.close(copy)
         raise
     with connection:

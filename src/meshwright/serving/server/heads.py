@@ -1,22 +1,22 @@
-"""Heads of requests that were read before: clients that keep a connection send the same one again and again.
+"""A cache of request heads: clients that keep a connection send the same head again and again.
 
-What is remembered has gone through the parser and all checks, and means the same whenever the same bytes come, up to
-and with the blank line. It is used only where exactly one whole request has come; everything else is parsed.
+A cached head has passed the parser and all checks, and has the same meaning whenever the same bytes arrive, up to and
+including the blank line. It is used only if exactly one whole request has arrived; everything else is parsed.
 """
 
 from __future__ import annotations
 
 from meshwright.serving.server.exchange import HttpExchange
 
-# Larger heads are parsed each time; of others so many are remembered, and then all forgotten.
+# Larger heads are parsed each time; when the cache has this number of heads, it is cleared.
 LONGEST_HEAD, _MOST_HEADS = 2048, 1024
 BLANK = b"\r\n\r\n"
-# Such requests go through several states, or have a head that is never the same again.
+# Requests with these headers go through several states, or have heads that never recur.
 _NEVER = frozenset((b"transfer-encoding", b"expect", b"traceparent"))
 
 
 class RequestHead:
-    """What a head says; ``length`` is that of the body."""
+    """A parsed head; ``length`` is that of the body."""
 
     __slots__ = ("headers", "length", "method", "url")
 
@@ -25,16 +25,16 @@ class RequestHead:
 
 
 class Heads(dict[bytes, RequestHead]):
-    """Heads by their bytes."""
+    """Cached heads by their bytes."""
 
     def learn(self, data: bytes, exchange: HttpExchange) -> None:
-        """Remember the head of a request whose connection goes on, if it alone is what ``data`` are."""
+        """Cache the head of a request if ``data`` is exactly this request."""
         body, headers = exchange.body, exchange.headers
         end = len(data) - len(body)
         if not (
             0 < end <= LONGEST_HEAD
             and data.find(BLANK) + len(BLANK) == end
-            # A parser that takes lone ends of lines for ends of lines may have found the blank line elsewhere.
+            # A parser that accepts single CR or LF as line ends may have found the blank line elsewhere.
             and data.count(b"\n", 0, end) == data.count(b"\r", 0, end) == data.count(b"\r\n", 0, end)
             and data.endswith(body)
             and headers.keys().isdisjoint(_NEVER)

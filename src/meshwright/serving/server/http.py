@@ -1,18 +1,18 @@
-"""Connections of a front: HTTP/1.1 with keep-alive and pipelining, and limits on what each may cost.
+"""Connections of a frontend: HTTP/1.1 with keep-alive and pipelining, and limits on memory and time of each.
 
-`Connection` hands each request to the `Paths` as an `HttpExchange`; answers leave in the order in which requests came.
-No task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the connections at each of its
-ticks and ends those that take too long, and at a sixteenth of the models for requests that were forgotten.
+`Connection` passes each request to `Paths` as an `HttpExchange`; answers are sent in the order of the requests. No task
+or timer belongs to a connection or request: at each tick, `HttpServer` checks a sixteenth of the connections and ends
+those that exceed a time limit, and checks a sixteenth of the models for forgotten requests.
 
     431   the request line and headers are longer than ``header_bytes``
-    413   the body is longer than ``body_bytes``: from its Content-Length, or once too much has come
-    408   the request has not come within ``receive`` seconds
-    503   a request is not answered long after its deadline (``stuck``): its policy has forgotten it, or does not go on
-    503   there are ``connections`` already, or bodies that are being received take all their memory
+    413   the body is longer than ``body_bytes``: by its Content-Length, or once too much has arrived
+    408   the request has not arrived within ``receive`` seconds
+    503   a request has no answer long after its deadline (``stuck``): its policy has forgotten it, or is blocked
+    503   there are ``connections`` already, or the bodies being received use all their memory
 
-A connection that is idle for ``idle`` seconds, or whose client does not read its answers for so long, is closed. No
-further requests are read while answers wait to be read, or are owed; so what a client can make a front hold is bounded.
-The end of a client's stream counts as its going: what it still waits for is cancelled.
+A connection that is idle for ``idle`` seconds, or whose client does not read its answers for that time, is closed. No
+further requests are read while answers are unread, or too many are pending, so that a client's memory in a frontend is
+bounded. The end of a client's stream counts as its departure: its pending requests are cancelled.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from meshwright.serving.server.heads import Heads
 from meshwright.serving.server.paths import Paths
 from meshwright.spec import Server
 
-# Connections over the limit that are told so, rather than closed at once.
+# Connections over the limit that get an answer that says so; further ones are closed at once.
 _MOST_REFUSED = 256
-# How often it is looked whether all connections are closed, at the end.
+# How often a shutdown checks whether all connections are closed.
 _LOOK_S = 0.01
 _GROUPS = 16
-# A request is forgotten when its deadline passed so many times ``stuck`` ago: whatever computed it was killed by then.
+# A request is forgotten when its deadline is this multiple of ``stuck`` ago: a worker that had it was killed by then.
 _FORGOTTEN = 2
 
 
 class HttpServer:
-    """Connections of a front, and how long they may take; `serve_http` makes one."""
+    """Connections of a frontend, and their time limits; made by `serve_http`."""
 
     def __init__(self, front: Frontend, limits: Server) -> None:
         self.front, self.limits, self.paths = front, limits, Paths(front)
@@ -46,23 +46,23 @@ class HttpServer:
         self.heads = Heads()
         self._forgotten_ns = round(_FORGOTTEN * limits.stuck * 1e9)
         self.receiving_bytes = 0
-        # What bodies that come in pieces may take until they are there.
+        # Memory for bodies that arrive in pieces, until they are complete.
         self.most_receiving_bytes = max(4 * limits.body_bytes, limits.tensor_bytes)
         self.sockets: list[Any] = []
         self._groups: list[set[Connection]] = [set() for _ in range(_GROUPS)]
         self._place = 0
-        # A connection is looked at four times in the shortest of its times, or each second.
+        # A connection is checked four times in the shortest of its time limits, or each second.
         self._tick_s = min(limits.receive, limits.idle, 4.0) / 4 / _GROUPS
         self._listener: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_full(self) -> bool:
-        """Are there more connections than there may be?"""
+        """Whether there are more connections than allowed."""
         return self.front.counts.connections > self.limits.connections
 
     async def listen(self, host: str, port: int, reuse_port: bool) -> None:
-        """Take connections."""
+        """Listen for connections."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
             lambda: Connection(self), host, port, reuse_port=reuse_port, backlog=2048
@@ -71,7 +71,7 @@ class HttpServer:
         self._tick()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no further connections or requests, answer what is under way, and close; at once after so long."""
+        """Accept no further connections or requests, answer pending ones, and close, at the latest after a time."""
         self.front.is_draining = True
         if self._listener is not None:
             self._listener.close()
@@ -88,7 +88,7 @@ class HttpServer:
             self._timer.cancel()
 
     def join(self, connection: Connection) -> set[Connection] | None:
-        """A connection was made; the group that it belongs to, or None if there are far too many."""
+        """Add a new connection; return its group, or None if there are far too many."""
         counts = self.front.counts
         counts.accepted += 1
         if counts.connections >= self.limits.connections:
@@ -101,7 +101,7 @@ class HttpServer:
         return group
 
     def leave(self, connection: Connection, group: set[Connection]) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         group.discard(connection)
         self.front.counts.connections -= 1
 
@@ -123,10 +123,10 @@ async def serve_http(
     port: int | None = None,
     reuse_port: bool = True,
 ) -> HttpServer:
-    """Listen where a server says, or at another port (0: a free one), and answer what a gate lets in.
+    """Listen at the server's address, or at another port (0: a free one), and answer the requests.
 
-    Other processes may listen at the same place, each has its share of the connections. With a ``token``, requests must
-    have it. Raises OSError if the place cannot be listened at.
+    Other processes may listen at the same port; each gets a share of the connections. With a ``token``, requests must
+    carry it. Raises OSError if listening fails.
     """
     http = HttpServer(Frontend(gate, server, token), server)
     await http.listen(server.host, server.port if port is None else port, reuse_port)

@@ -1,16 +1,16 @@
-"""How late things happen in this server, measured: what batches have to be planned for.
+"""Measured delays of this server, for which batches have to be planned.
 
-    DELAY    what typically passes between a decision and its begin, of batches and of messages without one
-    SLACK    how long before a deadline a batch has to end: what a worker has done is known late to the scheduler, and
-             then to the front, which answers one request after the other. Fronts tell of answers how long after the
-             end of their batch they were given, less what they were due after its first one; before they have told of
-             some, it is taken to be twice what is seen at the scheduler
+    DELAY    the typical time between a decision and its start, of batches and of messages without one
+    SLACK    how long before a deadline a batch must end: the scheduler learns late what a worker has done, and so does
+             the frontend, which answers one request after the other. Frontends report how long after the end of their
+             batch answers were given, less what they were due after its first one; until some have been reported,
+             twice the delay at the scheduler is assumed
     GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
 
-The slack is what one of a thousand requests exceeds: it is answered late. (What one batch of a thousand exceeds is
-more, and costs more than it saves where batches are large: few of their requests are due with the first one.) The guard
-is what one of a hundred timers exceeds, and a millisecond before some have fired; a batch that begins late loses a few
-of its requests. (Symphony has constants for them, of 2.1 and 0.1 ms.)
+The slack is the 99.9th percentile of requests: those above it are answered late. (That of batches is larger, and costs
+more than it saves where batches are large: few of their requests are due with the first one.) The guard is the 99th
+percentile of timers, and a millisecond until some have fired; a batch that starts late loses a few of its requests.
+(Symphony has constants for them, 2.1 and 0.1 ms.)
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from meshwright.serving.policies.pool import DELAY, GUARD, NOMINAL, SLACK, Ints
 from meshwright.spec import Deployment
 
-# The answers of a minute, at a hundred batches per second, and some thousand batches.
+# The answers of a minute at a hundred batches per second, and some thousand batches.
 _KEPT_ANSWERS, _KEPT = 2**15, 4096
 _ENOUGH = 32
-# What is older counts only where there are not enough others: whatever made things late is perhaps over.
+# Older samples count only if there are too few younger ones: the cause of their delay may have passed.
 _YOUNG_NS = 60_000_000_000
 _RARE, _SELDOM = 0.999, 0.99
-# Until some timers have fired. The first ones follow long waits, by processors that slept: they are 0.2 ms late on an
-# idle machine (own measurement 2026-11-26), and later on others.
+# Assumed until some timers have fired. The first ones follow long waits, when processors slept: they are 0.2 ms late on
+# an idle machine (own measurement 2026-11-26), and later on others.
 _UNKNOWN_GUARD_NS = 1_000_000
 
 
@@ -48,7 +48,7 @@ class _Samples:
         self.count += count
 
     def quantile(self, share: float) -> int:
-        """What this share of the samples is at most; the worst one of all counts only among thousands."""
+        """Return a quantile of the samples; the very worst one counts only among thousands."""
         if not self.count:
             return 0
         kept = self._values[: self.count]
@@ -60,7 +60,7 @@ class _Samples:
 
 
 class Lateness:
-    """Samples of what is late; no number that follows is over ``most_ns``, so that something can be met at all."""
+    """Samples of delays; derived values are limited to ``most_ns``, so that deadlines can still be met."""
 
     def __init__(self, most_ns: int) -> None:
         self.begins, self.ends, self.timers = _Samples(), _Samples(), _Samples()
@@ -69,9 +69,9 @@ class Lateness:
         self.most_ns = most_ns
 
     def note(self, since: int, begin: int, end: int, now: int, expected_ns: int = 0) -> None:
-        """A batch that was decided, or followed another one, at ``since``, has run, and this is known now.
+        """Record a batch that was decided, or followed another one, at ``since``; its end is known now.
 
-        Without ``expected_ns`` it was none: a message there and back.
+        Without ``expected_ns`` it is not a batch but a message and its reply.
         """
         self.begins.add(begin - since)
         self.ends.add(now - end)
@@ -79,16 +79,16 @@ class Lateness:
             self.stretches.add((end - begin) * NOMINAL // expected_ns)
 
     def facts(self) -> dict[str, int]:
-        """What is measured besides: how late the scheduler knows of ends, and how long batches take, in thousandths."""
+        """Return further measurements: how late the scheduler learns of ends, and batches' stretch (per mille)."""
         return {"notice_ns": self.ends.quantile(0.5), "stretch": self.stretches.quantile(0.5) or NOMINAL}
 
     @property
     def is_known(self) -> bool:
-        """Have there been enough samples?"""
+        """Whether there are enough samples."""
         return min(self.begins.count, self.ends.count) >= _ENOUGH
 
     def known_better(self, deployment: Deployment, pool: Ints) -> Iterator[tuple[int, int]]:
-        """Numbers of a pool that the deployment leaves open, and that are measured to be others; what they are."""
+        """Yield the pool's numbers that the deployment leaves open and whose measured values differ, with these."""
         for given, number, measured in (
             (deployment.delay, DELAY, self.delay_ns()),
             (deployment.slack, SLACK, self.slack_ns()),

@@ -1,19 +1,19 @@
-"""A policy on the real clock: events go in as rows, decisions come out, and both can be written down.
+"""A policy on the real clock: events go in as rows, decisions come out, and both can be logged.
 
-    ARRIVE   queue, request, deadline    a request has come, which may say how important it is (`ordering`)
-    AGAIN    queue, request, deadline    one that had come comes again
-    FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if any, begins now
-    CANCEL   queue, request, deadline    whoever sent a request has gone
-    UP       device, batches, begin, end a device is there; it may have one batch already, or two, begun and done then
-    DOWN     device                      a device is gone; its requests come again as further events
-    ADJUST   number, value               a number of the pool is known better (`DELAY`, `SLACK`, `GUARD`)
+    ARRIVE   queue, request, deadline    a request has arrived; it may include a level (`ordering`)
+    AGAIN    queue, request, deadline    an earlier request is resubmitted
+    FREE     device, queue, count, ns    a device has ended a batch that took this time; its next one, if any, starts
+    CANCEL   queue, request, deadline    the client of a request has gone
+    UP       device, batches, begin, end a device has come up; it may have one or two batches already, with these times
+    DOWN     device                      a device has gone; its requests follow as further events
+    ADJUST   number, value               a number of the pool has a better estimate (`DELAY`, `SLACK`, `GUARD`)
     WAKE                                 a moment has come that the policy asked for
-    SCALE    devices                     how many are wanted now, as there are so many? (`policies.scaling`)
+    SCALE    devices                     decide how many are wanted; this is the current number (`policies.scaling`)
 
-Each row begins with its kind and its moment (ns). Policies are the functions that the simulator calls
+Each row starts with its kind and its moment (ns). Policies are the functions that the simulator calls
 (`policies.hooks`). A log has the events and the decisions of each call (`decision_log`); `replay` puts its events
-through the same policy again, which has to decide the same. When models come or go, a policy begins anew in the same
-log, with what was measured before.
+through the same policy again, which must make the same decisions. When models are added or removed, the policy is
+restarted in the same log, with the earlier measurements.
 """
 
 from __future__ import annotations
@@ -77,18 +77,18 @@ from meshwright.serving.server.recording import Recording
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE, AGAIN = range(9)
 EVENT_WIDTH = 6
 
-# What stays true when a pool is made anew.
+# Measurements that stay valid in a new pool.
 _MEASURED_NUMBERS = (DELAY, SLACK, GUARD, TYPICAL)
 _MEASURED_OF_DEVICES = ("slowness", "usual", "mean", "steady")
 _MEASURED_OF_MODELS = ("count", "since", "rate", "target")
 
 
 class Live:
-    """A policy with its pool, which takes events and gives decisions; both go to ``log``, if there is one.
+    """A policy with its pool, which takes events and returns decisions; both are written to ``log``, if given.
 
-    ``facts`` are the arguments of `allocate_pool`, with lists for arrays; ``numbers`` are those of models, by their
-    places in the pool (the places themselves by default). ``scaling`` has the arguments of `allocate_scaler`, if the
-    number of devices is decided, too. With ``before``, what that one has measured stays known.
+    ``facts`` are the arguments of `allocate_pool`, with lists for arrays; ``numbers`` are those of the models, by their
+    places in the pool (by default the places themselves). ``scaling`` has the arguments of `allocate_scaler`, if the
+    number of devices is decided, too. With ``before``, the measurements of that one are kept.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Live:
             self.policy,
             {key: np.array(value, np.int64) if isinstance(value, list) else value for key, value in facts.items()},
         )
-        # An empty one decides nothing.
+        # An empty scaler decides nothing.
         self._scaler: Ints = np.zeros(0, np.int64)
         if scaling is not None:
             self._scaler = allocate_scaler(len(facts["slo"]), **scaling)
         self._numbers = list(range(len(facts["slo"]))) if numbers is None else numbers
-        # A front may still speak of a model that has left.
+        # A frontend may still refer to a model that has left.
         highest = max(*self._numbers, 0 if before is None else len(before._places) - 1)
         self._places: Ints = np.full(highest + 1, -1, np.int64)
         self._places[self._numbers] = np.arange(len(self._numbers))
@@ -121,7 +121,7 @@ class Live:
         if isinstance(self.policy, PlainPolicy):
             self.policy.begin_again()
             self._take, self._next = uncompiled(globals(), "take_events"), uncompiled(globals(), "_next_moment")
-        # Compiled, or loaded, before there is anything to do.
+        # Compile, or load, before there is anything to do.
         self._take(self.policy, self.pool, self._scaler, np.zeros((0, EVENT_WIDTH), np.int64), 0)
         self._next(self.policy, self.pool)
         clear(self.pool)
@@ -135,11 +135,11 @@ class Live:
 
     @property
     def scaler_size(self) -> int:
-        """Numbers of what decides how many devices there are; 0 if nothing does."""
+        """Number of cells of the scaler; 0 without scaling."""
         return len(self._scaler)
 
     def know(self, measured: dict[str, list[int]]) -> None:
-        """What another pool has measured: its numbers, and columns with -1 for what it did not know."""
+        """Take another pool's measurements: its numbers, and columns with -1 for unknown values."""
         for number, value in zip(_MEASURED_NUMBERS, measured.get("numbers", []), strict=False):
             self.pool[number] = value
         self._scaler[: len(measured.get("scaler", []))] = measured.get("scaler", [])
@@ -149,7 +149,7 @@ class Live:
                 column[found >= 0] = found[found >= 0]
 
     def _measured(self, after: Live) -> dict[str, list[int]]:
-        """What is known of devices, and of the models of the one that comes after (`know`)."""
+        """Return the measurements of devices and of the models of ``after``, in the form that `know` takes."""
         pool, mine = self.pool, columns(self.pool)
         found = {"numbers": [int(pool[number]) for number in _MEASURED_NUMBERS]}
         found |= {name: mine[name].tolist() for name in _MEASURED_OF_DEVICES}
@@ -161,13 +161,13 @@ class Live:
         if len(self._scaler):
             scaler = after._scaler.copy()
             carry_scaler(scaler, self._scaler, places)
-            # What was dropped is counted anew.
+            # The new pool counts drops from 0.
             scaler[DROPPED] = 0
             found["scaler"] = scaler.tolist()
         return found
 
     def take(self, events: Ints) -> list[tuple[Ints, Ints]]:
-        """Rows of decisions, with the requests that they choose; several of both where many events brought many."""
+        """Take events; return blocks of decision rows, each with the requests that they choose."""
         at, pool = 0, self.pool
         taken: list[tuple[Ints, Ints]] = []
         while at < len(events):
@@ -187,26 +187,26 @@ class Live:
         return taken
 
     def number_of(self, queue: int) -> int:
-        """The number of the model whose requests a queue holds."""
+        """Return the number of the model whose requests a queue holds."""
         return self._numbers[int(self.pool[self.pool[MODEL] + queue])]
 
     def place_of(self, number: int) -> int:
-        """Where the pool has a model."""
+        """Return a model's place in the pool."""
         return int(self._places[number])
 
     def places_of(self, numbers: Ints) -> Ints:
-        """Where the pool has models; -1 for those that it has no more."""
+        """Return the places of models in the pool; -1 for those that have left."""
         return self._places[numbers]
 
     def _with_numbers(self, events: Ints) -> Ints:
-        """Events that tell models by their numbers, not by their places."""
+        """Return events with model numbers in place of places."""
         told, is_of_model = events.copy(), np.isin(events[:, 0], (ARRIVE, AGAIN, CANCEL))
         told[is_of_model, 2] = np.array(self._numbers)[events[is_of_model, 2]]
         told[is_of_model, 3] = numbers_of(events[is_of_model, 3])
         return told
 
     def waiting(self) -> Iterator[tuple[int, int, int]]:
-        """Number of the model, request, as it came, and deadline of all that waits."""
+        """Yield model number, request as submitted, and deadline of all waiting requests."""
         pool = self.pool
         for queue in range(int(pool[NUM_QUEUES])):
             head, tail = int(pool[pool[HEAD] + queue]), int(pool[pool[TAIL] + queue])
@@ -217,25 +217,25 @@ class Live:
 
     @property
     def next_moment(self) -> int:
-        """When the policy wants a WAKE; `NEVER` if there is no need."""
+        """When the policy wants a WAKE (ns); `NEVER` if not needed."""
         return int(self._next(self.policy, self.pool))
 
 
 def joined(taken: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """All decisions of a call, and all requests that they choose."""
+    """Return all decisions of a call, and all requests that they choose."""
     decisions = [np.zeros((0, WIDTH), np.int64), *(rows for rows, _ in taken)]
     return np.concatenate(decisions), np.concatenate([np.zeros(0, np.int64), *(chosen for _, chosen in taken)])
 
 
 @compiled
 def take_events(policy: Any, pool: Ints, scaler: Ints, events: Ints, at: int) -> int:
-    """Put rows of events through a policy, from ``at`` on; the first that was not taken.
+    """Put rows of events through a policy, from ``at`` on; return the first that was not taken.
 
-    It stops when what one more event might bring does not fit into the pool; decisions have to be cleared then.
+    Stops when the possible decisions of one more event do not fit into the pool; the caller then clears decisions.
     """
     while at < len(events) and _has_room(pool):
         now = events[at, 1]
-        # A policy that asks for the same moment again and again gets no more turns than it has things to decide.
+        # A policy that repeatedly asks for the same moment gets at most one turn per queue and device.
         turns = pool[NUM_QUEUES] + pool[NUM_DEVICES] + 1
         while turns > 0 and next_wake(policy, pool) <= now and _has_room(pool):
             wake(policy, pool, now)
@@ -272,14 +272,14 @@ def _take_event(policy: Any, pool: Ints, scaler: Ints, event: Ints) -> None:
     elif kind == ADJUST:
         pool[first] = second
     elif kind == SCALE:
-        # More than it knows of: those of a scheduler before this one are not handed back without need.
+        # The current number may be larger than known: devices of an earlier scheduler are not released needlessly.
         scaler[WANTED] = max(scaler[WANTED], min(first, scaler[MAXIMUM]))
         resize(pool, now, wanted_devices(scaler, pool, now))
 
 
 @compiled
 def _resume(pool: Ints, device: int, batches: int, begin: int, end: int) -> None:
-    """A device that has just come up has a batch already, or two, which began and will be done then."""
+    """Restore the batches of a device that has just come up with one or two batches."""
     pool[pool[NEXT] + device] = batches > 1
     pool[pool[BEGAN] + device] = begin
     pool[pool[FREE_AT] + device] = end
@@ -289,7 +289,7 @@ def _resume(pool: Ints, device: int, batches: int, begin: int, end: int) -> None
 
 @compiled
 def _cancel_of_model(pool: Ints, now: int, model: int, request: int, deadline: int) -> None:
-    """Take a request out of whichever queue it is in."""
+    """Take a request out of the queue that holds it."""
     for queue in range(pool[NUM_QUEUES]):
         if pool[pool[MODEL] + queue] == model and cancel(pool, now, queue, request, deadline):
             return
@@ -297,7 +297,7 @@ def _cancel_of_model(pool: Ints, now: int, model: int, request: int, deadline: i
 
 @compiled
 def _has_room(pool: Ints) -> bool:
-    """Could one more event's decisions be written?"""
+    """Return whether the decisions of one more event fit."""
     decisions = pool[NUM_DECISIONS] + 2 * pool[NUM_QUEUES] + 3 * pool[NUM_DEVICES] + 2
     chosen = pool[NUM_CHOSEN] + pool[NUM_QUEUED] + 2
     return bool(decisions * WIDTH <= pool[CHOSEN] - pool[DECISION] and chosen <= pool[OWN] - pool[CHOSEN])

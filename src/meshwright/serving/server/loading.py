@@ -1,4 +1,4 @@
-"""How a worker gets its models: opened, warmed up and timed, at its start or in a thread beside its batches."""
+"""Load a worker's models: open, warm up and time them, at its start or in a thread while it computes batches."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from meshwright.serving.server.models import Runnable, open_model, warm_up
 from meshwright.serving.server.served import Served
 from meshwright.spec import MeshwrightError
 
-# For a model whose latencies the deployment tells.
+# Time limit for warming up a model whose latencies the deployment gives.
 _BRIEFLY_S = 1.0
 _SHOWN = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldModel:
-    """A model that a worker can run; ``points``: sizes of batches, and what they took in seconds."""
+    """A model that a worker can run; ``points`` are measured batch sizes and seconds."""
 
     served: Served
     runnable: Runnable
     points: list[tuple[int, float]]
 
     def document(self) -> dict[str, Any]:
-        """What the scheduler is told."""
+        """Return the message to the scheduler."""
         return {
             "number": self.served.number,
             "inputs": [asdict(tensor) for tensor in self.runnable.inputs],
@@ -45,12 +45,12 @@ class Failed:
     error: str
 
     def document(self) -> dict[str, Any]:
-        """What the scheduler is told."""
+        """Return the message to the scheduler."""
         return {"number": self.served.number, "error": self.error}
 
 
 class ModelLoader:
-    """Models for a device (``cpu``, ``cuda:0``), on so many threads; what `load` has done can be selected for."""
+    """Load models for a device (``cpu``, ``cuda:0``) with ``num_threads`` threads; its results can be selected for."""
 
     def __init__(self, device: str, num_threads: int) -> None:
         self._device, self._num_threads = device, num_threads
@@ -60,16 +60,16 @@ class ModelLoader:
         self._thread: threading.Thread | None = None
 
     def fileno(self) -> int:
-        """It can be read when there is something to `take`."""
+        """Return a descriptor that is readable when `take` has results."""
         return self._wakes
 
     def make(self, served: Served) -> Runnable:
-        """Load a model."""
+        """Load and return a model."""
         return open_model(served.model, self._device, self._num_threads)
 
     @staticmethod
     def time(served: Served, runnable: Runnable) -> HeldModel:
-        """Run a model once in any case, and find out what batches take where the deployment does not say."""
+        """Run a model at least once, and time its batches if the deployment gives no latency."""
         model = served.model
         if model.model is None:
             return HeldModel(served, runnable, [])
@@ -80,14 +80,14 @@ class ModelLoader:
         return HeldModel(served, runnable, [(row.batch_size, row.seconds) for row in rows])
 
     def load(self, served: Served) -> None:
-        """Open and time a model in the thread, one after the other."""
+        """Queue a model to be opened and timed in the thread."""
         self._asked.put(served)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
 
     def take(self) -> list[HeldModel | Failed]:
-        """What has been loaded, or could not be."""
+        """Return the models that have been loaded, or failed."""
         os.read(self._wakes, 4096)
         done = []
         while not self._done.empty():
@@ -103,7 +103,7 @@ class ModelLoader:
             except MeshwrightError as error:
                 done = Failed(served, str(error))
             except BaseException as error:
-                # The code of a stranger: whatever it raises, batches of other models go on.
+                # Foreign code: whatever it raises, batches of other models must continue.
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
                 done = Failed(served, f"Model {served.name!r} could not be loaded: {text}")
             self._done.put(done)

@@ -1,10 +1,10 @@
-"""Messages of the Open Inference Protocol over gRPC: requests as what is asked, and answers of slots.
+"""Messages of the Open Inference Protocol over gRPC: parse requests, and make answers from slots.
 
-Their classes are made of inference.pb, which is inference.proto compiled (`scripts/renew_messages.py`), in a pool of
-their own: Triton's client, for one, has the same names, and both can be in one process.
+Their classes are built from inference.pb, the compiled inference.proto (`scripts/renew_messages.py`), in a pool of
+their own: other libraries, such as Triton's client, use the same names, and both can be in one process.
 
-Values come as bytes (``raw_input_contents``, one for each input) or as numbers (``contents`` of each input), but for
-FP16 and BF16, which come as bytes only. They leave as bytes, as Triton's do.
+Values arrive as bytes (``raw_input_contents``, one for each input) or as numbers (``contents`` of each input), except
+FP16 and BF16, which arrive as bytes only. They are sent as bytes, like Triton's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POOL = DescriptorPool()
 for _file in FileDescriptorSet.FromString(Path(__file__).with_name("inference.pb").read_bytes()).file:
     _POOL.Add(_file)
 SERVICE = _POOL.FindServiceByName(SERVICE_NAME)
-# Where numbers of a datatype are.
+# The field with the numbers of a datatype.
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -44,7 +44,7 @@ _CONTENTS = {
 
 
 def classes_of(method: str) -> tuple[Any, Any]:
-    """Classes of what a method is asked with and answers."""
+    """Return the classes of a method's request and response."""
     about = SERVICE.methods_by_name[method]
     return GetMessageClass(about.input_type), GetMessageClass(about.output_type)
 
@@ -53,22 +53,22 @@ _INFER_REQUEST, _INFER_RESPONSE = classes_of("ModelInfer")
 
 
 def read_message(kind: Any, data: bytes) -> Any:
-    """A message of bytes. Raises BadRequest."""
+    """Parse a message. Raises BadRequest."""
     try:
         return kind.FromString(data)
     except DecodeError:
         raise BadRequest(
-            f"What came is no {kind.DESCRIPTOR.full_name} of the Open Inference Protocol; expected one."
+            f"The message is not a valid {kind.DESCRIPTOR.full_name} of the Open Inference Protocol; expected one."
         ) from None
 
 
 def read_infer(data: bytes) -> Any:
-    """A request as it came; `asked_of` understands it. Raises BadRequest."""
+    """Parse an inference message; `asked_of` interprets it. Raises BadRequest."""
     return read_message(_INFER_REQUEST, data)
 
 
 def asked_of(served: FrontendModel, request: Any) -> ParsedRequest:
-    """What a request of a model asks. Raises BadRequest."""
+    """Return the content of an inference request. Raises BadRequest."""
     count, values = served.codec.read_inputs(request.inputs, _taker_of(request))
     try:
         wanted = WireRequest(
@@ -83,7 +83,7 @@ def asked_of(served: FrontendModel, request: Any) -> ParsedRequest:
 
 
 def answer_of(served: FrontendModel, asked: ParsedRequest, slots: list[int]) -> bytes:
-    """An answer of slots, as it is sent."""
+    """Return the answer from slots, serialized."""
     model = served.model
     answer = _INFER_RESPONSE(model_name=model.name, model_version=model.version, id=asked.id or "")
     for place, _ in asked.outputs:
@@ -94,7 +94,7 @@ def answer_of(served: FrontendModel, asked: ParsedRequest, slots: list[int]) -> 
 
 
 def _taker_of(request: Any) -> Any:
-    """What takes the values of one input after the other."""
+    """Return a function that takes the values of one input after the other."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise BadRequest(
@@ -130,6 +130,6 @@ def _output_of(output: Any) -> RequestedOutput:
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as JSON would have them."""
+    """Return parameters in their JSON form."""
     kinds = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     return {name: getattr(parameters[name], kind) for name, kind in kinds.items() if kind is not None}

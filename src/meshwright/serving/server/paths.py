@@ -1,11 +1,11 @@
-"""What a front answers over HTTP, without the connections on which requests come (`http`).
+"""HTTP routes of a frontend, independent of the connections (`http`).
 
     GET   /v2 · /v2/health/live · /v2/health/ready · /openapi.json
     GET   /v2/models/M[/versions/V][/ready]
     POST  /v2/models/M[/versions/V]/infer · /v2/repository/index
 
-503 comes with ``Retry-After``. A valid ``traceparent`` (W3C) is kept and sent back; one that is not is ignored, as the
-standard says. With a token, all but the health paths want ``Authorization: Bearer TOKEN``.
+503 comes with ``Retry-After``. A valid ``traceparent`` (W3C) is kept and returned; an invalid one is ignored, as the
+standard says. With a token, all paths except health require ``Authorization: Bearer TOKEN``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.serving.server.values import SHOWN, BadRequest
 from meshwright.spec import Server
 
 _READ, _WRITE = b"GET, HEAD", b"POST"
-# Lines of the head that go with a status.
+# Header lines that go with a status.
 _FIELDS = {503: RETRY, 401: b'WWW-Authenticate: Bearer realm="meshwright"\r\n'}
 
 
@@ -53,7 +53,7 @@ class Paths:
         self._openapi = _openapi(front.server)
 
     def begin(self, exchange: HttpExchange) -> None:
-        """Answer a request at once, or have it answered (`Asker.settle`)."""
+        """Answer a request at once, or submit it; its answer is then passed to `Asker.settle`."""
         if self._gate.models is not self._known:
             self._learn()
         served = self._infer_paths.get(exchange.url)
@@ -68,7 +68,7 @@ class Paths:
             self.refuse(exchange, self._front.refusal_of(error))
 
     def refuse(self, exchange: HttpExchange, refusal: Refusal) -> None:
-        """Answer what is wrong with a request."""
+        """Send an error answer."""
         status = refusal.status
         self._give(exchange, status, error_body(refusal.sentence), refusal.fields or _FIELDS.get(status, b""))
 
@@ -88,7 +88,7 @@ class Paths:
         exchange.owed = codec.answer_bytes * asked.count
 
     def _reply(self, exchange: HttpExchange, ticket: Ticket) -> None:
-        """The scheduler has told what became of a request."""
+        """Handle the outcome of a request."""
         try:
             self._front.conclude(exchange, ticket, self._make_answer)
         except Exception as error:
@@ -132,7 +132,7 @@ class Paths:
     # --- everything else ----------------------------------------------------------------------
 
     def _route(self, exchange: HttpExchange) -> None:
-        """Answer what is no inference, or is one by an unusual name."""
+        """Answer a request other than inference by its usual path."""
         path = path_of(exchange.url)
         parts = [unquote(part) for part in path.split("/")[1:]]
         match parts:
@@ -175,25 +175,25 @@ class Paths:
         self._show(exchange, {**document, "ready": is_ready}, 200 if is_ready else 503)
 
     def _show_index(self, exchange: HttpExchange) -> None:
-        """What models there are, as Triton tells it; with ``ready`` only those that are."""
+        """Send the list of models in Triton's form; with ``ready`` only ready ones."""
         body = self._plain_body(exchange)
         try:
             asked = msgspec.json.decode(body, type=_IndexRequest) if body else _IndexRequest()
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise BadRequest(
-                f'The body is no request of the index: {str(error)[: 4 * SHOWN]}. Send {{"ready": true}} or nothing.'
+                f'The body is not an index request: {str(error)[: 4 * SHOWN]}. Send {{"ready": true}} or nothing.'
             ) from None
         self._give(exchange, 200, msgspec.json.encode(self._front.index(asked.ready)))
 
     def _give(self, exchange: HttpExchange, status: int, body: bytes, fields: bytes = b"") -> None:
-        """The answer of a request that did not come to the scheduler, or was not done by it."""
+        """Send an answer that does not come from the model."""
         self._front.note(exchange, status)
         answer = self.answers.make(status, body, exchange.fields + fields, JSON)
         exchange.answer = answer[: len(answer) - len(body)] if exchange.method == b"HEAD" else answer
         exchange.asker.settle(exchange)
 
     def _read_headers(self, exchange: HttpExchange) -> None:
-        """What concerns all requests: who may ask, and what is sent back."""
+        """Handle the headers common to all requests: token and trace context."""
         headers = exchange.headers
         parent = headers.get(b"traceparent")
         if parent is not None:
@@ -204,7 +204,7 @@ class Paths:
             self._front.check_token(headers.get(b"authorization", b""))
 
     def _learn(self) -> None:
-        """The gate knows other models than before."""
+        """Update the inference paths after the models have changed."""
         served = self._front.served()
         self._infer_paths = {}
         for name, each in served.items():
@@ -215,7 +215,7 @@ class Paths:
 
 
 def _openapi(server: Server) -> bytes:
-    """The document of all this, with a server's limit."""
+    """Return the OpenAPI document, with this server's deadline limit."""
     document = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
     parts = document["components"]
     parts["parameters"]["timeout"]["schema"]["maximum"] = int(server.longest_deadline * 1e3)
@@ -229,4 +229,4 @@ class _IndexRequest(msgspec.Struct):
 
 
 def _no_path(path: str) -> Refusal:
-    return Refusal(404, f"There is nothing at {path[:SHOWN]!r}; GET /openapi.json tells what there is.")
+    return Refusal(404, f"There is nothing at {path[:SHOWN]!r}; GET /openapi.json lists the paths.")

@@ -1,4 +1,4 @@
-"""Whom the scheduler talks with: fronts and workers, and the batches that these have."""
+"""Peers of the scheduler: frontends and workers, and the batches of workers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from meshwright.serving.policies.pool import LATE, LEVEL_BIT, Ints
 from meshwright.serving.server.channel import MessageChannel
 from meshwright.serving.server.gate import Fate
 
-# A request is a front's connection, in the upper half, and its slot; above them may stand how important it is.
+# A request is the number of a frontend's connection, in the upper half, and its slot; above both may be a level.
 SLOT_BITS = 32
 _SLOT, _FRONT = (1 << SLOT_BITS) - 1, (1 << LEVEL_BIT - SLOT_BITS) - 1
-# Requests that a queue holds, and slots of a model in a front.
+# Requests that a queue holds, and slots of a model in a frontend.
 CAPACITY = 65_536
-# Messages without a batch, that tell how long the way to a worker takes.
+# Messages without a batch, which measure the delay to a worker.
 PINGS = 64
-# A batch is slow, and its worker not stuck, up to so many times what was expected.
+# Up to this multiple of its expected time, a batch counts as slow and its worker not as stuck.
 STUCK = 20
 
 
 @dataclass(slots=True, eq=False)
 class FrontendPeer:
-    """A front's connection. ``submitted``: by model, the last two cells of what was submitted of each slot.
+    """A frontend's connection. ``submitted``: by model, (request with level, deadline) last submitted for each slot.
 
-    ``known``: the generation of models (`Catalog`) that it has been told of, by its own word.
+    ``known`` is the generation of models (`Catalog`) that it has confirmed.
     """
 
     channel: MessageChannel
@@ -37,7 +37,7 @@ class FrontendPeer:
     submitted: dict[int, Ints] = field(default_factory=dict)
 
     def keep(self, rows: Ints) -> None:
-        """Remember rows of (model, slot, deadline)."""
+        """Record rows of (model, slot, deadline)."""
         first = int(rows[0, 0])
         models = [first] if (rows[:, 0] == first).all() else np.unique(rows[:, 0]).tolist()
         for model in models:
@@ -49,9 +49,9 @@ class FrontendPeer:
 
 @dataclass(slots=True, eq=False)
 class WorkerBatch:
-    """Requests of a model that a worker computes, or will.
+    """Requests of a model that a worker computes, or will compute.
 
-    What the policy has decided may be sent in parts (`Suspects.parts_of`); ``decided`` is its number of requests.
+    The policy's batch may be sent in parts (`Suspects.parts_of`); ``decided`` is its number of requests.
     """
 
     number: int
@@ -63,11 +63,11 @@ class WorkerBatch:
 
     @property
     def is_part(self) -> bool:
-        """Is it not all that was decided?"""
+        """Whether this is only a part of the policy's batch."""
         return len(self.requests) < self.decided
 
     def fates(self, late: Ints, failed: Ints) -> Iterator[tuple[Ints, int]]:
-        """What became of its requests; those that were not computed, and those that failed, are told by place."""
+        """Yield requests and their outcome; places of requests not computed (``late``) and ``failed`` are given."""
         if len(late) or len(failed):
             is_done = np.ones(len(self.requests), bool)
             is_done[late] = is_done[failed] = False
@@ -95,25 +95,25 @@ class WorkerPeer:
     since_ns: int = 0
 
     def give(self, batch: WorkerBatch, now: int) -> None:
-        """It has one more batch to compute."""
+        """Add a batch that it is to compute."""
         if not self.batches:
             self.since_ns = now
         self.batches.append(batch)
 
     def take(self, now: int) -> WorkerBatch:
-        """It has computed its first batch."""
+        """Remove its first batch, which it has computed."""
         self.since_ns = now
         return self.batches.popleft()
 
     def outlook(self, now: int) -> tuple[int, int, int]:
-        """How many batches it has that were decided, when the first began, and when all will be done as expected."""
+        """Return how many decided batches it has, the start of the first, and the expected end of the last (ns)."""
         if not self.batches:
             return 0, now, now
         left = sum(batch.expected_ns for batch in self.batches)
         return sum(batch.is_last for batch in self.batches), self.since_ns, max(self.since_ns + left, now)
 
     def stuck_ns(self, now: int, limit_ns: int) -> int:
-        """How long it has computed a batch, if that is over the limit and many times what was expected; otherwise 0."""
+        """Return how long (ns) it has computed a batch if that is over the limits; otherwise 0."""
         if not self.batches:
             return 0
         taken = now - self.since_ns
@@ -121,17 +121,17 @@ class WorkerPeer:
 
 
 def slots_of(requests: Ints) -> Ints:
-    """The slots in which requests lie."""
+    """Return the slots of requests."""
     return requests & _SLOT
 
 
 def front_of(request: int) -> int:
-    """The number of the front's connection that a request came by, whatever it says of its importance."""
+    """Return the number of the frontend's connection that a request came from, ignoring its level."""
     return request >> SLOT_BITS & _FRONT
 
 
 def by_front(requests: Ints) -> list[tuple[int, Any]]:
-    """Numbers of fronts' connections, and where their requests are among these."""
+    """Return numbers of frontends' connections, each with a mask or slice of its requests."""
     numbers = requests >> SLOT_BITS
     if len(numbers) == 0:
         return []

@@ -1,4 +1,4 @@
-"""What a server takes of its machine for as long as it lives: a port, and a folder in shared memory."""
+"""Resources of the machine that a server holds while it runs: a port, and a folder in shared memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from meshwright.spec import ServingError
 
 try:
     import fcntl
-except ImportError:  # elsewhere than on Linux and macOS nobody serves
+except ImportError:  # a server runs on Linux or macOS only
     fcntl = None  # type: ignore[assignment]
 
-# Shared memory; a folder elsewhere does, too, where the system has none.
+# Shared memory; systems without it use a normal temporary folder.
 _MEMORY = Path("/dev/shm")
 _PREFIX = "meshwright-serve-"
 
 
 @contextlib.contextmanager
 def reserved_port(host: str, port: int) -> Any:
-    """This port, or a free one for 0; fronts share it, and nobody else gets it meanwhile."""
+    """Reserve this port, or a free one for 0; frontends share it, and no other program gets it meanwhile."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as reserved:
         try:
-            # Without sharing first: what listens there already is found.
+            # First try without sharing: this detects another listener.
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             with socket.socket(reserved.family) as alone:
                 alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 alone.bind((host, port))
             reserved.bind((host, port))
-        except (OSError, ValueError) as error:  # ValueError: what cannot be the name of a host
+        except (OSError, ValueError) as error:  # ValueError: an invalid host name
             why = getattr(error, "strerror", None) or str(error)
             raise ServingError(
                 f"Nothing can listen at {host} port {port}: {why}. Choose another port, or 0 for a free one."
@@ -43,12 +43,12 @@ def reserved_port(host: str, port: int) -> Any:
 
 @contextlib.contextmanager
 def own_folder() -> Any:
-    """A folder in shared memory for sockets and slabs; what servers left behind that were killed is removed."""
+    """Make a folder in shared memory for sockets and slabs; remove those of servers that were killed."""
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in memory.glob(f"{_PREFIX}*"):
         owner = left.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            # A server in another container has the memory in common with this one, and not its processes.
+            # Another container's server may share this memory without its processes being visible: check the lock.
             with contextlib.suppress(OSError), _locked(left):
                 shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
@@ -61,7 +61,7 @@ def own_folder() -> Any:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Any:
-    """A folder that no living server has. Raises OSError if one has it, or it is somebody else's."""
+    """Lock a folder that no running server owns. Raises OSError if one does, or another user does."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         if hasattr(os, "getuid") and os.fstat(opened).st_uid != os.getuid():

@@ -1,8 +1,8 @@
-"""Processes that work in short turns ask the system to let them begin soon after they are woken.
+"""Scheduler settings for processes that work in short turns: they run soon after they are woken.
 
-Linux gives each process a slice of some milliseconds; one that is woken may have to wait until that of another one is
-over. A process may ask for a shorter slice, and then comes first where others have longer ones (sched_setattr(2);
-kernel 6.12 and later; older ones ignore it). It gets no larger share of the processor, and needs no right to ask.
+Linux gives each process a time slice of some milliseconds; a woken process may have to wait until that of another one
+is over. A process with a shorter slice precedes those with longer ones (sched_setattr(2); kernel 6.12 and later;
+older ones ignore it). It does not get a larger share of the processor, and needs no privileges.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import platform
 import struct
 
-# The number of the system call, which glibc has no function for before version 2.41.
+# Numbers of the system call; glibc has no function for it before version 2.41.
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-# The least that the kernel takes.
+# The kernel's minimum.
 _SLICE_NS = 100_000
 
 
 def ask_for_short_turns() -> bool:
-    """Ask for the shortest slice there is, for this process and its threads to come; has the system taken it?"""
+    """Request the shortest slice for this process and its future threads; return whether the system accepted it."""
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or not (hasattr(os, "sched_getscheduler") and hasattr(os, "getpriority")):
         return False

@@ -1,23 +1,23 @@
-"""What a process of a server notes while a timeline is recorded: rows of integers, as long as it is told to.
+"""Records of a server's process for a timeline: rows of integers, written while recording is on.
 
 The supervisor's orders (`reports.Orders`) are
 
-    {"record": MOST}      note, MOST rows of each table at most
-    {"deliver": PATH}     write all that was noted to a file, which appears whole, and note nothing more
+    {"record": MOST}      record, at most MOST rows of each table
+    {"deliver": PATH}     write all records to a file, which appears complete, and stop recording
 
-A part that has something to note has an attribute ``recording``, which is None nearly always: that is all that it costs
-then. Moments are those of `time.monotonic_ns`, which all processes of a machine have in common.
+A part that can record has an attribute ``recording``, which is normally None: it has no other cost then. Moments are
+those of `time.monotonic_ns`, common to all processes of a machine.
 
-    fronts      requests    begun, answered, status, fate (-1: never submitted), model, channel, deadline, samples, text
+    frontends   requests    begun, answered, status, fate (-1: never submitted), model, channel, deadline, samples, text
                 slots       those of the requests, one after the other
                 flushes     moment, channel, samples: a message to the scheduler
                 flushed     model, slot, deadline, of the samples of these messages
-    scheduler   events      as `live` has them
-                decisions   moment, kind, target, model, samples: as `live` has them
+    scheduler   events      as in `live`
+                decisions   moment, kind, target, model, samples: as in `live`
                 chosen      requests of the decisions, one after the other
     workers     batches     number, model, expected ns, begin, end, samples
-                samples     request, deadline, 0 done or 1 passed over or 2 failed: of the batches, one after the other
-                runs        begin, end: the model at work, without the ways of tensors
+                samples     request, deadline, 0 done or 1 skipped or 2 failed: of the batches, one after the other
+                runs        begin, end: execution of the model, without copying of tensors
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ WIDTHS = {
     "samples": 3,
     "runs": 2,
 }
-# Cells of a table for each of ``most``: samples have tables of their own, with room for four of each.
+# Cells of a table for each of ``most`` rows: samples have separate tables, with room for four of each.
 CELLS = {
     name: width * (4 if name in ("slots", "flushed", "chosen", "samples") else 1) for name, width in WIDTHS.items()
 }
 
 
 class Recording:
-    """What was noted; what would be more than ``most`` rows of a table, or a few times so many samples, is left out."""
+    """Recorded tables; rows beyond ``most`` of a table (four times that for samples) are omitted."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -66,7 +66,7 @@ class Recording:
         self.is_cut = False
 
     def rows_of_request(self, call: InboundRequest, ticket: Ticket | None, status: int, now: int) -> None:
-        """A request was answered, with ``status`` 0 if its client has gone; ``ticket`` if it was submitted."""
+        """Record an answered request, with ``status`` 0 if its client has gone; ``ticket`` if it was submitted."""
         served = call.served
         if served is None:
             return
@@ -83,12 +83,12 @@ class Recording:
         self._note({"requests": row, "slots": slots})
 
     def rows_of_flush(self, channel: int, cells: list[int]) -> None:
-        """Samples were submitted: rows of model, slot, deadline."""
+        """Record submitted samples: rows of model, slot, deadline."""
         if cells:
             self._note({"flushes": (time.monotonic_ns(), channel, len(cells) // 3), "flushed": cells})
 
     def rows_of_decisions(self, events: Ints, taken: list[tuple[Ints, Ints]], model_of: Callable[[int], int]) -> None:
-        """A policy has seen events and decided."""
+        """Record a policy's events and decisions."""
         now, decisions, chosen = time.monotonic_ns(), array("q"), array("q")
         for rows, requests in taken:
             for kind, target, queue, first, count, _ in rows.tolist():
@@ -98,7 +98,7 @@ class Recording:
         self._note({"decisions": decisions, "chosen": chosen})
 
     def rows_of_batch(self, batch: tuple[int, int, int, int, int], cells: Ints, late: Ints, failed: Ints) -> None:
-        """A worker has done a batch (number, model, expected ns, begin, end); ``cells``: requests, then deadlines."""
+        """Record a worker's batch (number, model, expected ns, begin, end); ``cells``: requests, then deadlines."""
         count = len(cells) // 2
         samples = np.zeros((count, 3), np.int64)
         samples[:, 0], samples[:, 1] = cells[:count], cells[count:]
@@ -106,11 +106,11 @@ class Recording:
         self._note({"batches": (*batch, count), "samples": samples.ravel().tolist()})
 
     def row_of_run(self, begin: int, end: int) -> None:
-        """A model has run."""
+        """Record an execution of a model."""
         self._note({"runs": (begin, end)})
 
     def write(self, path: Path) -> None:
-        """Write all to a file that `read_recorded` reads; it appears whole."""
+        """Write all tables to a file that `Recorded` reads; it appears complete."""
         begun = path.with_suffix(".part")
         tables: dict[str, Any] = {
             name: np.frombuffer(cells, np.int64).reshape(-1, WIDTHS[name]) for name, cells in self.tables.items()
@@ -122,7 +122,7 @@ class Recording:
         begun.rename(path)
 
     def _note(self, rows: dict[str, Iterable[int]]) -> None:
-        """Rows that belong together: all of them, or none."""
+        """Add rows that belong together: all of them, or none."""
         tables = {name: self.tables.setdefault(name, array("q")) for name in rows}
         if any(len(cells) >= self._most * CELLS[name] for name, cells in tables.items()):
             self.is_cut = True
@@ -132,27 +132,27 @@ class Recording:
 
 
 class Recordable(Protocol):
-    """A part that notes what it does."""
+    """A part that can record."""
 
     recording: Recording | None
 
 
 class RecordingControl:
-    """Does what the supervisor's orders say about recording; ``parts`` are those that note, None for what is not."""
+    """Carries out the supervisor's orders about recording; ``parts`` returns those that record, or None."""
 
     def __init__(self, parts: Callable[[], Iterable[Recordable | None]]) -> None:
         self._parts = parts
         self._recording: Recording | None = None
 
     def obey(self, orders: list[dict[str, Any]]) -> None:
-        """Begin to record, or deliver; other orders are for others."""
+        """Start recording, or deliver; ignore other orders."""
         for order in orders:
             if "record" in order:
                 self._set(Recording(order["record"]))
             elif "deliver" in order:
                 recording = self._recording or Recording(0)
                 self._set(None)
-                # The folder goes with the supervisor.
+                # The folder may be gone, together with the supervisor.
                 with contextlib.suppress(OSError):
                     recording.write(Path(order["deliver"]))
 
@@ -164,7 +164,7 @@ class RecordingControl:
 
 
 class Recorded:
-    """What `Recording.write` wrote; a table that nothing was noted in is empty."""
+    """A file of `Recording.write`; a table without rows is empty."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as file:
@@ -178,6 +178,6 @@ class Recorded:
 
 
 def _described(context: TraceContext) -> bytes:
-    """Trace, parent, span, flags and state with spaces between them; no line in it."""
+    """Return trace, parent, span, flags and state, separated by spaces, without line breaks."""
     state = context.state.replace(b"\n", b"")
     return b"%b %b %b %d %b" % (context.trace, context.parent, context.span, context.flags, state)

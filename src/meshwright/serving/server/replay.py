@@ -1,7 +1,7 @@
-"""Does a policy decide again what it has decided in a server? A log's events are put through it.
+"""Replay a decision log: put its events through the policy again, and compare the decisions.
 
-A log that was damaged is refused before any of it reaches compiled code: facts that no pool can have, events of kinds,
-models or devices that there are not.
+A damaged log is refused before any of it reaches compiled code: facts that no pool can have, events of unknown kinds,
+models or devices.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from meshwright.spec.server import MOST_WORKERS
 
 _LONGEST_HEADER, _MOST_IN_PART = 2**26, 2**28
 _MOST = 2**62
-# Requests for which queues have room, all together; a pool of more takes over 4 GiB.
+# Requests that all queues together have room for; a larger pool takes over 4 GiB.
 _MOST_WAITING = 2**28
 _FACTS = {"latency", "slo", "num_devices", "capacity", "delay_ns", "slack_ns", "guard_ns"}
-# In the place of events: what follows is another header.
+# Returned in place of events if another header follows.
 _NO_EVENTS = np.zeros((0, EVENT_WIDTH), np.int64)
 
 
 def replay_log(path: Path) -> tuple[int, int]:
-    """Put a log's events through its policy again; how many events and decisions there were, all of these the same.
+    """Replay a log; return the numbers of events and decisions, all of which were the same.
 
-    A last call that was not written to its end is left out. Raises ServingError where a decision differs, where the log
-    is damaged, and for what is no log.
+    An incomplete last call is ignored. Raises ServingError if a decision differs, if the log is damaged, and if the
+    file is not a log.
     """
     with path.open("rb") as file:
         try:
             live = _read_header(file)
         except _DAMAGES as error:
             raise ServingError(
-                f"{path} is no log of decisions ({_told(error)}); expected one that a server has written."
+                f"{path} is not a log of decisions ({_told(error)}); expected one written by a server."
             ) from None
         num_events = num_decisions = 0
         while True:
@@ -79,20 +79,20 @@ def replay_log(path: Path) -> tuple[int, int]:
                     continue
             except _DAMAGES as error:
                 raise ServingError(
-                    f"{path} is damaged: after {num_events} events, {_told(error)}. What comes before was decided the "
-                    "same. Take a copy of the log that is whole."
+                    f"{path} is damaged: after {num_events} events, {_told(error)}. The decisions before that are the "
+                    "same. Use an intact copy of the log."
                 ) from None
             found = joined(live.take(events))
             if not (np.array_equal(found[0], decisions) and np.array_equal(found[1], chosen)):
                 raise ServingError(
-                    f"{path}: after {num_events} events the policy decides something else than it did then. Is this "
-                    "log from another version, or does a policy of your own remember what is not in its pool?"
+                    f"{path}: after {num_events} events the policy decides differently. Is this log from another "
+                    "version, or does your own policy keep state outside its pool?"
                 )
             num_events, num_decisions = num_events + len(events), num_decisions + len(decisions)
 
 
-class _Damaged(Exception):  # noqa: N818 - it is told as part of a sentence
-    """What is wrong with a log."""
+class _Damaged(Exception):  # noqa: N818 - its text is part of a sentence
+    """Describes damage of a log."""
 
 
 _DAMAGES = (_Damaged, ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -103,10 +103,10 @@ def _told(error: Exception) -> str:
 
 
 def _read_header(file: BinaryIO) -> Live:
-    """The policy as it was at the begin of a log, or where it began anew."""
+    """Return the policy in the state of a header: at the start of a log, or where it was restarted."""
     header = json.loads(file.readline(_LONGEST_HEADER))
     if header["kind"] != LOG_KIND:
-        raise _Damaged("it is of another kind")
+        raise _Damaged("it has another kind")
     facts, scaling, measured = header["facts"], header["scaling"], header["measured"]
     _check_facts(facts)
     if scaling is not None:
@@ -126,21 +126,21 @@ def _check(is_so: bool, otherwise: str) -> None:
 
 def _check_whole(values: Any, least: int, most: int, what: str) -> None:
     is_so = isinstance(values, list) and all(isinstance(value, int) and least <= value <= most for value in values)
-    _check(is_so, f"{what} are no whole numbers from {least} to {most}")
+    _check(is_so, f"{what} are not whole numbers from {least} to {most}")
 
 
 def _check_facts(facts: dict[str, Any]) -> None:
-    """Raise _Damaged for what no pool can be allocated with."""
+    """Raise _Damaged for facts with which no pool can be allocated."""
     _check(_FACTS.issuperset(facts), "its facts are of another version")
     latency = facts["latency"]
-    _check(isinstance(latency, list) and 0 < len(latency) <= MOST_MODELS, "it tells no latencies")
+    _check(isinstance(latency, list) and 0 < len(latency) <= MOST_MODELS, "it has no latencies")
     rows = {len(row) for row in latency}
-    _check(len(rows) == 1 and 2 <= min(rows) <= LARGEST + 1, "its latencies are no table")
+    _check(len(rows) == 1 and 2 <= min(rows) <= LARGEST + 1, "its latencies are not a table")
     for row in latency:
         _check_whole(row, 0, NEVER, "its latencies")
         _check(1 <= row[1] < NEVER, "a batch of one has no latency")
     _check_whole(facts["slo"], 1, _MOST, "its SLOs")
-    _check(len(facts["slo"]) == len(latency), "it has other SLOs than models")
+    _check(len(facts["slo"]) == len(latency), "its numbers of SLOs and models differ")
     _check_whole([facts["num_devices"]], 1, MOST_WORKERS, "its devices")
     _check_whole([facts["capacity"]], 1, _MOST_WAITING // len(latency), "its queues")
     _check_whole([facts.get(name, 0) for name in ("delay_ns", "slack_ns", "guard_ns")], 0, _MOST, "its times")
@@ -150,19 +150,19 @@ def _check_measured(measured: dict[str, list[int]], live: Live) -> None:
     known = columns(live.pool)
     sizes = {"numbers": 4, "scaler": live.scaler_size, **{name: len(column) for name, column in known.items()}}
     for name, values in measured.items():
-        _check(name in sizes and len(values) == sizes[name], "what was measured is of other devices or models")
-        _check_whole(values, -_MOST, _MOST, "what was measured")
+        _check(name in sizes and len(values) == sizes[name], "its measurements are of other devices or models")
+        _check_whole(values, -_MOST, _MOST, "its measurements")
 
 
 def _read_part(file: BinaryIO, live: Live) -> tuple[Ints, Ints, Ints] | None:
-    """Events, decisions and chosen requests of the next call; None at the end, and `_NO_EVENTS` before a header."""
+    """Return events, decisions and chosen requests of the next call; None at the end, `_NO_EVENTS` before a header."""
     data = file.read(24)
     if data == ANEW:
         return _NO_EVENTS, _NO_EVENTS, _NO_EVENTS
     if len(data) < 24:
         return None
     sizes = np.frombuffer(data, np.int64)
-    _check(sizes.min() >= 0 and sizes.max() <= _MOST_IN_PART, "numbers of events and decisions cannot be")
+    _check(sizes.min() >= 0 and sizes.max() <= _MOST_IN_PART, "the numbers of events and decisions are out of range")
     arrays: list[Ints] = []
     for count, width in zip(sizes.tolist(), (EVENT_WIDTH, WIDTH, 1), strict=True):
         data = file.read(8 * count * width)
@@ -184,10 +184,10 @@ def _check_events(events: Ints, live: Live) -> None:
 
     def check(kinds: Sequence[int], values: Ints, least: int, most: int) -> None:
         here = values[np.isin(kind, kinds)]
-        _check(bool(((here >= least) & (here <= most)).all()), "an event cannot be")
+        _check(bool(((here >= least) & (here <= most)).all()), "an event is out of range")
 
     every = range(AGAIN + 1)
-    _check(bool(np.isin(kind, every).all()), "an event is of no kind that there is")
+    _check(bool(np.isin(kind, every).all()), "an event is of an unknown kind")
     for values in (now, taken):
         check(every, values, 0, _MOST)
     check((ARRIVE, AGAIN), first, 0, num_models - 1)
@@ -199,5 +199,5 @@ def _check_events(events: Ints, live: Live) -> None:
     check((UP,), second, 0, 2)
     check((UP,), third, 0, _MOST)
     check((ADJUST,), second, 0, _MOST)
-    _check(bool(np.isin(first[kind == ADJUST], (DELAY, SLACK, GUARD)).all()), "an event adjusts what is not measured")
+    _check(bool(np.isin(first[kind == ADJUST], (DELAY, SLACK, GUARD)).all()), "an event adjusts an unknown number")
     check((SCALE,), first, 0, MOST_WORKERS if live.scaler_size else -1)

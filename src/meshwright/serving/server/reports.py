@@ -1,7 +1,7 @@
-"""What processes of a server and their supervisor tell each other, and how they end with it.
+"""Communication between processes of a server and their supervisor, and the common end of both.
 
-Processes report lines of JSON through a pipe that the supervisor names in their environment (`PIPE`), and without one
-on standard output; orders come as such lines on standard input, whose end is theirs.
+Processes report lines of JSON through a pipe that their environment names (`PIPE`), or on standard output without one;
+orders arrive as such lines on standard input. When standard input ends, so do the processes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from meshwright.serving.policies.pool import DELAY, GUARD, NUM_IDLE, NUM_QUEUED, NUM_UP, SLACK, Ints
 from meshwright.spec import MeshwrightError
 
-# What a process ends with that would not do better if it were started again.
+# Exit code of a process that would fail again if restarted.
 FATAL = 3
-# Its environment tells a process where to report.
+# Environment variable with the descriptor for reports.
 PIPE = "MESHWRIGHT_REPORTS"
 _FIGURES = {
     "queued": NUM_QUEUED,
@@ -39,7 +39,7 @@ _AT_ONCE = 2**16
 
 
 def report(kind: str, **facts: Any) -> None:
-    """Tell something; without a supervisor there is nobody left to work for."""
+    """Send a report; end the process if the supervisor has gone."""
     line = json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **facts}) + "\n"
     try:
         pipe = _pipe()
@@ -56,30 +56,30 @@ def report(kind: str, **facts: Any) -> None:
 
 @cache
 def _pipe() -> int | None:
-    """Where to report, which is for this process alone: what it starts must not find it."""
+    """Return the descriptor for reports, hidden from child processes."""
     named = os.environ.pop(PIPE, None)
     if named is None:
         return None
     os.set_inheritable(int(named), False)
-    # What a model prints is seen when it is printed.
+    # Show a model's output at once.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return int(named)
 
 
 def pool_figures(pool: Ints | None) -> dict[str, int]:
-    """What a scheduler tells of its policy's pool; zeros before there is one."""
+    """Return a scheduler's figures of its policy's pool; zeros before there is one."""
     return {name: 0 if pool is None else int(pool[number]) for name, number in _FIGURES.items()}
 
 
 class Orders:
-    """What a supervisor sends on standard input."""
+    """Orders of a supervisor on standard input."""
 
     def __init__(self) -> None:
         self._begun = b""
 
     def read(self) -> list[dict[str, Any]]:
-        """Standard input can be read: the orders that have come. Raises SystemExit if it has ended."""
+        """Read the orders that have arrived; standard input must be readable. Raises SystemExit if it has ended."""
         data = os.read(sys.stdin.fileno(), _AT_ONCE)
         if not data:
             raise SystemExit
@@ -88,12 +88,12 @@ class Orders:
 
 
 def end_after_input() -> None:
-    """From now on, end soon after standard input has ended, whatever is computed meanwhile."""
+    """Start a thread that ends the process soon after standard input has ended, whatever it is computing."""
     threading.Thread(target=_end_after_input, daemon=True).start()
 
 
 def _end_after_input() -> None:
-    # Only looked at: whoever can read it ends in order.
+    # Only polled: a process that can read it ends in order.
     looked_at = select.poll()
     looked_at.register(sys.stdin, select.POLLHUP)
     looked_at.poll()
@@ -103,7 +103,7 @@ def _end_after_input() -> None:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Tell of an error that a user can mend, and end for good."""
+    """Report an error that a user can fix, and exit with `FATAL`."""
     try:
         yield
     except MeshwrightError as error:
@@ -112,6 +112,6 @@ def reporting_errors() -> Iterator[None]:
 
 
 def keep_what_is_there() -> None:
-    """What was loaded stays to the end of a process; to look through it now and then takes 0.1 s where torch is."""
+    """Exclude loaded objects, which live until the end, from garbage collection: with torch, a pass takes 0.1 s."""
     gc.collect()
     gc.freeze()

@@ -1,12 +1,12 @@
-"""The models that a server can be asked for while it serves: those of its deployment's file, read again each time.
+"""Changes of a running server's models: those of its deployment's file, which is read again each time.
 
-    POST /v2/repository/index                       what is served, as Triton tells it
-    POST /v2/repository/models/NAME/load            serve a model as the file has it now, in place of what it was
-    POST /v2/repository/models/NAME/unload          answer what it has, and serve it no more
-    POST /v2/repository/update                      serve what the file has now, and nothing else
+    POST /v2/repository/index                       list the models in Triton's form
+    POST /v2/repository/models/NAME/load            serve a model as the file has it now, in place of the current one
+    POST /v2/repository/models/NAME/unload          answer its pending requests, and serve it no more
+    POST /v2/repository/update                      serve exactly the models that the file has now
 
-Paths are Triton's model repository extension, but for the last. What is not of models (the policy, devices, limits)
-stays as it was when the server was started.
+Paths are those of Triton's model repository extension, except the last. Settings other than models (policy, devices,
+limits) stay as they were when the server was started.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from meshwright.spec import Deployment, MeshwrightError, Poisson, ServedModel, S
 from meshwright.spec.errors import suggest
 
 _PREFIX = "/v2/repository/"
-# Triton's clients send it, and it asks for nothing.
+# Triton's clients send it; it has no effect.
 _NOTHING = {"unload_dependents": False}
 _SHOWN = 500
 
 
 class Repository:
-    """Models of a deployment's ``file``, for a supervisor to serve."""
+    """Applies changes of the models in ``file`` to a supervisor."""
 
     def __init__(self, supervisor: Supervisor, file: Path) -> None:
         self._supervisor, self._file = supervisor, file
 
     async def answer(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Status and document of a POST to one of the module's paths, as it was sent (with ``%2F``)."""
+        """Return status and document of a POST to one of the module's paths, as it was sent (with ``%2F``)."""
         try:
             _refuse_parameters(body)
             match [unquote(part) for part in path.removeprefix(_PREFIX).split("/")]:
@@ -57,7 +57,7 @@ class Repository:
         return 200, self.index()
 
     def index(self) -> list[dict[str, str]]:
-        """What is served."""
+        """Return the list of models."""
         ready = self._supervisor.is_ready
         state, reason = ("READY", "") if ready else ("UNAVAILABLE", "the server is not ready")
         return [
@@ -68,11 +68,11 @@ class Repository:
     async def load(self, name: str) -> None:
         """Serve a model, with all its copies, as the file has it now. Raises MeshwrightError."""
         known = {model.name: model for model in self._read().models}
-        # A copy is asked for by its own name, too.
+        # A copy may be named, too.
         family = next((model for model in known.values() if name in (model.name, *copy_names(model))), None)
         if family is None:
             raise ServingError(
-                f"{self._file} has no model {name[:200]!r}{suggest(name, known)}. Write it there, or ask for one of "
+                f"{self._file} has no model {name[:200]!r}{suggest(name, known)}. Add it there, or choose one of "
                 f"{', '.join(known)[:_SHOWN]}."
             )
         names = copy_names(family)
@@ -82,7 +82,7 @@ class Repository:
         )
 
     async def unload(self, name: str) -> None:
-        """Serve a model no more, with all its copies. Raises MeshwrightError."""
+        """Stop serving a model, with all its copies. Raises MeshwrightError."""
         models = self._supervisor.models
         leave = [one.name for one in models if name in (one.name, one.model.name)]
         if not leave:
@@ -93,7 +93,7 @@ class Repository:
         await self._supervisor.change([], leave)
 
     async def update(self) -> None:
-        """Serve the models that the file has now: new and other ones are loaded, and those that it lacks leave.
+        """Serve the models that the file has now: load new and changed ones, and remove those that it lacks.
 
         Raises MeshwrightError.
         """
@@ -105,27 +105,27 @@ class Repository:
             await self._supervisor.change(come, leave)
 
     def _read(self) -> Deployment:
-        """The file's models, as this server would serve them. Raises MeshwrightError."""
+        """Read the file's models, checked with this server's settings. Raises MeshwrightError."""
         read = read_deployment(self._file)
         check_served(replace(self._supervisor.deployment, models=read.models))
         return read
 
 
 def _differ(model: ServedModel, other: ServedModel) -> bool:
-    """Whether a server would run something else; what arrives is nothing to it."""
+    """Return whether a server would run something else; arrivals do not matter."""
     same = Poisson(rate=0.0)
     return replace(model, arrivals=same) != replace(other, arrivals=same)
 
 
 def _refuse_parameters(body: bytes) -> None:
-    """Raise ServingError for what a client asks beside."""
+    """Raise ServingError for parameters that would have an effect: they are not supported."""
     try:
         document = json.loads(body) if body else {}
         parameters = document.get("parameters", {})
         unknown = [name for name, value in parameters.items() if _NOTHING.get(name) != value]
     except (ValueError, AttributeError, RecursionError):
-        raise ServingError("The body is no JSON object. Send none.") from None
+        raise ServingError("The body is not a JSON object. Send none.") from None
     if unknown:
         raise ServingError(
-            f"The parameter {str(unknown[0])[:100]!r} is not known here; the deployment's file tells all."
+            f"The parameter {str(unknown[0])[:100]!r} is not supported; all settings are in the deployment's file."
         )

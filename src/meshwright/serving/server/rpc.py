@@ -1,15 +1,15 @@
-"""What a front answers over gRPC: the Open Inference Protocol's methods, as `inference.proto` has them.
+"""gRPC methods of a frontend: those of the Open Inference Protocol, as in `inference.proto`.
 
-What `front` refuses with a status of HTTP has a code of gRPC: 400 INVALID_ARGUMENT, 401 UNAUTHENTICATED, 404 NOT_FOUND,
-408 ABORTED, 500 INTERNAL, 503 UNAVAILABLE, the last with ``retry-after`` in the trailing metadata. gRPC itself says
+The HTTP statuses of `front` correspond to gRPC codes: 400 INVALID_ARGUMENT, 401 UNAUTHENTICATED, 404 NOT_FOUND,
+408 ABORTED, 500 INTERNAL, 503 UNAVAILABLE, the last with ``retry-after`` in the trailing metadata. gRPC itself answers
 RESOURCE_EXHAUSTED to messages of more than ``body_bytes`` and to more calls than ``connections``.
 
-A call's own deadline shortens that of its request; a client that waits for longer than the model's SLO does not mean by
-it that there is more time. ``x-request-timeout-ms``, ``authorization`` and ``traceparent`` are metadata, and mean what
-they do as headers; the last is sent back in the trailing metadata.
+A call's own deadline shortens that of its request, but a longer one does not extend the model's SLO.
+``x-request-timeout-ms``, ``authorization`` and ``traceparent`` are metadata with the same meaning as the HTTP headers;
+the last is returned in the trailing metadata.
 
-A call that is cancelled, by its client or the end of its connection, cancels its request. Its message has to come
-within ``receive`` seconds; that is why all methods read it themselves, as if there could be several.
+A call that is cancelled, by its client or the end of its connection, cancels its request. Its message must arrive
+within ``receive`` seconds; for this limit, all methods are stream methods that read one message themselves.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _CODES = {
 }
 _RETRY = ("retry-after", "1")
 _WITHOUT_TOKEN = ("ServerLive", "ServerReady")
-# What gRPC takes at most: a length of 32 bits.
+# gRPC's largest message: a length of 32 bits.
 _MOST_BYTES = 2**31 - 1
-# Calls of one connection at once; a client waits with further ones.
+# Concurrent calls of one connection; the client queues further ones.
 _MOST_STREAMS = 1024
-# Pings that come more often end a connection.
+# More frequent pings end a connection.
 _PINGS_MS = 10_000
 _OVERDUE = "overdue"
-_ENDING = "The server is ending, and takes no further requests; ask again after a second."
-# How often an end looks whether all is answered.
+_ENDING = "The server is ending, and accepts no further requests; try again after a second."
+# How often a shutdown checks whether all calls are answered.
 _LOOK_S = 0.01
 _now_ns = time.monotonic_ns
 
 
 class RpcCall(InboundRequest):
-    """A call, and its answer, which is bytes or why there are none."""
+    """A call, and its answer: bytes, or an error."""
 
     answer: asyncio.Future[bytes | Exception] | None = None
 
@@ -66,27 +66,27 @@ class RpcCall(InboundRequest):
 
 
 def most_connections(limits: Server) -> int:
-    """How many there may be of gRPC, which carries many calls over each."""
+    """Return the limit of gRPC connections, each of which carries many calls."""
     return min(max(limits.connections // 8, 16), limits.connections)
 
 
 class RpcServer:
-    """Calls of a front; `serve_rpc` makes one."""
+    """Calls of a frontend; made by `serve_rpc`."""
 
     def __init__(self, front: Frontend, limits: Server) -> None:
         self.port = 0
         self._front, self._receive_ns = front, round(limits.receive * 1e9)
         self._limits = limits
         self._server: Any = None
-        # Whose messages have not come yet, and since when; the oldest are first.
+        # Calls whose messages have not arrived yet, and since when; the oldest first.
         self._receiving: dict[asyncio.Task[Any], int] = {}
-        # Inference that was taken; what is refused as the server ends is not.
+        # Accepted inference calls; those refused during the shutdown are not included.
         self._under_way: set[RpcCall] = set()
         self._tick_s = min(limits.receive, 4.0) / 4
         self._timer: asyncio.TimerHandle | None = None
 
     async def listen(self, host: str, port: int, reuse_port: bool) -> None:
-        """Take connections."""
+        """Listen for connections."""
         limits, idle_ms = self._limits, round(self._limits.idle * 1e3)
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=limits.connections,
@@ -124,10 +124,10 @@ class RpcServer:
         self._tick()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse further inference, answer what is under way, and close; at once after so long.
+        """Refuse further inference, answer pending calls, and close, at the latest after ``grace_s`` seconds.
 
-        gRPC's own end would tell calls that come to it that they are CANCELLED, as if a client had wished so; it can
-        say nothing any more when it comes, and they are UNAVAILABLE, by the end of their connections.
+        gRPC's own shutdown would answer calls that arrive during it with CANCELLED, as if the client had cancelled
+        them. The connections are half-closed before, so that it cannot, and such calls end as UNAVAILABLE.
         """
         self._front.is_draining = True
         end = time.monotonic() + grace_s
@@ -158,7 +158,7 @@ class RpcServer:
                 deadline_ns = min(deadline_ns, _now_ns() + int(left_s * 1e9))
             call.answer = asyncio.get_running_loop().create_future()
             front.submit(call, served, asked, deadline_ns, partial(self._reply, call))
-            # What came is in slots.
+            # The values are in the slots now.
             del request
             answer = await call.answer
             if isinstance(answer, Exception):
@@ -171,11 +171,11 @@ class RpcServer:
         return answer
 
     def _done(self, call: RpcCall, _: Any) -> None:
-        """The last of an answer has been given to the system."""
+        """Note that the whole answer has been passed to the system."""
         self._under_way.discard(call)
 
     def _reply(self, call: RpcCall, ticket: Ticket) -> None:
-        """The scheduler has told what became of a request."""
+        """Handle the outcome of a request."""
         assert call.answer is not None
         answer: bytes | Exception = b""
 
@@ -187,7 +187,7 @@ class RpcServer:
             self._front.conclude(call, ticket, make)
         except Exception as error:
             answer = error
-        # It is done already if the call was cancelled in this turn.
+        # Done already if the call was cancelled in this turn.
         if not call.answer.done():
             call.answer.set_result(answer)
 
@@ -196,7 +196,7 @@ class RpcServer:
     async def _answer(
         self, name: str, asks: Any, answers: Any, answer: Callable[[Any], dict[str, Any]], _: Any, context: Any
     ) -> bytes:
-        """Answer a method that has no inference."""
+        """Answer a method other than inference."""
         call = RpcCall()
         try:
             self._read_metadata(name, call, context)
@@ -207,7 +207,7 @@ class RpcServer:
         return told
 
     def _tell_ready(self, asked: Any) -> dict[str, Any]:
-        """Of a model that there is not, Triton says no more than that it is not ready."""
+        """Answer ModelReady; like Triton, an unknown model is just not ready."""
         try:
             self._front.find(asked.name, asked.version or None)
         except Refusal:
@@ -215,7 +215,7 @@ class RpcServer:
         return {"ready": self._front.is_ready}
 
     def _read_metadata(self, method: str, call: RpcCall, context: Any) -> dict[str, str]:
-        """What concerns all calls: who may ask, and what is sent back. Raises Refusal."""
+        """Handle the metadata common to all calls: token and trace context. Raises Refusal."""
         headers = dict(context.invocation_metadata() or ())
         parent = headers.get("traceparent")
         if parent is not None:
@@ -227,7 +227,7 @@ class RpcServer:
         return headers
 
     async def _receive(self, context: Any) -> bytes:
-        """The message of a call. Raises BadRequest, Refusal."""
+        """Read the message of a call. Raises BadRequest, Refusal."""
         task = asyncio.current_task()
         assert task is not None
         self._receiving[task] = _now_ns()
@@ -247,7 +247,7 @@ class RpcServer:
         return message
 
     async def _refuse(self, call: RpcCall, context: Any, error: Exception) -> NoReturn:
-        """Answer what is wrong with a call."""
+        """Answer a call with an error."""
         refusal = self._front.refusal_of(error)
         self._front.note(call, refusal.status)
         fields = tuple(context.trailing_metadata() or ())
@@ -266,9 +266,9 @@ class RpcServer:
 
 
 async def serve_rpc(front: Frontend, server: Server, *, port: int | None = None, reuse_port: bool = True) -> RpcServer:
-    """Listen where a server says, or at another port (0: a free one), and answer as a front does.
+    """Listen at the server's address, or at another port (0: a free one), and answer calls.
 
-    Raises RuntimeError if the place cannot be listened at.
+    Raises RuntimeError if listening fails.
     """
     rpc = RpcServer(front, server)
     await rpc.listen(server.host, server.grpc_port if port is None else port, reuse_port)

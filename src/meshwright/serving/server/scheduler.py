@@ -1,9 +1,9 @@
-"""The scheduler: it knows of requests where they are and when they are due, and decides by its policy what runs where.
+"""The scheduler: it tracks requests and their deadlines, and its policy decides what runs where.
 
-Fronts submit requests, workers run batches (`channel.Kind`); tensors never come here. What a worker that has gone had
-to do comes again, with the deadlines that it had. What was computed when it went is computed one by one then, and a
-request that two had begun when they went is taken to be at fault. Only the scheduler says what became of a request, and
-it does so once.
+Frontends submit requests, workers run batches (`channel.Kind`); tensors never pass through the scheduler. The requests
+of a worker that has gone are resubmitted to the policy, with their deadlines. Those that it was computing are then
+computed one by one, and a request that was being computed when two workers went is taken to be the cause. Only the
+scheduler reports the outcome of a request, and it does so once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EVERY_NS = 1_000_000_000
 
 
 class Scheduler:
-    """See the module's docstring; `turn` does what there is to do. ``opened`` is called before fronts may ask."""
+    """See the module's docstring; `turn` handles events. ``opened`` is called before frontends may submit requests."""
 
     def __init__(
         self, folder: Path, deployment: Deployment, log: Path | None = None, opened: Callable[[], None] = lambda: None
@@ -52,7 +52,7 @@ class Scheduler:
         self._folder, self._deployment, self._opened = folder, deployment, opened
         self._log = None if log is None else LogFile(log)
         self._epoch = time.monotonic_ns()
-        for left in folder.glob("slab-*"):  # of fronts that ended with the scheduler before
+        for left in folder.glob("slab-*"):  # of an earlier scheduler's frontends
             left.unlink(missing_ok=True)
         clear_begun(folder)
         self._board = Switchboard(folder / "scheduler.sock", self._greet)
@@ -73,7 +73,7 @@ class Scheduler:
         self._next_report = 0
 
     def turn(self) -> None:
-        """Wait for the next message or moment, and do what follows from it."""
+        """Wait for the next message or moment, and handle it."""
         moment = self._live.next_moment if self._live is not None else NEVER
         ready = self._board.wait(min(moment, self._next_report, self._next_scale) - time.monotonic_ns())
         now = time.monotonic_ns()
@@ -96,11 +96,11 @@ class Scheduler:
         self._decide(now)
 
     def watch_input(self) -> None:
-        """From now on, orders are obeyed, and `turn` ends with SystemExit when standard input does."""
+        """Obey orders from now on; `turn` then raises SystemExit when standard input ends."""
         self._board.watch_input(self.obey)
 
     def close(self) -> None:
-        """Close what is open; the log is complete then."""
+        """Close connections and complete the log."""
         self._board.close()
         if self._log is not None:
             self._log.close()
@@ -111,12 +111,12 @@ class Scheduler:
         self._events.append(np.array([[kind, now, *values, *[0] * (EVENT_WIDTH - 2 - len(values))]], np.int64))
 
     def _place_of(self, model: int) -> int:
-        """Where the policy's pool has a model."""
+        """Return a model's place in the policy's pool."""
         assert self._live is not None
         return self._live.place_of(model)
 
     def _decide(self, now: int) -> None:
-        """Put what has happened to the policy, and do what it decides."""
+        """Pass pending events to the policy, and carry out its decisions."""
         while self._events and self._live is not None:
             events = self._events[0] if len(self._events) == 1 else np.concatenate(self._events)
             self._events = []
@@ -130,7 +130,7 @@ class Scheduler:
                 parts = self._suspects.parts_of(requests)
                 self._workers.run(self._workers.usable[target], self._catalog[model], parts, self._fronts, now)
             elif kind == RUN:
-                # It was decided before the policy was told, in the same turn, that the worker has gone.
+                # Decided in the same turn, before the policy was notified that the worker has gone.
                 self._come_again(model, requests, now)
             elif kind == DROP:
                 self._answer(model, requests, target)
@@ -138,12 +138,12 @@ class Scheduler:
                 self._fleet.wanted = target
             else:
                 raise ServingError(
-                    f"Policy {self._deployment.policy!r} gives a batch up while it runs, which no worker can do. "
-                    "Serve by another one; the simulator knows this one."
+                    f"Policy {self._deployment.policy!r} aborts a running batch, which no worker can do. "
+                    "Serve under another policy; the simulator supports this one."
                 )
 
     def _answer(self, model: int, requests: Ints, fate: int, end: int = 0) -> None:
-        """Tell fronts what became of requests, and when their batch ended, if there was one."""
+        """Report the outcome of requests to their frontends, with the end of their batch (ns; 0 without one)."""
         if not len(requests):
             return
         self._counts[self._catalog[model].name, fate] += len(requests)
@@ -153,7 +153,7 @@ class Scheduler:
     # --- models ----------------------------------------------------------------------------------
 
     def obey(self, order: dict[str, Any], now: int) -> None:
-        """What the supervisor orders: to record, or to serve other models."""
+        """Carry out an order of the supervisor: record, or change the models."""
         self._recorder.obey([order])
         if "change" in order:
             self._changes.order(order, self._staff)
@@ -161,11 +161,11 @@ class Scheduler:
 
     @property
     def _staff(self) -> list[WorkerPeer]:
-        """Workers that are there, and stay."""
+        """Workers that are connected and not being released."""
         return [worker for device, worker in self._workers.present.items() if device in self._fleet.hired]
 
     def _change(self, now: int) -> None:
-        """Go on with a change of models, if there is one."""
+        """Continue a pending change of models."""
         if self._live is not None:
             self._changes.step(self._staff, partial(self._rebuild, now))
 
@@ -175,15 +175,15 @@ class Scheduler:
         self._fronts.forget(self._changes.clear_out(known, self._is_needed, self._staff, partial(self._rebuild, now)))
 
     def _is_needed(self, number: int) -> bool:
-        """Is anything of this model waiting, or computed?"""
+        """Return whether requests of this model are waiting or being computed."""
         assert self._live is not None
         return any(model == number for model, _, _ in self._live.waiting()) or self._workers.computes(number)
 
     def _rebuild(self, now: int) -> None:
-        """Other models than before: the policy begins anew, with what it knows, and all that waits comes again."""
+        """Restart the policy with changed models; keep its measurements, and resubmit all waiting requests."""
         live = self._live
         assert live is not None
-        # What has happened until now was told in the places of former times.
+        # Pending events use places of the old pool.
         self._decide(now)
         waiting = list(live.waiting())
         self._live = self._open(live)
@@ -194,7 +194,7 @@ class Scheduler:
         self._tell()
 
     def _open(self, before: Live | None = None) -> Live:
-        """All is known that the pool needs."""
+        """Make the policy's pool; everything that it needs is known now."""
         if before is None:
             reports.report("preparing", policy=self._deployment.policy)
         self._lateness.most_ns = self._catalog.most_late_ns
@@ -213,7 +213,7 @@ class Scheduler:
     # --- connections ---------------------------------------------------------------------------
 
     def _greet(self, channel: MessageChannel, content: dict[str, Any], now: int) -> None:
-        """Whoever has connected has said who it is."""
+        """Handle the first message of a new connection, which says whether it is a frontend or a worker."""
         if "front" in content:
             self._connections += 1
             front = FrontendPeer(channel, self._connections)
@@ -224,7 +224,7 @@ class Scheduler:
             self._welcome(channel, content, now)
 
     def _welcome(self, channel: MessageChannel, content: dict[str, Any], now: int) -> None:
-        """A worker has come."""
+        """Add a worker."""
         worker = WorkerPeer(channel, content["worker"], content["pid"])
         before = self._workers.present.get(worker.device)
         if before is not None:
@@ -242,7 +242,7 @@ class Scheduler:
         self._employ(worker, now)
 
     def _employ(self, worker: WorkerPeer, now: int) -> None:
-        """A worker that is wanted and has all models can be used."""
+        """Start using a worker that is wanted and has all models."""
         if worker.device in self._workers.usable or worker.device not in self._fleet.hired:
             return
         if not worker.held.issuperset(self._catalog.numbers):
@@ -256,7 +256,7 @@ class Scheduler:
         self._tell()
 
     def _resize(self, now: int) -> None:
-        """As many workers as are wanted."""
+        """Start or release workers until their number is the wanted one."""
         assert self._live is not None
         while (device := self._fleet.step(self._workers.usable, self._live.pool)) is not None:
             worker = self._workers.usable.pop(device)
@@ -268,7 +268,7 @@ class Scheduler:
             self._employ(worker, now)
 
     def _tell(self, only: FrontendPeer | None = None) -> None:
-        """Tell all fronts, or one, what models there are."""
+        """Send the list of models to all frontends, or to one."""
         is_open = self._live is not None
         document = {
             "epoch": self._epoch,
@@ -298,7 +298,7 @@ class Scheduler:
                 self._events.append(events)
 
     def _lose_front(self, front: FrontendPeer, now: int) -> None:
-        """A front has gone: what it had in queues is cancelled, what runs is not answered."""
+        """Remove a frontend: cancel its waiting requests; its running ones are not answered."""
         self._fronts.remove(front)
         self._suspects.forget(front.number)
         for served in self._catalog:
@@ -319,7 +319,7 @@ class Scheduler:
                 self._change(now)
 
     def _finish(self, worker: WorkerPeer, cells: Ints, now: int) -> None:
-        """A worker has done a batch, or answers a ping."""
+        """Handle a worker's message that a batch is done, or its reply to a ping."""
         number, begin, end, num_late = cells[:4].tolist()
         if number == PING:
             self._lateness.note(int(cells[4]), begin, end, now)
@@ -341,7 +341,7 @@ class Scheduler:
             return
         if not batch.is_last:
             return
-        # A device is not slow for what it was not asked to do at once.
+        # The time of a batch that was sent in parts says nothing about the device: use the expected one.
         taken = self._catalog[batch.model].table[batch.decided] if batch.is_part else end - begin
         if worker.batches:
             following = worker.batches[0]
@@ -350,7 +350,7 @@ class Scheduler:
             self._event(FREE, now, worker.device, 0, 0, taken)
 
     def _lose_worker(self, worker: WorkerPeer, now: int) -> None:
-        """A worker has gone: what it had comes again, but for what it had begun and another one before it, too."""
+        """Remove a worker: resubmit its requests, except those that have now lost their second worker."""
         if self._workers.present.get(worker.device) is not worker:
             return
         del self._workers.present[worker.device]
@@ -367,7 +367,7 @@ class Scheduler:
         self._change(now)
 
     def _come_again(self, model: int, requests: Ints, now: int) -> None:
-        """Requests that nobody computes any more are put to the policy again, by their deadlines."""
+        """Resubmit requests whose worker has gone to the policy, with their deadlines."""
         for request, deadline in self._fronts.submitted(model, requests).tolist():
             if self._fronts.has_asked(request):
                 self._event(AGAIN, now, self._place_of(model), request, deadline)
@@ -375,7 +375,7 @@ class Scheduler:
     # --- what is measured ----------------------------------------------------------------------
 
     def _adjust(self, now: int) -> None:
-        """What is late in this server is known better than a second ago."""
+        """Update the policy's measured numbers."""
         if self._live is not None and self._lateness.is_known:
             for number, measured in self._lateness.known_better(self._deployment, self._live.pool):
                 self._event(ADJUST, now, number, measured)

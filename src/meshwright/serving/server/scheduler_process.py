@@ -1,7 +1,7 @@
 """The process of the scheduler.
 
-Run as ``python -m meshwright.serving.server.scheduler_process FOLDER [LOG]``, where ``FOLDER`` has the deployment; ends
-when its standard input does.
+Run as ``python -m meshwright.serving.server.scheduler_process FOLDER [LOG]``, where ``FOLDER`` has the deployment.
+Ends when its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The models of a server: each copy of a deployment's models, with what its workers have found out about it.
 
-Processes that are started read in a file which ones there are (`write_models`); what comes later they are told.
+Processes read the list from a file when they start (`write_models`); later changes are sent to them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _FILE = "models.json"
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """A model by its number. ``table`` has the ns of batches; entry 0 is unused. Both are known from the first worker.
+    """A model by number. ``table`` has the ns of batches; entry 0 is unused. The first worker determines the rest.
 
-    Raises ServingError where not even a batch of one is in time.
+    Raises ServingError if even a batch of one takes longer than the SLO.
     """
 
     number: int
@@ -39,17 +39,17 @@ class Served:
 
     @property
     def slo_ns(self) -> int:
-        """From arrival to deadline, where a request does not say."""
+        """Time from arrival to deadline (ns), if a request does not give one."""
         return round(self.model.slo * 1e9)
 
     def learn(self, found: dict[str, Any]) -> None:
-        """A worker is ready to run the model, and says what it takes and gives and how long batches took."""
+        """Take the tensors and latencies that a worker found when it loaded the model. Raises ServingError."""
         inputs, outputs = (read_tensors(found[key]) for key in ("inputs", "outputs"))
         if self.table:
             if (inputs, outputs) != (self.inputs, self.outputs):
                 raise ServingError(
                     f"Model {self.name!r}: two workers have loaded it with different tensors ({self.inputs} and "
-                    f"{inputs}). A model's function has to return the same in each process."
+                    f"{inputs}). A model's function must return the same in each process."
                 )
             return
         latency = self.model.latency or Latency.through(found["points"])
@@ -57,16 +57,16 @@ class Served:
         if len(table) < 2:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one took {latency.of(1):.4g} s, longer than its SLO of "
-                f"{self.model.slo:g} s, so that no request can be met. Give it more time, or a faster device."
+                f"{self.model.slo:g} s, so no request can be answered in time. Increase slo, or use a faster device."
             )
         self.inputs, self.outputs, self.platform, self.table = inputs, outputs, found["platform"], table
 
     def identity(self) -> dict[str, Any]:
-        """Which model it is, as `read_identity` reads it."""
+        """Return what identifies the model, for `read_identity`."""
         return {"number": self.number, "name": self.name, "version": self.version, "model": encode(self.model)}
 
     def document(self) -> dict[str, Any]:
-        """What fronts are told."""
+        """Return the message to frontends."""
         return {
             "number": self.number,
             "name": self.name,
@@ -80,27 +80,27 @@ class Served:
 
 
 def read_identity(document: dict[str, Any]) -> Served:
-    """A model of which nothing is found out yet (`Served.identity`)."""
+    """Return a model from `Served.identity`, without tensors and latencies."""
     return Served(**{**document, "model": decode(ServedModel, document["model"])})
 
 
 def write_models(served: Iterable[Served], folder: Path) -> None:
-    """Write down which models there are, for processes that are started."""
+    """Write the list of models, for processes that start later."""
     write_text(json.dumps([one.identity() for one in served]), folder / _FILE)
 
 
 def read_models(folder: Path) -> list[Served]:
-    """The models that were written down last."""
+    """Read the list of models."""
     return [read_identity(item) for item in json.loads((folder / _FILE).read_text(encoding="utf-8"))]
 
 
 def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-    """Tensors as they are sent between processes."""
+    """Return tensor specs from a message between processes."""
     return tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in items)
 
 
 def served_models(deployment: Deployment) -> list[Served]:
-    """All models, copies one by one: the third copy of ``detector`` is ``detector-2``."""
+    """Return all models, with an entry for each copy: the third copy of ``detector`` is ``detector-2``."""
     names = [(name, model) for model in deployment.models for name in copy_names(model)]
     served = [Served(number=number, name=name, model=model) for number, (name, model) in enumerate(names)]
     check_names(served)
@@ -108,7 +108,7 @@ def served_models(deployment: Deployment) -> list[Served]:
 
 
 def copy_names(model: ServedModel) -> list[str]:
-    """What the copies of a model are called."""
+    """Return the names of a model's copies."""
     return [model.name] if model.copies == 1 else [f"{model.name}-{copy}" for copy in range(model.copies)]
 
 

@@ -1,7 +1,7 @@
-"""Slabs: shared memory in which tensors of requests lie, so that only numbers of slots travel between processes.
+"""Slabs: shared memory for the tensors of requests, so that only slot numbers are sent between processes.
 
-A front has a slab for each model: slots of one size, a sample's inputs and outputs in each. The front writes inputs and
-reads outputs; a worker gathers the inputs of a batch and scatters its outputs, as arrays of whole columns.
+A frontend has a slab for each model: slots of one size, each with a sample's inputs and outputs. The frontend writes
+inputs and reads outputs; a worker gathers the inputs of a batch and scatters its outputs, by whole columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Slab:
     """``inputs`` and ``outputs``: for each tensor an array of (slots, *its shape), views of the shared memory."""
 
     def __init__(self, path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], slots: int) -> None:
-        """Open the slab of this file, which is made if ``slots`` is not 0. Raises ServingError if that fails."""
+        """Open the slab of this file; it is created if ``slots`` is not 0. Raises ServingError if that fails."""
         layout = slot_layout(inputs, outputs)
         try:
             with path.open("x+b") if slots else path.open("r+b") as opened:
@@ -40,15 +40,15 @@ class Slab:
         self.outputs: list[NDArray[Any]] = [self.slots[f"o{place}"] for place in range(len(outputs))]
 
     def __len__(self) -> int:
-        """How many slots there are."""
+        """Return the number of slots."""
         return len(self.slots)
 
     def allocate(self, first: int, count: int) -> bool:
-        """Have the system give memory for these slots, or say that it has none: without, whoever touches them dies."""
+        """Allocate memory for these slots; return False if the system has none: access would then kill the process."""
         if not hasattr(os, "posix_fallocate"):
             return True
         try:
-            # No file stays open for this, as there are as many slabs as models.
+            # Opened only for this call: there are as many slabs as there are models.
             with self.path.open("r+b") as opened:
                 os.posix_fallocate(opened.fileno(), first * self.slots.itemsize, count * self.slots.itemsize)
         except OSError:
@@ -56,12 +56,12 @@ class Slab:
         return True
 
     def remove(self) -> None:
-        """Take the file away; whoever has opened it can still use it."""
+        """Remove the file; processes that have opened it can still use it."""
         self.path.unlink(missing_ok=True)
 
 
 def slot_layout(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> np.dtype:
-    """What lies in a slot: each tensor begins at a multiple of 64 bytes."""
+    """Return the layout of a slot: each tensor is aligned to 64 bytes."""
     names, formats, offsets, at = [], [], [], 0
     for letter, tensors in (("i", inputs), ("o", outputs)):
         for place, tensor in enumerate(tensors):
@@ -73,5 +73,5 @@ def slot_layout(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
 
 
 def slab_path(folder: Path, epoch: int, channel: int, model: int) -> Path:
-    """Where the slab of a front's connection and a model lies; ``epoch`` is the scheduler's."""
+    """Return the path of the slab of a frontend's connection and a model; ``epoch`` is the scheduler's."""
     return folder / f"slab-{epoch}-{channel}-{model}"

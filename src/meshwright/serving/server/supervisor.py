@@ -1,7 +1,7 @@
-"""The supervisor: it starts the processes of a server, starts again those that end, and ends them all in order.
+"""The supervisor: it starts the processes of a server, restarts those that end, and shuts them down in order.
 
-A process is told to end by the end of its standard input, so that none outlives its supervisor, whatever becomes of
-that; fronts first answer what they have. A process that ends soon after its start is started again later each time.
+A process ends when its standard input does, so that none outlives its supervisor, however that ends; frontends first
+answer pending requests. A process that ends soon after its start is restarted after a delay, longer each time.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from meshwright.serving.server.totals import Totals
 from meshwright.spec import Deployment, ServedModel, ServingError
 from meshwright.spec.codec import write_document
 
-# A process that lived so long was well; one that did not is started again after a pause, twice as long each time.
+# A process that lived this long was healthy; others are restarted after a pause, which doubles each time.
 _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
-# What fronts have to answer what is under way, and others to end.
+# Time limits for frontends to answer pending requests, and for others to end.
 _DRAIN_S, _END_S = 30.0, 5.0
-# Kinds of reports that hold until the next one; others tell of a moment.
+# Kinds of reports that describe a state until the next one; others describe an event.
 _LASTING = ("scheduler", "worker", "front")
-# What a change of models may take: the loading of large ones.
+# Time limit of a change of models: loading of large ones.
 _CHANGE_S = 1800.0
-_STARTED_AGAIN = "The scheduler ended, and is started again. Ask again when the server is ready."
+_STARTED_AGAIN = "The scheduler ended and is being restarted. Try again when the server is ready."
 
 Told = Callable[[str, dict[str, Any]], None]
 
 
 class Unready(ServingError):  # noqa: N818 - it is a state
-    """What was asked for may be possible in a moment."""
+    """The request may be possible later."""
 
 
 class Supervisor:
-    """A server of a deployment; `run` keeps it up until it is stopped.
+    """A server of a deployment; `run` keeps it running until it is stopped.
 
-    Decisions are written to ``log``, those of a scheduler that was started again to ``log.2`` and so on; requests need
-    the token of ``token_file``. ``told`` hears what processes report: the name of one (``worker-3``) and its facts;
-    ``kind`` "ended", "started" and "unstarted" are the supervisor's own. Raises ServingError where a process cannot
-    go on by a fault of the deployment.
+    Decisions are written to ``log``, those of a restarted scheduler to ``log.2`` and so on; requests need the token of
+    ``token_file``. ``told`` is called with the reports of processes: a name (``worker-3``) and its facts; those of
+    ``kind`` "ended", "started" and "unstarted" are the supervisor's own. Raises ServingError if a process cannot
+    continue because of a fault of the deployment.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Supervisor:
     ) -> None:
         self.deployment = deployment
         self.facts: dict[str, dict[str, Any]] = {}
-        self.ended = Totals()  # of processes that have
+        self.ended = Totals()  # of processes that have ended
         self.models: list[Served] = served_models(deployment)
-        # Of all models that there were, by their numbers.
+        # All models so far, by number.
         self.model_names = [one.name for one in self.models]
         self.port = self.grpc_port = self.admin_port = 0
         self.folder: Path | None = None
@@ -85,14 +85,14 @@ class Supervisor:
         self._change: asyncio.Future[str | None] | None = None
 
     def stop(self) -> None:
-        """Answer what is under way, and end; asked again, end at once."""
+        """Answer pending requests, and end; a second call ends at once."""
         if self._stopping.is_set():
             self._hurrying.set()
         self._stopping.set()
         self._changed.set()
 
     def process_ids(self) -> dict[str, int]:
-        """The processes that there are, by name."""
+        """Return the running processes by name."""
         return {
             name: child.process.pid
             for name, child in self._children.items()
@@ -100,26 +100,26 @@ class Supervisor:
         }
 
     def starts(self, name: str) -> int:
-        """How often a process was started; the supervisor itself once."""
+        """Return how often a process was started; 1 for the supervisor itself."""
         return self._children[name].starts if name in self._children else 1
 
     def order(self, name: str, **facts: Any) -> bool:
-        """Send a process an order (`reports.Orders`); False if it is not there."""
+        """Send an order to a process (`reports.Orders`); return False if it is not running."""
         child = self._children.get(name)
         if child is None or child.process is None or child.process.stdin is None:
             return False
-        # A pipe that nobody reads any more is seen where the process is listened to.
+        # A broken pipe is noticed by the task that waits for the process.
         child.process.stdin.write(json.dumps(facts).encode() + b"\n")
         return child.process.returncode is None
 
     async def change(self, come: Sequence[tuple[str, ServedModel]], leave: Sequence[str]) -> None:
-        """Serve other models: some come, by name, in the place of those that had the name; others leave.
+        """Change the models: add some, by name, which replace those of the same name; remove others.
 
-        Returns when requests are answered by the new ones. Raises ServingError, and then all is as it was: where not
-        all can be loaded by all workers, and where no model would be left.
+        Returns when requests are answered by the new ones. Raises ServingError, with everything unchanged, if not all
+        workers can load all of them, or if no model would be left.
         """
         if self._changing.locked():
-            raise Unready("Another change of models is under way. Ask again when it is done.")
+            raise Unready("Another change of models is under way. Try again when it is done.")
         async with self._changing:
             names = {name for name, _ in come}
             numbers = itertools.count(len(self.model_names))
@@ -139,9 +139,9 @@ class Supervisor:
             write_models(models, self.folder)
 
     async def _order_change(self, come: list[Served], leave: list[Served]) -> None:
-        """Have the scheduler make a change."""
+        """Order a change from the scheduler, and wait for it."""
         if not self.is_ready:
-            raise Unready("The server is not ready. Ask again when it is.")
+            raise Unready("The server is not ready. Try again when it is.")
         self._changes += 1
         self._change = asyncio.get_running_loop().create_future()
         load, numbers = [one.identity() for one in come], [one.number for one in leave]
@@ -163,23 +163,23 @@ class Supervisor:
             self._change.set_result(error)
 
     async def stopped(self) -> None:
-        """Return when it was told to stop, or cannot go on."""
+        """Return when the server is being stopped, or cannot continue."""
         await self._stopping.wait()
 
     @property
     def is_ready(self) -> bool:
-        """Can requests be answered?"""
+        """Whether requests can be answered."""
         fronts = range(self.deployment.server.fronts)
         return "scheduler" in self.facts and all(self.facts.get(f"front-{front}", {}).get("ready") for front in fronts)
 
     async def wait_until_ready(self) -> None:
-        """Return when all fronts answer requests, or the server ends."""
+        """Return when all frontends answer requests, or the server ends."""
         while not self.is_ready and not self._stopping.is_set():
             self._changed.clear()
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Start all, and keep them up until `stop`."""
+        """Start all processes, and keep them running until `stop`."""
         check_served(self.deployment)
         if self._log is not None:
             check_log(self._log)
@@ -201,12 +201,12 @@ class Supervisor:
         log = [] if self._log is None else [str(self._log.absolute())]
         token = [] if self._token_file is None else [str(self._token_file.absolute())]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        # Threads of an operator wait for each other by turning: they must not have to share cores with the rest.
+        # Threads of an operator wait for each other actively: they must not share cores with other processes.
         rest = self.deployment.server.fronts + 1
         threads = str(max((cores - rest) // self.deployment.devices, 1))
         return [
             # The first touch of a huge page takes milliseconds (own measurement 2026-11-24: the first trial of
-            # `adaptive` stopped a scheduler for 60 ms); most of a pool's room is never used.
+            # `adaptive` stopped a scheduler for 60 ms); most of a pool's memory is never used.
             Child("scheduler", ["scheduler_process", str(folder), *log], {"NUMPY_MADVISE_HUGEPAGE": "0"}),
             *(
                 Child(
@@ -240,19 +240,19 @@ class Supervisor:
             await asyncio.gather(*keepers)
 
     async def _keep(self, child: Child) -> None:
-        """Start a process, and start it again when it has ended."""
+        """Start a process, and restart it whenever it has ended."""
         pause_s = _FIRST_PAUSE_S
         while await self._is_wanted(child):
             began = time.monotonic()
             arguments = child.arguments
             if child.name == "scheduler" and self._log is not None and child.starts:
-                # What the one before has written stays.
+                # Keep the log of the previous scheduler.
                 arguments = [*arguments[:-1], f"{arguments[-1]}.{child.starts + 1}"]
             try:
                 process = await child.start(arguments)
             except OSError as error:
-                # Whatever took the memory, or the room for processes, may end.
-                text = f"{child.name} could not be started ({error}); it is tried again."
+                # The shortage of memory or processes may be temporary.
+                text = f"{child.name} could not be started ({error}); this is retried."
                 self._tell(child.name, {"kind": "unstarted", "text": text})
             else:
                 await self._accompany(child, process)
@@ -263,7 +263,7 @@ class Supervisor:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _accompany(self, child: Child, process: asyncio.subprocess.Process) -> None:
-        """Listen to a process until it has ended, and do what follows from its end."""
+        """Read the reports of a process until it has ended, and handle its end."""
         if self._stopping.is_set() and process.stdin is not None:
             process.stdin.close()
         self._tell(child.name, {"kind": "started", "pid": process.pid, "starts": child.starts})
@@ -271,8 +271,8 @@ class Supervisor:
         code = process.returncode
         self.ended.add(self.facts.pop(child.name, {}))
         if child.name == "scheduler":
-            self._end_change("The server ends." if self._stopping.is_set() else _STARTED_AGAIN)
-        # A worker that cannot load what others have loaded before may do so later.
+            self._end_change("The server is ending." if self._stopping.is_set() else _STARTED_AGAIN)
+        # If other workers have loaded the models before, a worker that fails to may succeed later.
         if code == FATAL and not (self._was_ready and child.name.startswith("worker-")):
             self._fault = self._fault or child.error
             self._stopping.set()
@@ -282,7 +282,7 @@ class Supervisor:
         child.error, child.is_released = None, False
 
     async def _is_wanted(self, child: Child) -> bool:
-        """Wait until a process is wanted; False if the server ends before."""
+        """Wait until a process is wanted; return False if the server ends before."""
         if not child.wanted.is_set():
             waiting = [asyncio.create_task(event.wait()) for event in (child.wanted, self._stopping)]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -291,14 +291,14 @@ class Supervisor:
         return not self._stopping.is_set()
 
     def _hear(self, child: Child, facts: dict[str, Any]) -> None:
-        """A process has reported something."""
+        """Handle a report of a process."""
         if self._heed(child, facts["kind"], facts):
             self._was_ready = self._was_ready or self.is_ready
             self._tell(child.name, facts)
             self._changed.set()
 
     def _heed(self, child: Child, kind: str, facts: dict[str, Any]) -> bool:
-        """Do what a report asks for; False if there is nothing to it."""
+        """Do what a report asks for; return False if there is nothing to pass on."""
         if kind == "error":
             child.error = facts["text"]
         elif kind == "hire":
@@ -309,8 +309,8 @@ class Supervisor:
         elif kind == "release":
             self._release(self._children[f"worker-{facts['device']}"])
         elif kind == "broken" and not self._was_ready:
-            # None has served it yet: what it says is wrong with the model, or with the deployment. Another worker that
-            # finds the same after one was ready is started again.
+            # No worker has served yet: the model or the deployment is at fault. A worker with the same problem after
+            # one was ready is restarted.
             self._fault = self._fault or facts["text"]
             self._stopping.set()
             return False
@@ -323,14 +323,14 @@ class Supervisor:
         return True
 
     def _release(self, child: Child) -> None:
-        """A process is not wanted any more: it ends, and is not started again."""
+        """End a process and do not restart it."""
         child.wanted.clear()
         child.is_released = True
         if child.process is not None and child.process.stdin is not None:
             child.process.stdin.close()
 
     def _kill(self, facts: dict[str, Any]) -> None:
-        """A worker is of no use: it has computed for too long, or lacks a model. It is killed, and started again."""
+        """Kill a worker that has computed for too long, or lacks a model; it is then restarted."""
         process = self._children[f"worker-{facts['worker']}"].process
         if process is not None and process.pid == facts["pid"] and process.returncode is None:
             process.kill()
@@ -340,7 +340,7 @@ class Supervisor:
             self._told(name, facts)
 
     async def _end_all(self) -> None:
-        """First fronts, which answer what they have; then all others."""
+        """End frontends first, which answer pending requests; then all others."""
         fronts = [child for name, child in self._children.items() if name.startswith("front-")]
         others = [child for child in self._children.values() if child not in fronts]
         for child in fronts:

@@ -1,4 +1,4 @@
-"""Requests that a worker was lost with: who is at fault when another one goes."""
+"""Requests that were being computed when a worker ended: which is the cause if another worker ends, too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.serving.server.peers import WorkerPeer, front_of
 
 
 class Suspects:
-    """Those that a worker had begun when it went; who loses a second one so is taken to be at fault.
+    """Requests that a worker had started when it went; one that loses a second worker is taken to be the cause.
 
-    ``folder``: where workers note what they begin (`begun`).
+    ``folder``: where workers record what they start (`begun`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -23,7 +23,7 @@ class Suspects:
         self._requests: set[int] = set()
 
     def parts_of(self, requests: Ints) -> list[Ints]:
-        """A batch as it is to be computed: a suspect goes alone, so that others are not harmed, and after them."""
+        """Divide a batch: each suspect is computed alone, so that others are not harmed, and after them."""
         if not self._requests:
             return [requests]
         alone = self._among(requests)
@@ -31,13 +31,13 @@ class Suspects:
         return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
     def judge(self, worker: WorkerPeer, is_awaited: Callable[[int], bool]) -> Iterator[tuple[int, Ints, Ints]]:
-        """What a worker that has gone had to do: model, requests at fault, and those that are to come again.
+        """Yield the batches of a worker that has gone: model, requests at fault, and those to resubmit.
 
-        Only what it had begun can have harmed it, and is suspected from now on, if anybody still waits for it.
+        Only requests that it had started can be the cause; they become suspects, if their clients still wait.
         """
         begun = take_begun(self._folder, worker.pid)
         for place, batch in enumerate(worker.batches):
-            # One may be begun although ends of those before it have not been heard of.
+            # The started batch need not be the first: reports of earlier ends may have been lost.
             if begun == batch.number or (begun is None and place == 0):
                 guilty = self._among(batch.requests)
                 again = batch.requests[~guilty]
@@ -47,12 +47,12 @@ class Suspects:
                 yield batch.model, batch.requests[:0], batch.requests
 
     def clear(self, requests: Ints) -> None:
-        """These are answered."""
+        """Acquit requests that are answered."""
         if self._requests:
             self._requests.difference_update(requests.tolist())
 
     def forget(self, front: int) -> None:
-        """This front's connection has gone, and nobody waits for its requests."""
+        """Forget the requests of a frontend's connection that has gone."""
         self._requests = {request for request in self._requests if front_of(request) != front}
 
     def _among(self, requests: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -1,4 +1,4 @@
-"""Connections of a scheduler: who has something to say is heard, and what had to wait is sent when there is room."""
+"""Connections of a scheduler: it receives messages from all of them, and sends delayed ones when there is room."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from typing import Any
 from meshwright.serving.server.channel import Closed, Kind, MessageChannel, listen
 from meshwright.serving.server.reports import Orders
 
-# Sleeping takes up to 50 us more than what is asked for (prctl(2), PR_SET_TIMERSLACK): too much, where there is less to
-# be waited for than this.
+# Sleeping takes up to 50 us more than requested (prctl(2), PR_SET_TIMERSLACK): too much for waits shorter than this.
 _LEAST_PAUSE_NS = 20_000
-# Longer waits end up to a thousandth late (the kernel's select_estimate_accuracy): the last part is waited for anew.
+# Longer waits end up to a thousandth late (the kernel's select_estimate_accuracy): they are split, with a short rest.
 _LONG_NS = 10_000_000
-# What to do with a channel that can be read; it may raise Closed.
+# Callback for a readable channel; may raise Closed.
 Hear = Callable[[int], None]
 
 
 class Switchboard:
-    """Whoever connects says who it is, in a document; ``greet`` takes it, and says by `connect` who hears the rest.
+    """Accepts connections; the first message identifies the peer: ``greet`` takes it, and calls `connect`.
 
-    When somebody was heard, all are left alone for ``pause_ns``: what comes meanwhile is heard together, and whoever
-    sends it need not wake this process. (Own measurement 2026-11-24, of a server with eight workers and 7,200 requests
-    a second: 86 us of CPU each, 107 without pauses.)
+    After a message, all connections are left alone for ``pause_ns``: messages that arrive meanwhile are handled
+    together, and their senders need not wake this process. (Own measurement 2026-11-24, of a server with eight workers
+    and 7,200 requests a second: 86 us of CPU each, 107 without pauses.)
     """
 
     def __init__(self, path: Path, greet: Callable[[MessageChannel, dict[str, Any], int], None]) -> None:
@@ -41,7 +40,7 @@ class Switchboard:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def wait(self, wait_ns: int) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait so long for anybody; those that can be heard (`hear`)."""
+        """Wait up to ``wait_ns`` for messages; return the ready connections for `hear`."""
         begin = time.monotonic_ns()
         pause_ns = min(self._heard_ns + self.pause_ns - begin, wait_ns)
         if pause_ns > _LEAST_PAUSE_NS:
@@ -56,16 +55,16 @@ class Switchboard:
 
     @staticmethod
     def hear(ready: list[tuple[selectors.SelectorKey, int]], now: int) -> None:
-        """Hear all that have something to say."""
+        """Call the callbacks of ready connections."""
         for key, mask in ready:
             key.data(now, mask)
 
     def connect(self, channel: MessageChannel, hear: Hear, lose: Hear) -> None:
-        """From now on ``hear`` is for this channel, and ``lose`` for its end."""
+        """Set the callbacks of a channel: ``hear`` for messages, ``lose`` for its end."""
         self._selector.modify(channel, selectors.EVENT_READ, partial(self._hear, channel, hear, lose))
 
     def watch_input(self, obey: Callable[[dict[str, Any], int], None]) -> None:
-        """From now on, orders are heard; with the end of standard input, `hear` ends with SystemExit."""
+        """Pass orders to ``obey`` from now on; when standard input ends, `hear` raises SystemExit."""
         orders = Orders()
 
         def read(now: int, _mask: int) -> None:
@@ -75,7 +74,7 @@ class Switchboard:
         self._selector.register(sys.stdin, selectors.EVENT_READ, read)
 
     def listen_for_room(self, channel: MessageChannel) -> None:
-        """Something was sent: if it had to wait, go on when there is room."""
+        """Send the rest of a delayed message when there is room."""
         if channel.is_waiting:
             key = self._selector.get_key(channel)
             self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, key.data)
@@ -87,7 +86,7 @@ class Switchboard:
         channel.close()
 
     def close(self) -> None:
-        """Nobody can connect any more, and whoever has is disconnected."""
+        """Accept no further connections, and close all."""
         self._listener.close()
         for key in self._selector.get_map().values():
             if isinstance(key.fileobj, MessageChannel):

@@ -1,19 +1,19 @@
 """Requests and answers of the Open Inference Protocol (version 2), between bytes and the rows of a slab; no I/O.
 
-A request is JSON, or JSON with tensors after it (the "binary tensor data" extension: whoever sends it says how long the
-JSON is, and of each input that follows how many bytes it has). Each input has a shape [n, *that of one sample], with
-the same n for all; so have the outputs. `Codec.decode` checks all of it and gives an `ParsedRequest`, or raises
-`BadRequest` with a sentence for whoever sent it; `Codec.write` puts the values into slots, and `Codec.encode` makes an
-answer of them.
+A request is JSON, or JSON followed by tensors (the "binary tensor data" extension: the client states the length of the
+JSON, and the number of bytes of each input that follows). Each input has a shape [n, *that of one sample], with the
+same n for all; so have the outputs. `Codec.decode` checks all of this and returns a `ParsedRequest`, or raises
+`BadRequest` with a message for the client; `Codec.write` puts the values into slots, and `Codec.encode` makes an
+answer from them.
 
-What is decided here, where the protocol leaves it open:
+Choices where the protocol leaves room:
 
-- Data in JSON are flat, or nested exactly as the shape is. Integers are written without a fraction, and fit into their
-  datatype; booleans are true and false. FP16 and BF16 travel as binary only, in both directions.
-- JSON knows neither NaN nor infinity. A request that has them is refused. An output that has them cannot be sent as
-  JSON (a null, or text, would break clients where they least expect it): `NotFinite` says to ask for it as binary.
-- Parameters that nobody knows are ignored, as are unknown members; those that would change the answer and are not
-  supported (``shared_memory_region``, ``classification``, ``sequence_id``) are refused.
+- Data in JSON are flat, or nested exactly as the shape is. Integers have no fraction and must fit into their datatype;
+  booleans are true and false. FP16 and BF16 are binary only, in both directions.
+- JSON has neither NaN nor infinity. A request with them is refused. An output with them cannot be sent as JSON (a null,
+  or text, would break clients unexpectedly): `NotFinite` says to request it as binary.
+- Unknown parameters and members are ignored; those that would change the answer and are not supported
+  (``shared_memory_region``, ``classification``, ``sequence_id``) are refused.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
     from meshwright.serving.server.gate import ModelFacts
 
-# Samples of one request; more are several requests, which also wait less for each other.
+# Most samples of one request; more should be several requests, which also wait less for each other.
 MOST_SAMPLES = 1024
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """How an output is asked for."""
+    """Parameters of a requested output."""
 
     binary_data: bool | None = None
     classification: int | None = None
@@ -53,14 +53,14 @@ class OutputParameters(msgspec.Struct, gc=False):
 
 
 class RequestedOutput(msgspec.Struct, gc=False):
-    """An output that is asked for."""
+    """A requested output."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
 class Parameters(msgspec.Struct, gc=False):
-    """What a request says besides."""
+    """Parameters of a request."""
 
     binary_data_output: bool = False
     timeout: int | None = None
@@ -69,7 +69,7 @@ class Parameters(msgspec.Struct, gc=False):
 
 
 class WireRequest(msgspec.Struct, gc=False):
-    """A request as it is sent."""
+    """A request in its transmitted form."""
 
     inputs: list[Input]
     id: str | None = None
@@ -78,7 +78,7 @@ class WireRequest(msgspec.Struct, gc=False):
 
 
 class _Named(Protocol):
-    """What any protocol says of an input."""
+    """The fields of an input that all protocols have."""
 
     name: str
     datatype: str
@@ -86,15 +86,15 @@ class _Named(Protocol):
 
 
 _Item = TypeVar("_Item", bound=_Named)
-# Priorities begin with 1, and what has none is as important as what has this one.
+# Priorities start at 1; a request without one is treated as having the second of these.
 LEAST_IMPORTANT, _UNSAID = 7, 4
 _REQUESTS = msgspec.json.Decoder(WireRequest)
 
 
 class ParsedRequest:
-    """A request that was understood: ``count`` samples, ``values`` of each input, and which outputs are wanted how.
+    """A parsed request: ``count`` samples, ``values`` of each input, and the outputs, each with whether it is binary.
 
-    ``timeout_us`` is None where the request does not say it; ``level``: how important it is (`policies.ordering`).
+    ``timeout_us`` is None if the request does not give it; ``level`` is its priority (`policies.ordering`).
     """
 
     id: str | None = None
@@ -106,7 +106,7 @@ class ParsedRequest:
 
 
 class Codec:
-    """Reads and writes what one model takes and gives."""
+    """Reads requests and writes answers of one model."""
 
     def __init__(self, model: ModelFacts) -> None:
         slab = model.slab
@@ -126,23 +126,23 @@ class Codec:
         self._all_as_binary = [(place, True) for place in outputs]
         self._all_can_be_json = all(place.can_be_json for place in outputs)
         self.most = min(MOST_SAMPLES, len(slab))
-        # Bytes of an answer for one sample, about.
+        # Approximate bytes of an answer for one sample.
         self.answer_bytes = sum(place.sample_bytes + place.size * MOST_CHARACTERS for place in outputs)
         name, version = (msgspec.json.encode(each) for each in (model.name, model.version))
         self._begin = b'{"model_name":' + name + b',"model_version":' + version + b',"outputs":['
-        # What stands before the data of each output in the answer that nearly all want: one sample, all as JSON.
+        # The text before the data of each output in the most common answer: one sample, all as JSON.
         self._ones = [
             (b"%b%b%b" % (b"}," if number else self._begin, place.head_of_one, b'"data":'), place)
             for number, place in enumerate(outputs)
         ]
 
     def decode(self, body: bytes, json_bytes: int | None = None) -> ParsedRequest:
-        """Read a request; ``json_bytes`` is how long the JSON is if tensors follow it. Raises BadRequest."""
+        """Parse a request; ``json_bytes`` is the length of the JSON if tensors follow it. Raises BadRequest."""
         text = body if json_bytes is None else memoryview(body)[:json_bytes]
         if json_bytes is not None and json_bytes > len(body):
             raise BadRequest(
                 f"The request is not JSON of {json_bytes} bytes, as Inference-Header-Content-Length says: the body has "
-                f"{len(body)} bytes. Expected the length of the JSON that it begins with."
+                f"{len(body)} bytes. Expected the length of the JSON at its start."
             )
         try:
             request = _REQUESTS.decode(text)
@@ -159,7 +159,7 @@ class Codec:
     def read_inputs(
         self, items: Sequence[_Item], take: Callable[[InputPlace, _Item, int], Any]
     ) -> tuple[int, list[Any]]:
-        """How many samples there are, and the bytes of each input, which ``take`` has of it. Raises BadRequest."""
+        """Return the number of samples, and the bytes of each input, by ``take``. Raises BadRequest."""
         values: list[Any] = [None] * len(self._inputs)
         count = 0
         for item in items:
@@ -170,7 +170,7 @@ class Codec:
             if count != number:
                 if count:
                     raise BadRequest(
-                        f"Input {place.name!r} has {number} samples, and one before it {count}; expected as many."
+                        f"Input {place.name!r} has {number} samples, and an earlier one {count}; expected the same."
                     )
                 count = number
             values[place.place] = take(place, item, number)
@@ -180,7 +180,7 @@ class Codec:
         return count, values
 
     def write(self, asked: ParsedRequest, slots: list[int]) -> None:
-        """Put the values of a request into as many slots."""
+        """Write the values of a request into its slots."""
         if asked.count == 1:
             begin, memory = slots[0] * self._slot_bytes, self._memory
             for place in self._inputs:
@@ -191,7 +191,7 @@ class Codec:
                 place.rows[slots] = np.frombuffer(value, np.uint8).reshape(asked.count, place.sample_bytes)
 
     def encode(self, asked: ParsedRequest, slots: list[int]) -> tuple[bytes, int | None]:
-        """An answer's body, and the length of its JSON if tensors follow it. Raises NotFinite."""
+        """Return an answer's body, and the length of its JSON if tensors follow it. Raises NotFinite."""
         if asked.count == 1 and asked.outputs is self._all_as_json and asked.id is None:
             texts: list[bytes] = []
             for before, place in self._ones:
@@ -214,14 +214,14 @@ class Codec:
         return b"".join((text, *blocks)), len(text)
 
     def block(self, place: OutputPlace, slots: list[int]) -> Any:
-        """Bytes of the values in these slots."""
+        """Return the bytes of an output's values in these slots."""
         if len(slots) == 1:
             at = slots[0] * self._slot_bytes + place.offset
             return self._memory[at : at + place.sample_bytes]
         return place.rows[slots].tobytes()
 
     def asked(self, request: WireRequest, count: int, values: list[Any]) -> ParsedRequest:
-        """The rest of a request: which outputs, and how; how long it may take."""
+        """Read the other parts of a request: outputs with their format, timeout, priority. Raises BadRequest."""
         parameters = request.parameters
         as_binary = parameters is not None and parameters.binary_data_output
         outputs = self._all_as_binary if as_binary else self._all_as_json
@@ -237,9 +237,9 @@ class Codec:
             if timeout is not None and timeout < 1:
                 raise BadRequest(f"The parameter timeout is {timeout}; expected microseconds, at least 1.")
             if priority is not None and not 0 <= priority < 2**64:
-                raise BadRequest(f"The parameter priority is {priority}; expected an integer from 0 on, of 64 bits.")
+                raise BadRequest(f"The parameter priority is {priority}; expected a 64-bit integer of at least 0.")
             if parameters.sequence_id:
-                raise BadRequest("The parameter sequence_id was given; models here remember nothing. Leave it out.")
+                raise BadRequest("The parameter sequence_id was given, but models here are stateless. Leave it out.")
             asked.timeout_us = timeout
             if priority:
                 asked.level = min(priority, LEAST_IMPORTANT) - _UNSAID
@@ -254,25 +254,25 @@ class Codec:
                     f"There is no output {item.name[:SHOWN]!r}; expected one of {', '.join(map(repr, self._outputs))}."
                 )
             if item.name in chosen:
-                raise BadRequest(f"Output {item.name!r} is asked for twice; expected once.")
+                raise BadRequest(f"Output {item.name!r} is requested twice; expected once.")
             is_binary = as_binary
             if parameters is not None:
                 if parameters.classification is not None or parameters.shared_memory_region is not None:
                     raise BadRequest(
-                        f"Output {item.name!r} is asked for with classification or shared_memory_region, which are not "
+                        f"Output {item.name!r} is requested with classification or shared_memory_region, which are not "
                         "supported; leave them out."
                     )
                 is_binary = as_binary if parameters.binary_data is None else parameters.binary_data
             if not is_binary and not place.can_be_json:
                 raise BadRequest(
-                    f"Output {place.name!r} is {place.datatype}, which JSON cannot carry; ask for it with the "
+                    f"Output {place.name!r} is {place.datatype}, which JSON cannot carry; request it with the "
                     "parameter binary_data, or for all with binary_data_output."
                 )
             chosen[item.name] = (place, is_binary)
         return list(chosen.values())
 
     def _read_binary(self, items: Sequence[Input], rest: memoryview) -> tuple[int, list[Any]]:
-        """Inputs some of which follow the JSON, one after the other."""
+        """Read inputs of which some follow the JSON, one after the other."""
         at = 0
 
         def take(place: InputPlace, item: Input, count: int) -> Any:
@@ -286,12 +286,12 @@ class Codec:
         count, values = self.read_inputs(items, take)
         if at != len(rest):
             raise BadRequest(
-                f"{len(rest)} bytes follow the JSON, and inputs say binary_data_size of {at} in sum; expected as many."
+                f"{len(rest)} bytes follow the JSON, but the inputs' binary_data_size sum to {at}; expected the same."
             )
         return count, values
 
     def _count(self, place: InputPlace, shape: Sequence[int]) -> int:
-        """How many samples an input of this shape has."""
+        """Return the number of samples in an input of this shape. Raises BadRequest."""
         if len(shape) != len(place.shape) + 1 or shape[1:] != place.shape:
             sizes = "".join(f", {size}" for size in place.shape)
             raise BadRequest(f"Input {place.name!r} has the shape {shorten(shape)}; expected [n{sizes}] for n samples.")
@@ -303,7 +303,7 @@ class Codec:
         return shape[0]
 
     def _explain_input(self, item: _Item, place: InputPlace | None) -> str:
-        """Why an input is none of this model, or not as it should be."""
+        """Return why an input does not match the model."""
         if place is None:
             return f"There is no input {item.name[:SHOWN]!r}; expected {', '.join(map(repr, self._by_name))}."
         if item.datatype != place.datatype:

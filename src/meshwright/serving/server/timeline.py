@@ -1,11 +1,11 @@
-"""Where does the time of requests go? What processes have noted (`recording`), as a trace for https://ui.perfetto.dev.
+"""The timeline of a server as a trace for https://ui.perfetto.dev, from the records of its processes (`recording`).
 
-process    the scheduler, each device, each front
-thread     of a device: its batches, and in them the model at work; of a front: requests, of which as many threads
-           of one name as requests were under way at once, since Perfetto wants the spans of a thread to nest
-X          a batch, a request; in the request: what it waited for (`timeline_requests`)
+process    the scheduler, each device, each frontend
+thread     of a device: its batches, each with the execution of the model; of a frontend: requests, in as many threads
+           of one name as requests were under way at once, since Perfetto requires the spans of a thread to nest
+X          a batch, a request; in the request: its phases (`timeline_requests`)
 s, t, f    an arrow from a request to its batch, and from there to its answer
-i          what the scheduler decided, and what else it saw
+i          decisions of the scheduler, and other events there
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshwright.serving.server.timeline_facts import (
 from meshwright.serving.server.timeline_requests import request_events
 from meshwright.serving.server.trace_events import Event, TraceEvents
 
-_SEEN = {CANCEL: "request cancelled", UP: "device is there", DOWN: "device has gone", WAKE: "timer"}
+_SEEN = {CANCEL: "request cancelled", UP: "device has come up", DOWN: "device has gone", WAKE: "timer"}
 
 
 def timeline_pieces(facts: RecordedRun) -> Iterator[bytes]:
-    """The text of the trace, in pieces. ``otherData`` tells what it holds, and what it lacks."""
+    """Yield the text of the trace in pieces. ``otherData`` lists what it contains, and what is missing."""
     fronts, known = facts.of("front"), SampleFacts()
     batches = [batch for name, worker in facts.of("worker").items() for batch in read_batches(name, worker, known)]
     if scheduler := facts.processes.get("scheduler"):

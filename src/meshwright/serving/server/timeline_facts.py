@@ -1,4 +1,4 @@
-"""What was recorded of a server, put together: batches, and what became of each sample outside of its front."""
+"""Records of a server, combined: batches, and the history of each sample outside its frontend."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.live import AGAIN, ARRIVE
 from meshwright.serving.server.recording import Recorded
 
-# Model, request (connection and slot), deadline: known so to all processes.
+# Model, request (connection and slot), deadline: the same in all processes.
 Sample = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What was recorded: by whom, from when to when (ns), of which models, by number; ``missing`` did not answer."""
+    """Records by process, their time span (ns), and model names by number; ``missing`` processes did not answer."""
 
     begin_ns: int
     end_ns: int
@@ -27,14 +27,14 @@ class RecordedRun:
     missing: Sequence[str] = ()
 
     def of(self, kind: str) -> dict[str, Recorded]:
-        """Processes of a kind, in the order of their numbers."""
+        """Return the processes of a kind, in the order of their numbers."""
         names = [name for name in self.processes if name.startswith(f"{kind}-")]
         return {name: self.processes[name] for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]))}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecordedBatch:
-    """A batch, of whose samples some were passed over, failed, or were done after their deadline."""
+    """A batch, with numbers of samples that were skipped, failed, or were done after their deadline."""
 
     worker: str
     number: int
@@ -50,22 +50,22 @@ class RecordedBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SampleFacts:
-    """What others than the fronts know of samples; ``decided`` by model and request, as slots are used again."""
+    """History of samples outside frontends; ``decided`` by model and request, as slots are reused."""
 
     arrived: dict[Sample, int] = field(default_factory=dict)
     decided: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     batches: dict[Sample, RecordedBatch] = field(default_factory=dict)
-    # Where batches of a worker are drawn.
+    # Process and thread of a worker's batches in the trace.
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def fate_name(fate: int) -> str:
-    """A fate in words."""
+    """Return the name of an outcome."""
     return Fate(fate).name.lower()
 
 
 def read_batches(name: str, worker: Recorded, known: SampleFacts) -> Iterator[RecordedBatch]:
-    """Batches of a worker, in order; which samples ran where is known from then on."""
+    """Yield the batches of a worker, in order, and record which samples ran in each."""
     first = 0
     for number, model, expected, begin, end, size in worker["batches"].tolist():
         samples = worker["samples"][first : first + size]
@@ -88,7 +88,7 @@ def read_batches(name: str, worker: Recorded, known: SampleFacts) -> Iterator[Re
 
 
 def learn(known: SampleFacts, scheduler: Recorded) -> None:
-    """When samples came to the scheduler, and when it decided."""
+    """Record when samples reached the scheduler, and when it decided."""
     events = scheduler["events"]
     for _, moment, model, request, deadline, _ in events[np.isin(events[:, 0], (ARRIVE, AGAIN))].tolist():
         known.arrived.setdefault((model, request, deadline), moment)

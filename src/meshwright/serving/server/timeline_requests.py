@@ -1,15 +1,15 @@
-"""Requests of a timeline, as their fronts have seen them, with what scheduler and workers know of them.
+"""Requests of a timeline: the records of their frontends, with what scheduler and workers know of them.
 
-A request goes through these, as far as it comes:
+A request goes through these phases, as far as it gets:
 
-    front      its bytes and tensors are read, until a message to the scheduler leaves
-    message    until the scheduler sees it
+    front      its bytes and tensors are read, until a message to the scheduler is sent
+    message    until the scheduler receives it
     queue      until the policy has decided that it runs, or is dropped
-    device     until the device begins with its batch
+    device     until the device starts its batch
     batch      until that has ended
-    answer     until the answer has been handed to the system
+    answer     until the answer has been passed to the system
 
-Of one with several samples, which may run in several batches, the first begin and the last end count.
+With several samples, which may run in several batches, the first start and the last end count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PHASES = ("front", "message", "queue", "device", "batch", "answer")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    """A request of a front; ``status`` is 0 where there was no answer."""
+    """A request of a frontend; ``status`` is 0 without an answer."""
 
     begin: int
     end: int
@@ -45,12 +45,12 @@ class _Request:
 
 
 def request_events(trace: TraceEvents, facts: RecordedRun, known: SampleFacts) -> Iterator[Event]:
-    """Requests of all fronts."""
+    """Yield the events of the requests of all frontends."""
     numbers = count(1)
     for name, front in facts.of("front").items():
         submitted = _submissions(front)
         requests = _answered(facts, front)
-        # Where not all was noted, nothing follows from what is not there.
+        # If records were cut, a missing answer does not mean that the request is under way.
         if not front.is_cut:
             requests += _under_way(facts, requests, submitted)
         pid, named = trace.process(name)
@@ -67,7 +67,7 @@ def request_events(trace: TraceEvents, facts: RecordedRun, known: SampleFacts) -
 
 
 def _submissions(front: Recorded) -> dict[Sample, int]:
-    """When samples left the front."""
+    """Return when each sample was sent by the frontend."""
     flushes = front["flushes"]
     moments, channels = (np.repeat(flushes[:, column], flushes[:, 2]).tolist() for column in (0, 1))
     flushed = front["flushed"].copy()
@@ -95,7 +95,7 @@ def _answered(facts: RecordedRun, front: Recorded) -> list[_Request]:
 
 
 def _under_way(facts: RecordedRun, answered: list[_Request], submitted: dict[Sample, int]) -> list[_Request]:
-    """Samples of which nothing has come back, each like a request of its own."""
+    """Return samples without an answer, each as a request of its own."""
     told = {sample for each in answered for sample in each.samples}
     return [
         _Request(
@@ -142,7 +142,7 @@ def _request_events(
             yield trace.span(place, phase, "phase", begin, end, {})
         begin = end
     for step, batch in enumerate(batches):
-        # Perfetto drops arrows that point back.
+        # Perfetto drops arrows that point backwards.
         if request.begin <= batch.begin and batch.end <= request.end:
             arrow = number * 4096 + step
             yield trace.arrow("s", arrow, place, request.begin)
@@ -153,7 +153,7 @@ def _request_events(
 def _moments(
     request: _Request, known: SampleFacts, submitted: dict[Sample, int], batches: list[RecordedBatch]
 ) -> tuple[int, int, int, int, int, int]:
-    """The ends of the phases; of one that is not known, or that the request has not come to, that of the request."""
+    """Return the ends of the phases; unknown ones, and those the request did not reach, are its end."""
     end, samples = request.end, request.samples
     if not samples:
         return (end,) * 6

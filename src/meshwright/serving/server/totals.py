@@ -1,6 +1,6 @@
-"""What a server has counted since its start, of what its processes have reported.
+"""A server's counts since its start, summed over the reports of its processes.
 
-What a process had counted when it ended is kept, so that no figure ever falls but for its last second.
+Counts of processes that have ended are kept, so that no figure ever decreases, except by the last second of a process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from meshwright.serving.server.gate import Fate
 
-# Of what was asked of no model that is there: it is not known, or nobody may ask, or it is no request at all.
+# For requests without a known model: it does not exist, the token is wrong, or the request is invalid.
 NO_MODEL = ""
 
 
 class ModelTotals:
-    """Of one model: answers by status and how long those of 200 took (`counters`), samples by fate, batches."""
+    """Of one model: answers by status with latencies of those of 200 (`counters`), samples by outcome, batches."""
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
@@ -26,14 +26,14 @@ class ModelTotals:
 
 
 class Totals:
-    """``models`` by name; ``cancelled`` requests, and connections that were one too many (``refused``)."""
+    """``models`` by name; ``cancelled`` requests, and connections ``refused`` over the limit."""
 
     def __init__(self) -> None:
         self.models: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)
         self.cancelled = self.refused = 0
 
     def add(self, facts: dict[str, Any]) -> None:
-        """Add what a process has last reported: a front, or a scheduler; of others there is nothing."""
+        """Add the last report of a frontend or scheduler; other processes have no counts."""
         self.cancelled += facts.get("cancelled", 0)
         self.refused += facts.get("refused", 0)
         for name, counts in facts.get("answers", []):

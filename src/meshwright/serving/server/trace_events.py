@@ -1,4 +1,4 @@
-"""Events of a trace for https://ui.perfetto.dev, one by one, and their text. `report.perfetto` tells the format."""
+"""Events of a trace for https://ui.perfetto.dev, one by one, and their text. `report.perfetto` describes the format."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import msgspec
 from meshwright.report.perfetto import metadata_event
 
 Event = dict[str, Any]
-# Events whose text is made at once.
+# Events that are encoded at once.
 _CHUNK = 4096
 
 
 class TraceEvents:
-    """Numbers of processes, threads and arrows, and events of them; moments are given in ns, and told in us."""
+    """Makes events, and numbers of processes, threads and arrows; moments are given in ns, and written in us."""
 
     def __init__(self, zero_ns: int) -> None:
         self._zero_ns = zero_ns
         self._pids = 0
-        # Beyond those of all processes: a thread of its process's number would count as its main thread.
+        # Above those of all processes: a thread with its process's number would be its main thread.
         self._tids = 1_000_000
         self._separator = b""
 
     def text(self, events: Iterator[Event]) -> Iterator[bytes]:
-        """Lines of JSON, many at a time."""
+        """Yield lines of JSON, many at a time."""
         lines: list[bytes] = []
         for event in events:
             lines.append(msgspec.json.encode(event))
@@ -36,27 +36,27 @@ class TraceEvents:
             yield self._join(lines)
 
     def process(self, name: str) -> tuple[int, list[Event]]:
-        """A process, below those before, and what names it."""
+        """Return a new process, shown below earlier ones, and the events that name it."""
         self._pids += 1
         named = metadata_event("process_name", self._pids, name=name)
         return self._pids, [named, metadata_event("process_sort_index", self._pids, sort_index=self._pids)]
 
     def thread(self, pid: int, name: str) -> tuple[int, list[Event]]:
-        """A thread of a process, below those before, and what names it."""
+        """Return a new thread of a process, shown below earlier ones, and the events that name it."""
         self._tids += 1
         named = metadata_event("thread_name", pid, self._tids, name=name)
         return self._tids, [named, metadata_event("thread_sort_index", pid, self._tids, sort_index=self._tids)]
 
     def span(self, place: tuple[int, int], name: str, kind: str, begin: int, end: int, args: Event) -> Event:
-        """A span in a thread (process, thread)."""
+        """Return a span in a thread (process, thread)."""
         return {**self._event("X", place, name, kind, begin), "dur": (end - begin) / 1e3, "args": args}
 
     def instant(self, place: tuple[int, int], name: str, kind: str, moment: int, args: Event) -> Event:
-        """A moment."""
+        """Return an instant event."""
         return {**self._event("i", place, name, kind, moment), "s": "t", "args": args}
 
     def arrow(self, part: str, number: int, place: tuple[int, int], moment: int) -> Event:
-        """The begin ("s"), middle ("t") or end ("f") of an arrow, at the span that is there then."""
+        """Return the start ("s"), middle ("t") or end ("f") of an arrow, at the span of that moment."""
         event = {**self._event(part, place, "request", "request", moment), "id": number}
         return event if part == "s" else {**event, "bp": "e"}
 

@@ -1,4 +1,4 @@
-"""Values of one input or output, between JSON or binary and the rows of a slab (`tensors` has whole requests)."""
+"""Values of one input or output, between JSON or binary and the rows of a slab (`tensors` handles whole requests)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# How `struct` calls the datatypes that JSON can carry, and what Python has for their values.
+# The letters of `struct` for datatypes that JSON can carry, and Python's types of their values.
 _LETTERS = {
     "BOOL": ("?", bool),
     "UINT8": ("B", int),
@@ -33,36 +33,36 @@ _LETTERS = {
     "FP64": ("d", float),
 }
 _WORDS = {bool: "true or false", int: "integers", float: "numbers"}
-# Characters of a value in JSON, at most: FP64 has 24, and a comma.
+# Most characters of a value in JSON: FP64 has 24, and a comma.
 MOST_CHARACTERS = 25
-# Data of more bytes are counted before they are read: Python's numbers take many times the room that a comma takes. To
-# count them costs a thirtieth of reading them (own measurement 2026-11-25).
+# Larger data are counted before they are parsed: Python's numbers take much more memory than a comma. Counting takes a
+# thirtieth of the time of parsing (own measurement 2026-11-25).
 _LONG_BYTES = 2**16
-# A name or text of a stranger is shown so far.
+# Characters of a received name or text that messages show.
 SHOWN = 80
-# What msgspec says of a text that was cut off, and also of half of a surrogate pair so close to the end that the other
-# half would have no room.
+# msgspec's message for a truncated text, and also for half of a surrogate pair so close to the end that the other half
+# would have no room.
 _CUT_OFF, _HALF_BYTES = "Input data was truncated", 12
 _HALF = re.compile(rb"\\u[dD][89abAB]..[^\\]")
 
 
 class BadRequest(ServingError):  # noqa: N818 - as HTTP calls it
-    """A request that means nothing to this model; the message is for whoever sent it."""
+    """A request that is invalid for this model; the message is for the client."""
 
 
-class NotFinite(ServingError):  # noqa: N818 - it is the output that is not
+class NotFinite(ServingError):  # noqa: N818 - named after the output's values
     """An output has values that JSON cannot carry."""
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """What a request says of an input besides."""
+    """Parameters of an input."""
 
     binary_data_size: int | None = None
     shared_memory_region: str | None = None
 
 
 class Input(msgspec.Struct, gc=False):
-    """An input as a request has it."""
+    """An input in a request."""
 
     name: str
     shape: list[int]
@@ -72,12 +72,12 @@ class Input(msgspec.Struct, gc=False):
 
 
 _NO_PARAMETERS = InputParameters()
-# What decoders raise for what is not JSON, or not as it should be: too deeply nested, and integers that are too long.
+# Exceptions of decoders for invalid JSON, too deep nesting, and integers that are too long.
 NOT_DECODED = (msgspec.DecodeError, RecursionError, ValueError)
 
 
 class InputPlace:
-    """An input, and where it lies in each slot."""
+    """An input, and its place in each slot."""
 
     def __init__(self, spec: TensorSpec, place: int, offset: int, rows: NDArray[np.uint8]) -> None:
         self.name, self.datatype, self.place, self.offset = spec.name, spec.datatype, place, offset
@@ -93,7 +93,7 @@ class InputPlace:
         self._nested = msgspec.json.Decoder(nested)
 
     def pack(self, item: Input, count: int) -> Any:
-        """Values of so many samples, as a slab has them, where no bytes follow the JSON. Raises BadRequest."""
+        """Return the bytes of ``count`` samples for a slab, from an input without binary data. Raises BadRequest."""
         data, parameters = item.data, item.parameters
         if parameters is not None and parameters != _NO_PARAMETERS:
             return self.take(item, parameters, b"", 0, count)[0]
@@ -105,7 +105,7 @@ class InputPlace:
                 "binary_data_size."
             )
         if len(data) > _LONG_BYTES:
-            # Each of them but those in texts, which are no values either, stands between two values.
+            # Every comma separates two values, except those in texts, which are invalid anyway.
             commas = int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord(",")))
             if commas >= count * self._size:
                 raise self._has_other_size(commas + 1, count)
@@ -118,7 +118,7 @@ class InputPlace:
         return self.pack_values(values, count)
 
     def pack_values(self, values: Sequence[Any], count: int) -> bytes:
-        """Values of so many samples, flat, as a slab has them. Raises BadRequest."""
+        """Return the bytes of ``count`` samples for a slab, from flat values. Raises BadRequest."""
         if len(values) != count * self._size:
             raise self._has_other_size(len(values), count)
         try:
@@ -129,7 +129,7 @@ class InputPlace:
     def take(
         self, item: Input, parameters: InputParameters, rest: bytes | memoryview, at: int, count: int
     ) -> tuple[bytes | memoryview, int]:
-        """Values of so many samples, and how many bytes of those that follow the JSON they are. Raises BadRequest."""
+        """Return the bytes of ``count`` samples, and how many of those after the JSON they use. Raises BadRequest."""
         size = parameters.binary_data_size
         if parameters.shared_memory_region is not None:
             raise self.lies_elsewhere()
@@ -145,14 +145,14 @@ class InputPlace:
         value = rest[at : at + size]
         if len(value) != size:
             raise BadRequest(
-                f"Input {self.name!r} has {size} bytes, of which {len(value)} follow the JSON; expected all of them, "
+                f"Input {self.name!r} has {size} bytes, but only {len(value)} of them follow the JSON; expected all, "
                 "and Inference-Header-Content-Length with the length of the JSON."
             )
         self._check_bytes(value)
         return value, size
 
     def take_raw(self, value: bytes, count: int) -> bytes:
-        """Values of so many samples that came as bytes, if they are as many as they should be. Raises BadRequest."""
+        """Return binary data of ``count`` samples, if they have the right size. Raises BadRequest."""
         if len(value) != count * self.sample_bytes:
             raise BadRequest(
                 f"Input {self.name!r} has {len(value)} bytes; expected {count * self.sample_bytes} for {self.datatype} "
@@ -162,22 +162,22 @@ class InputPlace:
         return value
 
     def lies_elsewhere(self) -> BadRequest:
-        """How shared memory is refused."""
-        return BadRequest(f"Input {self.name!r} lies in shared memory, which is not supported; send its data.")
+        """Return the refusal of shared memory."""
+        return BadRequest(f"Input {self.name!r} is in shared memory, which is not supported; send its data.")
 
     def _check_bytes(self, value: bytes | memoryview) -> None:
         if self.datatype == "BOOL" and np.frombuffer(value, np.uint8).max(initial=0) > 1:
             raise BadRequest(f"Input {self.name!r} is BOOL and has bytes that are neither 0 nor 1; expected these.")
 
     def _flatten(self, data: msgspec.Raw, count: int, error: Exception) -> list[Any]:
-        """Values that are nested as the shape is."""
+        """Return the values of data that are nested like the shape. Raises BadRequest."""
         try:
             values = self._nested.decode(data)
         except msgspec.ValidationError as deeper:
-            # What is nested fails as a flat list at its first entry, and is better told as what it is.
+            # Nested data fail as a flat list at the first entry; the error of the nested form is more helpful.
             told = deeper if self.shape and "got `array`" in str(error) else error
             raise BadRequest(
-                f"Input {self.name!r} is {self.datatype} and its data are not {_WORDS[self._type]}, flat or nested as "
+                f"Input {self.name!r} is {self.datatype}, but its data are not {_WORDS[self._type]}, flat or nested as "
                 f"its shape {[count, *self.shape]}: {told}."
             ) from None
         except NOT_DECODED as wrong:
@@ -186,7 +186,7 @@ class InputPlace:
         level: list[Any] = [values]
         for size in sizes:
             if any(len(part) != size for part in level):
-                raise BadRequest(f"Input {self.name!r} has nested data that are not of its shape {sizes}; expected so.")
+                raise BadRequest(f"Input {self.name!r} has nested data that do not match its shape {sizes}.")
             level = list(chain.from_iterable(level))
         return level
 
@@ -201,18 +201,18 @@ class InputPlace:
             try:
                 struct.pack(f"={self._letter}", value)
             except (struct.error, OverflowError):
-                return f"Input {self.name!r} has the value {shorten(value)}, which is none of {self.datatype}."
-        return f"Input {self.name!r} has values that are none of {self.datatype}."
+                return f"Input {self.name!r} has the value {shorten(value)}, which is out of range for {self.datatype}."
+        return f"Input {self.name!r} has values that are out of range for {self.datatype}."
 
 
 class OutputPlace:
-    """An output, and where it lies in each slot."""
+    """An output, and its place in each slot."""
 
     def __init__(self, spec: TensorSpec, offset: int, rows: NDArray[np.uint8], values: NDArray[Any]) -> None:
         self.name, self.datatype, self.offset, self.sample_bytes = spec.name, spec.datatype, offset, spec.num_bytes
         self.shape, self.can_be_json = list(spec.shape), spec.datatype in _LETTERS
         self.rows = rows[:, offset : offset + spec.num_bytes]
-        # Flat, as clients are used to; no copy, as samples lie in one piece.
+        # Flat, as clients expect; not a copy, as samples are contiguous.
         self._values = values.reshape(len(values), -1)
         self.size = self._values.shape[1]
         name = msgspec.json.encode(spec.name)
@@ -221,35 +221,35 @@ class OutputPlace:
         self.head_of_one = self.head(1)
 
     def head(self, count: int) -> bytes:
-        """JSON of this output up to its data."""
+        """Return the JSON of this output up to its data."""
         return self._head + b"%d" % count + self._sizes
 
     def data(self, slots: list[int]) -> bytes:
-        """JSON of the values in these slots. Raises NotFinite."""
+        """Return the JSON of the values in these slots. Raises NotFinite."""
         values = self._values[slots[0]] if len(slots) == 1 else self._values[slots].reshape(-1)
         text = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
-        # What is not finite is written as null, and nothing else is.
+        # Only values that are not finite are written as null.
         if b"null" in text:
             raise NotFinite(
-                f"Output {self.name!r} has values that are not finite, which JSON cannot carry; ask for it with the "
+                f"Output {self.name!r} has values that are not finite, which JSON cannot carry; request it with the "
                 "parameter binary_data, or for all with binary_data_output."
             )
         return text
 
 
 def explain(error: Exception, text: bytes | memoryview = b"") -> str:
-    """Why something could not be decoded, of which this is the text."""
+    """Return why a text could not be decoded."""
     if isinstance(error, msgspec.ValidationError):
-        return f"The request is none of the Open Inference Protocol: {str(error)[: 4 * SHOWN]}."
+        return f"The request does not follow the Open Inference Protocol: {str(error)[: 4 * SHOWN]}."
     if isinstance(error, RecursionError):
-        return "The request's JSON is nested too deeply; expected data that are nested as their shape is, or flat."
+        return "The request's JSON is nested too deeply; expected data that are nested like their shape, or flat."
     if str(error) == _CUT_OFF and _HALF.search(text[-_HALF_BYTES:]):
         return "The request is not JSON: a text has half of a surrogate pair; expected both halves, or the character."
     return f"The request is not JSON: {str(error)[: 4 * SHOWN]}."
 
 
 def shorten(value: Any) -> str:
-    """A value of a stranger, not too long."""
+    """Return a received value as text, shortened."""
     try:
         text = str(value)
     except ValueError:  # an integer of thousands of digits

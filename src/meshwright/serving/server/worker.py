@@ -1,9 +1,9 @@
 """A worker: it loads the models of a server on one device, and runs the batches that the scheduler sends.
 
-Models that come later are loaded in a thread beside the batches (`loading`), which are slower meanwhile.
+Models that are added later are loaded in a thread besides the batches (`loading`), which are slower meanwhile.
 
-Run as ``python -m meshwright.serving.server.worker FOLDER DEVICE``; ends when its standard input does. When the
-scheduler has gone, it connects again to the one that comes.
+Run as ``python -m meshwright.serving.server.worker FOLDER DEVICE``. Ends when its standard input ends. When the
+scheduler has gone, it connects to the next one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PING = -1
 
 
 class _Timed:
-    """A model whose runs are noted."""
+    """A model whose executions are recorded."""
 
     def __init__(self, model: Runnable, recording: Recording) -> None:
         self.inputs, self.outputs = model.inputs, model.outputs
@@ -51,7 +51,7 @@ class _Timed:
         self._model, self._recording = model, recording
 
     def run(self, arrays: Arrays) -> Arrays:
-        """As the model."""
+        """Run the model and record the time."""
         begin = time.monotonic_ns()
         try:
             return self._model.run(arrays)
@@ -59,12 +59,12 @@ class _Timed:
             self._recording.row_of_run(begin, time.monotonic_ns())
 
     def sample(self, count: int) -> Arrays:
-        """As the model."""
+        """See `Runnable.sample`."""
         return self._model.sample(count)
 
 
 class Worker:
-    """See the module's docstring. ``held`` are the models that it has from the begin."""
+    """See the module's docstring. ``held`` are the models that it has at the start."""
 
     def __init__(self, folder: Path, device: int, held: list[HeldModel], loader: ModelLoader) -> None:
         self._folder, self._device, self._loader = folder, device, loader
@@ -76,7 +76,7 @@ class Worker:
         self.recording: Recording | None = None
 
     def run(self) -> None:
-        """Serve; connect again where the scheduler has gone. Ends with SystemExit."""
+        """Serve; reconnect when the scheduler has gone. Ends with SystemExit."""
         while True:
             channel = connect(self._folder / "scheduler.sock")
             if channel is None:
@@ -89,7 +89,7 @@ class Worker:
             channel.close()
 
     def _obey(self, channel: MessageChannel) -> None:
-        # Not select(2): a model may hold more files open than that can tell apart.
+        # Not select(2): a model may have more files open than it supports.
         watched = select.poll()
         for source in (sys.stdin, self._loader):
             watched.register(source, select.POLLIN)
@@ -112,7 +112,7 @@ class Worker:
                     self._hear(content)
 
     def _hear(self, document: dict[str, Any]) -> None:
-        """Another scheduler, or other models."""
+        """Handle another scheduler, or changed models."""
         if "epoch" in document:
             self._epoch = document["epoch"]
             self._begun.note()
@@ -120,7 +120,7 @@ class Worker:
         for item in document.get("load", []):
             self._loader.load(read_identity(item))
         for number in document.get("forget", []):
-            # Of one that is still being loaded, the scheduler hears when it is there.
+            # One that is still being loaded is reported to the scheduler when it is done.
             self._held.pop(number, None)
             self._slabs = {key: slab for key, slab in self._slabs.items() if key[1] != number}
 
@@ -132,7 +132,7 @@ class Worker:
             self._recorder.obey(self._orders.read())
 
     def _compute(self, cells: Ints) -> Ints:
-        """Run a batch; what is to be told of it."""
+        """Run a batch; return the message about it."""
         number, model, expected, count = cells[:4].tolist()
         begin = time.monotonic_ns()
         if number == _PING:
@@ -149,7 +149,7 @@ class Worker:
         return np.concatenate([head, late, failed])
 
     def _run(self, model: int, requests: Ints, places: Ints) -> Ints:
-        """Run the requests at these places; those that failed."""
+        """Run the requests at these places; return the places of those that failed."""
         slots, numbers = slots_of(requests[places]), requests[places] >> SLOT_BITS
         groups, order, lost = [], [], []
         for number in sorted(set(numbers.tolist())):
@@ -172,13 +172,13 @@ class Worker:
         return np.concatenate(lost) if lost else places[:0]
 
     def _tell_of(self, model: int, error: str) -> None:
-        """At most once a second: whoever sends what a model cannot compute may do so often."""
+        """Report a failure, at most once a second: clients may repeat bad requests often."""
         if time.monotonic() > self._silent_until:
             self._silent_until = time.monotonic() + 1.0
             report("failure", model=self._held[model].served.name, text=error)
 
     def _slab(self, channel: int, model: int) -> Slab | None:
-        """The slab of a front's connection; None if that has gone, and its memory with it."""
+        """Return the slab of a frontend's connection; None if that has gone, and its memory with it."""
         if (channel, model) not in self._slabs:
             runnable = self._held[model].runnable
             path = slab_path(self._folder, self._epoch, channel, model)

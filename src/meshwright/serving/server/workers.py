@@ -1,4 +1,4 @@
-"""Workers of a scheduler: those that are there, and those of them that have all models, and so can be used."""
+"""Workers of a scheduler: those that are connected, and those that have all models and get batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshwright.serving.server.peers import WorkerBatch, WorkerPeer
 from meshwright.serving.server.served import Served
 from meshwright.serving.server.switchboard import Switchboard
 
-# The number of a message without a batch, that tells how long the way to a worker takes.
+# The number of a message without a batch, which measures the delay to a worker.
 PING = -1
 
 
 class Workers:
-    """By device: ``present`` has all that are connected, ``usable`` those that get batches."""
+    """By device: ``present`` are all that are connected, ``usable`` those that get batches."""
 
     def __init__(self, board: Switchboard) -> None:
         self.present: dict[int, WorkerPeer] = {}
@@ -29,7 +29,7 @@ class Workers:
         self._batches = 0
 
     def run(self, worker: WorkerPeer, served: Served, parts: list[Ints], fronts: Fronts, now: int) -> None:
-        """Have a worker compute a batch, in parts one after the other."""
+        """Send a batch to a worker, in parts that it computes one after the other."""
         decided = sum(len(part) for part in parts)
         for place, part in enumerate(parts):
             expected = served.table[len(part)]
@@ -37,23 +37,23 @@ class Workers:
             worker.give(WorkerBatch(self._batches, served.number, part, decided, expected, is_last), now)
             head = np.array([Kind.RUN, self._batches, served.number, expected, len(part)], np.int64)
             self._batches += 1
-            with contextlib.suppress(Closed):  # seen when it is read
+            with contextlib.suppress(Closed):  # noticed by the reader
                 worker.channel.send(np.concatenate([head, part, fronts.deadlines_of(served.number, part)]))
                 self._board.listen_for_room(worker.channel)
 
     def ping(self, worker: WorkerPeer) -> None:
-        """Find out how long the way to a worker takes, if that is not known well yet."""
+        """Measure the delay to a worker, unless it has been measured often enough."""
         if worker.pings:
             worker.pings -= 1
             with contextlib.suppress(Closed):
                 worker.channel.send(np.array([Kind.RUN, PING, 0, time.monotonic_ns(), 0], np.int64))
 
     def computes(self, model: int) -> bool:
-        """Has any worker a batch of this model?"""
+        """Return whether any worker has a batch of this model."""
         return any(batch.model == model for worker in self.present.values() for batch in worker.batches)
 
     def look_for_stuck(self, now: int, limit_s: float) -> None:
-        """A worker whose model does not return cannot be told anything: the supervisor kills it."""
+        """Report workers whose model does not return: they read no messages, so the supervisor kills them."""
         for worker in self.present.values():
             if taken := worker.stuck_ns(now, round(limit_s * 1e9)):
                 reports.report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)

@@ -1,11 +1,10 @@
 """The simulator of serving: requests, devices and a policy on a virtual clock.
 
-simulate    a deployment for some seconds
-goodput     the highest rates that a policy serves
-regret      a policy beside others
-groups      devices that hold only some models, as pools of their own
+simulate    simulate a deployment for some seconds
+goodput     the highest rates that a policy serves, and policies compared
+groups      devices that hold only some models, as separate pools
 engine      the event loop
-fleet       devices that are started and handed back
+fleet       devices that are started and released
 weights     devices that hold some of the models, and load others
 """
 

@@ -1,9 +1,9 @@
 """The event loop of the simulator: requests, devices and a policy on a virtual clock, compiled as one function.
 
-Events come in the order of their moments; at equal moments batches end first, then devices fail or return, then those
-that were started come up and their number is decided on (`fleet`), then the policy is woken, then requests arrive.
-Numba compiles the loop with the policy's own functions in it; `simulate_plainly` is the same source uncompiled, for a
-policy of plain Python.
+Events are processed in the order of their moments. At equal moments, batches end first; then devices fail or return;
+then started devices come up and the number of devices is decided (`fleet`); then the policy is woken; then requests
+arrive. Numba compiles the loop together with the policy's functions; `simulate_plainly` is the same source uncompiled,
+for a policy of plain Python.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from meshwright.serving.simulation.fleet import (
 )
 from meshwright.serving.simulation.weights import check_there, empty_memory, move_weights
 
-# What happens once for a batch hands a dozen arrays on; as a call of its own that costs a third of the loop's time
-# (counting references), own measurement 2026-11-23.
+# What happens once per batch passes a dozen arrays on; as a separate call it takes a third of the loop's time for
+# reference counting (own measurement, 2026-11-23).
 inlined = numba.njit(inline="always")
 
-# Places of an outcome's counts, by model.
+# Columns of an outcome's counts, by model.
 NUM_ARRIVED, NUM_IN_TIME, NUM_TOO_LATE, NUM_BATCHES, NUM_LOST, NUM_DROPPED = range(6)
 NUM_COUNTS = NUM_DROPPED + len(REASONS)
 
-# A latency's place in a histogram: so many places for an SLO, and so many SLOs; what is longer counts in the last one.
+# Bins of a latency histogram: PLACES per SLO, for SLOS SLOs; longer latencies count in the last bin.
 PLACES, SLOS = 1024, 4
-# A batch takes no longer, whatever its device does: what comes after it still fits into int64, and comes before NEVER.
+# Upper limit of a batch's time (ns): later moments still fit into int64 and come before NEVER.
 _LONGEST = 2.0**60
 
 
 class ServingRun(NamedTuple):
-    """What happened: counts and histogram by model; ns and loads of each device; batches by their size."""
+    """The outcome: counts and latency histogram by model; busy ns and loads by device; number of batches by size."""
 
     counts: Ints
     histogram: NDArray[np.int32]
@@ -80,12 +80,12 @@ class ServingRun(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """What happens to devices, whatever the policy expects; requests that came before ``counted_from`` do not count.
+    """True behaviour of devices, whatever the policy expects; requests before ``counted_from`` are not counted.
 
-    ``latency`` as in a pool; ``speed`` of each device divides it; ``jitter`` is the deviation of a lognormal factor
-    with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending;
-    the last moment is `NEVER`, so that there always is a next one. ``weights`` has models if devices do not hold all of
-    them.
+    ``latency`` as in a pool; a batch's time is divided by the device's ``speed``; ``jitter`` is the deviation of a
+    lognormal factor with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``,
+    ascending; the last moment is `NEVER`, so that a next one always exists. ``weights`` has models only if devices do
+    not hold all of them.
     """
 
     latency: Ints
@@ -99,12 +99,13 @@ class Truth(NamedTuple):
 
 
 class DeviceBehaviour(NamedTuple):
-    """What devices really do.
+    """State of the simulated devices.
 
-    A heap of those at work by their ends; what each computes, and, in the second half, what it will compute next
-    (model, count, begin); and whose requests these are. A policy's queue may be another model's before the batch ends.
-    When each holds each model, and its memory, if they do not hold all (`weights`). Requests that were lost and have
-    not come again: how many came, how many were lost, and a ring of (model, request).
+    ``ends`` is a heap of the busy devices by the end of their batch. ``work`` has the batch of each device and, in its
+    second half, the next one (model, count, begin); ``requests`` has their requests. A policy may use a queue for
+    another model before the batch ends. ``there_at`` and ``memory`` state when a device holds each model, and its used
+    memory, if devices do not hold all models (`weights`). ``lost`` are requests that were lost and not yet resubmitted:
+    how many were resubmitted, how many were lost, and a ring of (model, request).
     """
 
     ends: Ints
@@ -126,7 +127,7 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
     fleet: FleetSeries,
     seed: int,
 ) -> int:
-    """Run all requests through a policy; returns the moment of the last event.
+    """Run all requests through a policy; return the moment of the last event (ns).
 
     Request i arrives at ``arrival[i]``, ascending, for ``queue[i]``; its deadline is its model's SLO later.
     """
@@ -147,7 +148,7 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
         come_up(pool, device, 0)
         free(policy, pool, 0, device)
     while True:
-        # Each place that calls a policy's function is compiled anew for each policy; here is one for all events.
+        # Each call of a policy's function is compiled anew for each policy, so all events share one call.
         number, request, deadline, freed = -1, -1, NEVER, -1
         if devices.lost[0] != devices.lost[1]:
             number, request = _take_lost(devices)
@@ -194,9 +195,9 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
 def _end(
     pool: Ints, truth: Truth, arrival: Ints, outcome: ServingRun, devices: DeviceBehaviour, fleet: FleetSeries, now: int
 ) -> int:
-    """The device that ends first is done with its batch; it begins its next one if it has one.
+    """End the batch that ends first; its device starts its next batch if it has one.
 
-    Returns the device; -1 if it is down for the policy: one that is yet at work is draining.
+    Returns the device; -1 if it is down for the policy: a device that is down and still busy is draining.
     """
     work, requests = devices.work, devices.requests
     device = first_of(devices.ends, 0)
@@ -222,7 +223,7 @@ def _end(
 def _change(
     pool: Ints, truth: Truth, outcome: ServingRun, devices: DeviceBehaviour, fleet: FleetSeries, change: int, now: int
 ) -> int:
-    """A device fails, or returns; where their number is decided on, it may be started again then.
+    """Fail a device, or let it return; in a deployment that scales, a returned device may be started again.
 
     Returns the device that has come up, or -1.
     """
@@ -244,7 +245,7 @@ def _change(
 
 @compiled
 def _scale(pool: Ints, devices: DeviceBehaviour, fleet: FleetSeries, now: int) -> int:
-    """A device that was started has come up; or how many there should be is decided on, and some go.
+    """Let a started device come up; else decide on the number of devices and drain surplus ones.
 
     Returns the device that has come up, or -1.
     """
@@ -265,7 +266,7 @@ def _scale(pool: Ints, devices: DeviceBehaviour, fleet: FleetSeries, now: int) -
 def _carry_out(
     pool: Ints, truth: Truth, arrival: Ints, outcome: ServingRun, devices: DeviceBehaviour, row: int, now: int
 ) -> None:
-    """Do what one row of decisions says."""
+    """Carry out one row of decisions."""
     kind, target, count, begin = pool[row], pool[row + 1], pool[row + 4], pool[row + 5]
     first, model = pool[CHOSEN] + pool[row + 3], pool[pool[MODEL] + pool[row + 2]]
     if kind == RUN:
@@ -291,7 +292,7 @@ def _carry_out(
 
 @inlined
 def _draw_length(pool: Ints, truth: Truth, device: int, model: int, count: int) -> int:
-    """How long a batch really takes."""
+    """Draw the true time (ns) of a batch."""
     factor = 1.0 / truth.speed[device]
     if truth.jitter > 0.0:
         factor *= np.exp(truth.jitter * np.random.normal() - 0.5 * truth.jitter * truth.jitter)  # noqa: NPY002
@@ -300,7 +301,7 @@ def _draw_length(pool: Ints, truth: Truth, device: int, model: int, count: int) 
 
 @compiled
 def _give_up(outcome: ServingRun, devices: DeviceBehaviour, device: int, now: int) -> None:
-    """What a device computes is lost, and so is what it would compute next."""
+    """Lose a device's current batch and its next one."""
     if not is_in(devices.ends, 0, device):
         return
     take_out(devices.ends, 0, device)
@@ -318,9 +319,9 @@ def _give_up(outcome: ServingRun, devices: DeviceBehaviour, device: int, now: in
 
 @compiled
 def _take_lost(devices: DeviceBehaviour) -> tuple[int, int]:
-    """Take out the model and the number of a request that was lost.
+    """Take a lost request out of the ring; return its model and its number.
 
-    It comes again as an event of its own, as one batch may bring more decisions than fit.
+    It is resubmitted as an event of its own: one batch may cause more decisions than fit.
     """
     lost = devices.lost
     row = 2 + 2 * (lost[0] % ((len(lost) - 2) // 2))

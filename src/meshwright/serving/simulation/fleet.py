@@ -1,8 +1,8 @@
-"""The devices of a deployment that scales: started, there, draining, gone or failed; and how long each was held.
+"""Devices of a deployment that scales: starting, up, draining, released or failed, and how long each was held.
 
-Started devices are there after the time ``START``, the first ones that are down, not failed and not still at work. A
-device that is handed back ends the batches that it has. One that fails while it starts has to be started again, and so
-has one that returns. Without scaling the fleet is off, and all devices are there but those that have failed.
+Starting a device takes ``START``; the first device that is down, not failed and no longer busy is started. A released
+device finishes its batches. A device that fails while it starts must be started again; so must one that returns from a
+failure. Without scaling the fleet is off, and all devices are up except failed ones.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from meshwright.serving.policies.pool import DEVICE, DOWN, NEVER, NUM_DEVICES, N
 from meshwright.serving.policies.scaling import WANTED, allocate_scaler, wanted_devices
 from meshwright.spec import Deployment, ServingError
 
-# Numbers: the next moment at which something happens here; does the fleet scale; between two decisions, and the next
-# one; what a start takes; devices that are being started, and how many were; devices at the begin; ns of each point.
+# Numbers: the next moment of an event here; whether the fleet scales; time between two decisions, and the next
+# decision; time of a start; devices that are starting, and starts so far; devices at the start; ns of each point.
 NEXT, IS_ON, EVERY, DECISION_AT, START, NUM_STARTING, NUM_STARTS, AT_FIRST, POINT = range(9)
-# Rows, a column for each device: when it will be there; has it failed; since when it is held, and up, or -1; for how
-# long it was in all.
+# Rows, with a column for each device: when it will be ready; whether it failed; since when it is held, and up, or -1;
+# how long in all.
 READY_AT, FAILED, HELD_SINCE, HELD, UP_SINCE, UP = range(6)
-# Moments in a series, at most.
+# Most points of a series.
 POINTS = 4096
 _NS = 1e9
 
 
 class FleetSeries(NamedTuple):
-    """``series``: moment, devices that are up, that are being started and that are wanted; moment -1 where none is."""
+    """``series``: moment, devices that are up, starting and wanted; moment -1 for an unused row."""
 
     numbers: Ints
     table: Ints
@@ -42,11 +42,10 @@ class FleetSeries(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scaled:
-    """What a deployment that scales took.
+    """Use of devices by a deployment that scales.
 
-    ``device_s`` counts a device from when it is started until its last batch has ended, ``mean_devices`` are those that
-    could be used. ``series`` has rows of seconds, devices up, being started and wanted, whenever one of them changed,
-    at most 4,096 rows.
+    ``device_s`` counts a device from its start until the end of its last batch; ``mean_devices`` are usable devices.
+    ``series`` has rows of seconds, devices up, starting and wanted, one whenever a number changed, at most 4,096 rows.
     """
 
     device_s: float
@@ -55,19 +54,19 @@ class Scaled:
     series: NDArray[np.float64] = field(repr=False)
 
     def points(self) -> list[dict[str, float]]:
-        """The series by name."""
+        """Return the series as dictionaries."""
         names = ("at_s", "num_up", "num_starting", "num_wanted")
         return [dict(zip(names, (at, *map(int, counts)), strict=True)) for at, *counts in self.series.tolist()]
 
     def row(self) -> dict[str, float]:
-        """Figures for a table."""
+        """Return figures for a table."""
         return {"device_s": self.device_s, "mean_devices": self.mean_devices, "num_starts": self.num_starts}
 
 
 def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns: int) -> FleetSeries:
-    """The fleet of a deployment, at the begin; ``span_ns`` is what its series is about.
+    """Return the fleet of a deployment at the start; ``span_ns`` is the time that its series covers.
 
-    Raises ServingError for a policy that plans for a number of devices of its own.
+    Raises ServingError for a policy that plans for a fixed number of devices.
     """
     scaling, num_devices = deployment.scaling, deployment.devices
     numbers, table = np.zeros(9, np.int64), np.zeros((6, num_devices), np.int64)
@@ -76,8 +75,8 @@ def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns:
         return FleetSeries(numbers, table, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
     if isinstance(policy, Nexus):
         raise ServingError(
-            "Policy nexus plans for all devices, an epoch ahead, and cannot tell how many it needs. Leave scaling out, "
-            "or take another policy."
+            "Policy nexus plans for all devices one epoch ahead, and cannot say how many it needs. Remove the scaling, "
+            "or choose another policy."
         )
     every, point = round(scaling.every * _NS), span_ns // POINTS + 1
     numbers[[NEXT, DECISION_AT, EVERY]] = every
@@ -97,16 +96,16 @@ def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns:
 
 
 def refuse_scaling(deployment: Deployment) -> None:
-    """Raise ServingError for a deployment that scales, where the question is what given devices do."""
+    """Raise ServingError for a deployment that scales, where the question is about a fixed number of devices."""
     if deployment.scaling is not None:
         raise ServingError(
-            "The deployment scales its devices with what arrives, and what was asked is about devices that stay. Leave "
-            "scaling out."
+            "The deployment scales its devices with the load, but this command needs a fixed number of devices. Remove "
+            "the scaling."
         )
 
 
 def what_was_taken(fleet: FleetSeries, end: int) -> Scaled | None:
-    """What a fleet took until the end; None if it is off."""
+    """Return what a fleet used until ``end`` (ns); None if it is off."""
     if not fleet.numbers[IS_ON]:
         return None
     table = fleet.table
@@ -129,7 +128,7 @@ def what_was_taken(fleet: FleetSeries, end: int) -> Scaled | None:
 
 @compiled
 def decide_on_devices(fleet: FleetSeries, pool: Ints, now: int) -> int:
-    """Start what is wanted, and start no more what is not; how many devices have to go."""
+    """Start devices that are wanted, or cancel starts; return how many devices have to be drained."""
     numbers, table = fleet.numbers, fleet.table
     numbers[DECISION_AT] = now + numbers[EVERY]
     wanted = wanted_devices(fleet.scaler, pool, now)
@@ -153,7 +152,7 @@ def decide_on_devices(fleet: FleetSeries, pool: Ints, now: int) -> int:
 
 @compiled
 def take_ready(fleet: FleetSeries, now: int) -> int:
-    """A device whose start is over, which is up from now on; -1 if there is none."""
+    """Mark a device whose start is over as up and return it; -1 if no start is over."""
     for device in range(fleet.table.shape[1]):
         if fleet.table[READY_AT, device] <= now:
             fleet.table[READY_AT, device] = NEVER
@@ -165,7 +164,7 @@ def take_ready(fleet: FleetSeries, now: int) -> int:
 
 @compiled
 def leave(fleet: FleetSeries, device: int, is_at_work: bool, now: int) -> None:
-    """A device gets no more batches; it is held until it has ended those that it has."""
+    """Take a device out of service; it is held until its batches have ended."""
     if fleet.table[UP_SINCE, device] >= 0:
         fleet.table[UP, device] += now - fleet.table[UP_SINCE, device]
         fleet.table[UP_SINCE, device] = -1
@@ -175,7 +174,7 @@ def leave(fleet: FleetSeries, device: int, is_at_work: bool, now: int) -> None:
 
 @compiled
 def release(fleet: FleetSeries, device: int, now: int) -> None:
-    """A device is held no longer."""
+    """End the time for which a device is held."""
     if fleet.table[HELD_SINCE, device] >= 0:
         fleet.table[HELD, device] += now - fleet.table[HELD_SINCE, device]
         fleet.table[HELD_SINCE, device] = -1
@@ -183,7 +182,7 @@ def release(fleet: FleetSeries, device: int, now: int) -> None:
 
 @compiled
 def fail_device(fleet: FleetSeries, device: int, now: int) -> None:
-    """A device fails, whether it was up, draining or being started."""
+    """Mark a device as failed, whether it was up, draining or starting."""
     fleet.table[FAILED, device] = 1
     if fleet.table[READY_AT, device] < NEVER:
         fleet.table[READY_AT, device] = NEVER
@@ -193,7 +192,7 @@ def fail_device(fleet: FleetSeries, device: int, now: int) -> None:
 
 @compiled
 def note_devices(fleet: FleetSeries, pool: Ints, now: int) -> None:
-    """Something has changed: add a point to the series, and find the next moment."""
+    """Add a point to the series after a change, and find the next moment."""
     row = fleet.series[min(now // fleet.numbers[POINT], POINTS - 1)]
     row[0], row[1], row[2] = now, pool[NUM_UP], fleet.numbers[NUM_STARTING]
     row[3] = fleet.scaler[WANTED]
@@ -202,7 +201,7 @@ def note_devices(fleet: FleetSeries, pool: Ints, now: int) -> None:
 
 @compiled
 def can_help(fleet: FleetSeries, pool: Ints) -> bool:
-    """Will there be devices for what waits, though nothing else happens any more?"""
+    """Return whether devices can still come up for waiting requests although no other event is left."""
     if fleet.numbers[IS_ON] == 0 or pool[NUM_UP] > 0:
         return bool(fleet.numbers[NUM_STARTING] > 0)
     for device in range(pool[NUM_DEVICES]):

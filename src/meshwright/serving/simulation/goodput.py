@@ -1,6 +1,6 @@
-"""The highest rates at which a policy answers a share of the requests in time.
+"""Goodput: the highest rates at which a policy answers a given share of the requests in time.
 
-`compare_policies` gives each policy's **regret**: how many fewer answers it gives in time than the best of all.
+`compare_policies` gives each policy's **regret**: its shortfall in answers in time against the best other policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.serving.simulation.fleet import refuse_scaling
 from meshwright.serving.simulation.simulate import ServingResult, simulate_deployment
 from meshwright.spec import Deployment, ServingError
 
-# Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
+# Default share of requests in time for goodput (as in the papers).
 IN_TIME = 0.99
 
 
@@ -32,19 +32,19 @@ def find_goodput(
     tolerance: float = 0.002,
     warm_up_s: float = 1.0,
 ) -> tuple[float, ServingResult]:
-    """The highest scale of all rates at which this share of requests is in time, and what then happens.
+    """Return the highest scale of all rates at which this share of requests is in time, and the result at it.
 
-    Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
-    tolerance of the interval. Raises ServingError where nothing arrives, or no request is counted at any scale, where
-    devices scale with the rates, and for less than a period of diurnal arrivals.
+    Found by bisection below twice the staggered bound, to a relative tolerance; 0 if the scale is less than that
+    tolerance of the interval. Raises ServingError if no requests arrive, if no request is counted at any scale, for a
+    deployment that scales, and for less than a period of diurnal arrivals.
     """
     refuse_scaling(deployment)
     models = expand_deployment(deployment).models
     refuse_part_of_wave(models, seconds)
     rates = [mean_rate(model.arrivals) for model in models]
     if not any(rates):
-        raise ServingError("Nothing arrives in this deployment, so that no multiple of its rates is the highest.")
-    # Of a trace, other parts are simulated at other scales.
+        raise ServingError("No requests arrive in this deployment, so no multiple of its rates is the highest.")
+    # At other scales, other parts of a trace are simulated.
     bound = scale_bound(deployment, seconds, warm_up_s=warm_up_s)
     if bound is None:
         check_counted(0, models, seconds, warm_up_s)
@@ -69,10 +69,10 @@ def find_goodput(
 def compare_policies(
     deployment: Deployment, policies: Mapping[str, Policy], seconds: float, **options: Any
 ) -> tuple[dict[str, ServingResult], list[dict[str, Any]]]:
-    """Results by name, and a row for each with its ``regret_share``: what it lacks of the best other policy's goodput.
+    """Return results by name, and a row for each with its ``regret_share``: its shortfall against the best other one.
 
-    Nothing is lacking where it is the best itself: its regret is then 0, and ``ahead_share`` says by how much it is
-    ahead of the best other. ``options`` are those of `simulate_deployment`.
+    Both are shares of goodput. The regret of the best policy is 0; its ``ahead_share`` says by how much it exceeds the
+    best other one. ``options`` are those of `simulate_deployment`.
     """
     results = {name: simulate_deployment(deployment, policy, seconds, **options) for name, policy in policies.items()}
     rows = []

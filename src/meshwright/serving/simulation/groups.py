@@ -1,8 +1,8 @@
-"""Groups of devices as pools that know nothing of each other: which requests go to which group.
+"""Groups of devices as independent pools: which requests go to which group.
 
-A request for a model goes to one of the groups that hold it, at random by their weights, before the simulation begins:
-the split of whatever stands in front of the groups and does not know what waits in them. A front that knew would lose
-less. Requests for a model that no group holds go nowhere.
+Each request for a model goes to one of the groups that hold it, at random by their weights, before the simulation
+starts: the split of a load balancer that does not know the groups' queues. One that knew them would lose fewer
+requests. Requests for a model that no group holds are not sent to any.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from meshwright.spec import Deployment, Group
 from meshwright.spec.deployment import Trouble
 
-# Tells the generator that deals out from those of arrivals (`serving.arrivals`), which have the seed first, too.
+# Keeps this generator distinct from those of arrivals (`serving.arrivals`), whose seeds also start with the seed.
 _DEALING = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SubDeployment:
-    """One group as a ``deployment`` of its own, whose devices are the ``first_device`` of all and those behind it.
+    """One group as a ``deployment`` of its own; its devices start at ``first_device`` of the whole deployment.
 
-    ``numbers`` are those of its models among all, and ``chosen`` the places of its requests among all, with the
-    ``queue`` of each, copies counted one by one.
+    ``numbers`` are the indices of its models in the whole deployment, ``chosen`` those of its requests, with the
+    ``queue`` of each; copies have an index each.
     """
 
     deployment: Deployment
@@ -37,11 +37,11 @@ class SubDeployment:
 
 
 def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) -> Iterator[SubDeployment]:
-    """The groups with their requests; ``whose`` are the models of all requests, copies counted one by one."""
+    """Yield the groups with their requests; ``whose`` is the model of each request, with an index for each copy."""
     copies = np.array([model.copies for model in deployment.models])
     lot = np.random.default_rng([seed, _DEALING]).random(len(whose))
     weight = np.array([[group.weight_of(model.name) for model in deployment.models] for group in deployment.groups])
-    # Up to which lot a model's requests go to a group or one before it; to its last group go all that are left.
+    # Upper limit of a group's random numbers for each model; the last group that holds a model gets the rest.
     upto = np.cumsum(weight, axis=0) / np.maximum(weight.sum(axis=0), 1e-300)
     upto[np.cumsum(weight[::-1], axis=0)[::-1] == weight] = 1.0
     before, device = np.zeros(len(copies)), 0

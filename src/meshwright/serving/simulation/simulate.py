@@ -1,4 +1,4 @@
-"""Simulate a deployment under a policy: who is answered in time, how late answers are, what devices do."""
+"""Simulate a deployment under a policy: requests in time, latencies and use of devices."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ from meshwright.serving.simulation.groups import split_groups
 from meshwright.serving.simulation.weights import NO_WEIGHTS, find_weights
 from meshwright.spec import Deployment, Gamma, Outage, ServingError, Straggler, Trace
 
-# Requests for which the queue of a model has room: 2^22 take 100 MB.
+# Room for requests in the queue of a model: 2^22 take 100 MB.
 _SMALLEST_QUEUE, _LARGEST_QUEUE = 1024, 2**22
 _NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedCounts:
-    """What became of the requests of one model (or several), counted; ``dropped`` by reason.
+    """Outcome of the requests of one model (or several), counted; ``dropped`` by reason.
 
-    Reasons are those of policies (`pool.REASONS`), ``unplaced`` where no group holds the model, and ``unanswered`` for
-    what still waited when nothing more could happen. With them, in time and late it is all requests. ``histogram``
-    counts latencies in places of SLO / `PLACES`.
+    Reasons are those of policies (`pool.REASONS`), ``unplaced`` if no group holds the model, and ``unanswered`` for
+    requests that still waited when no event was left. Answers in time, late answers and drops sum to all requests.
+    ``num_again`` counts requests that were lost with a device and resubmitted. ``histogram`` counts latencies in bins
+    of SLO / `PLACES`.
     """
 
     model: str
@@ -64,23 +65,23 @@ class ServedCounts:
 
     @property
     def in_time_share(self) -> float:
-        """Share of all requests that were answered in time; 1 if there were none."""
+        """Share of all requests that were answered in time; 1 without requests."""
         return self.num_in_time / self.num_requests if self.num_requests else 1.0
 
     @property
     def mean_batch(self) -> float:
-        """Requests in a batch, in the mean."""
+        """Mean requests of a batch."""
         return (self.num_in_time + self.num_late) / self.num_batches if self.num_batches else 0.0
 
     @property
     def longest_s(self) -> float:
-        """Longer latencies are not told apart."""
+        """Longest latency (s) that the histogram resolves."""
         return (PLACES * SLOS - 1) / PLACES * self.slo_s
 
     def latency_s(self, share: float) -> float | None:
-        """What this share of the answers took at most, to a thousandth of the SLO.
+        """Return the latency (s) that this share of the answers did not exceed, to a thousandth of the SLO.
 
-        None if there were none, infinite if it is more than ``longest_s``.
+        None without answers, infinite if it is more than ``longest_s``.
         """
         total = int(self.histogram.sum())
         if not total:
@@ -89,7 +90,7 @@ class ServedCounts:
         return (place + 0.5) / PLACES * self.slo_s if place < PLACES * SLOS - 1 else math.inf
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """Figures for a table; of a latency beyond what is told apart, what it is over."""
+        """Return figures for a table; for an infinite latency, the value that it exceeds."""
         return {
             "model": self.model,
             "requests_per_s": self.num_requests / seconds,
@@ -107,8 +108,8 @@ class ServedCounts:
 class ServingResult:
     """``models`` in the order of the deployment, copies together; ``busy_s`` of each device; ``batches`` by size.
 
-    ``seconds`` are those whose requests counted, ``end_s`` is when the last of them was done. ``scaled`` is there if
-    the deployment scales, ``num_loads`` if models are loaded.
+    ``seconds`` is the counted time, ``end_s`` the moment at which the last request was done. ``scaled`` is given if the
+    deployment scales, ``num_loads`` if models are loaded.
     """
 
     seconds: float
@@ -136,12 +137,12 @@ class ServingResult:
 
     @property
     def busy_share(self) -> float:
-        """Share of the devices' time that they computed; of those that scale, of the time for which they were held."""
+        """Share of the devices' time in which they computed; with scaling, of the time in which they were held."""
         held = self.scaled.device_s if self.scaled is not None else len(self.busy_s) * self.end_s
         return float(self.busy_s.sum() / held) if held else 0.0
 
     def row(self) -> dict[str, Any]:
-        """Figures of all models together."""
+        """Return figures of all models together."""
         known = [(found, model) for model in self.models if (found := model.latency_s(0.99)) is not None]
         worst = max((found for found, _ in known), default=None)
         over = max((min(found, model.longest_s) for found, model in known), default=0.0)
@@ -158,7 +159,7 @@ class ServingResult:
 
 
 def _told(name: str, seconds: float | None, over: float) -> dict[str, float | None]:
-    """A latency by its name; None, and what it is over, if it is infinite."""
+    """Return a latency by name; if it is infinite, None and the value that it exceeds."""
     return {f"{name}_s": None, f"{name}_over_s": over} if seconds == math.inf else {f"{name}_s": seconds}
 
 
@@ -171,12 +172,12 @@ def simulate_deployment(
     scale: float = 1.0,
     warm_up_s: float = 0.0,
 ) -> ServingResult:
-    """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
+    """Simulate requests of ``seconds`` after those of a warm-up, which are not counted, until the last one is done.
 
-    Which time counts where traces end before that: `counted_time`. Calls of queries, and trunks, are simulated as
-    models (`expansion`). ``scale`` multiplies all rates of arrival. Raises ServingError where devices that are in no
-    groups have too little memory for all models and the policy does not load them, for a policy that cannot scale under
-    a deployment that does, and for more than fits into memory here.
+    If traces end before that, `counted_time` gives the counted time. Calls of queries, and trunks, are simulated as
+    models (`expansion`). ``scale`` multiplies all arrival rates. Raises ServingError if devices that are in no group
+    have too little memory for all models and the policy does not load them, for a policy that cannot scale under a
+    deployment that does, and if the simulation does not fit into memory.
     """
     deployment = expand_deployment(deployment, scale)
     weights = find_weights(deployment, policy)
@@ -206,7 +207,7 @@ def simulate_deployment(
 
 
 def _number(deployment: Deployment) -> int:
-    """Models, copies one by one."""
+    """Return the number of models, counting each copy."""
     return sum(model.copies for model in deployment.models)
 
 
@@ -221,7 +222,7 @@ def _simulate_pool(
     fleet: FleetSeries,
     weights: Weights = NO_WEIGHTS,
 ) -> tuple[ServingRun, int]:
-    """All requests through devices that hold or load all models; what happened, and the moment of the last event."""
+    """Simulate all requests on devices that hold or load all models; return the outcome and the last moment (ns)."""
     latency = latency_table(deployment)
     pool = make_pool(deployment, policy, latency, scale, weights, _most_waiting(deployment, arrival, whose))
     num_models, row = latency.shape
@@ -244,7 +245,7 @@ def _simulate_groups(
     seed: int,
     scale: float,
 ) -> tuple[ServingRun, int]:
-    """Each group is a pool of its own; what happened in all of them. What no group holds has arrived, no more."""
+    """Simulate each group as a pool; return the summed outcome. Requests that no group can serve only arrive."""
     whole = _empty(_number(deployment), deployment.devices, 0)
     end = 0
     for part in split_groups(deployment, whose, seed):
@@ -275,7 +276,7 @@ def _empty(num_models: int, num_devices: int, row: int) -> ServingRun:
 
 
 def latency_table(deployment: Deployment) -> Ints:
-    """Nanoseconds of batches of all models, copies one by one; only batches that can be in time."""
+    """Return the ns of batches, models × sizes with a row for each copy; `NEVER` for batches longer than the SLO."""
     rows = []
     for model in deployment.models:
         row = batch_nanoseconds(model.line, model.slo)
@@ -294,9 +295,9 @@ def make_pool(
     weights: Weights = NO_WEIGHTS,
     waiting: Ints | None = None,
 ) -> Ints:
-    """The pool of a deployment for a policy, with queues that hold all that can come within an SLO, and more.
+    """Return a deployment's pool for a policy, with queues for more than the requests of one SLO.
 
-    ``waiting`` is what comes of each queue, where that is known.
+    ``waiting`` is the most requests that can wait in each queue, if that is known.
     """
     slo, room = [], []
     for model in deployment.models:
@@ -318,17 +319,17 @@ def make_pool(
 
 
 def _most_waiting(deployment: Deployment, arrival: Ints, whose: NDArray[np.int32]) -> Ints:
-    """The most requests of each model, copies one by one, that come within one of its SLOs, where they may be many."""
+    """Return the most requests of each model (each copy) within one of its SLOs, if its arrivals are uneven."""
     owners = [model for model in deployment.models for _ in range(model.copies)]
     most = np.zeros(len(owners), np.int64)
-    # Rates that are steady, or swing, stay well below what there is room for in any case.
+    # Poisson and diurnal arrivals stay well below the default capacity.
     is_uneven = [isinstance(model.arrivals, Gamma | Trace) for model in owners]
     if not any(is_uneven):
         return most
     order = np.argsort(whose, kind="stable")
     ends = np.cumsum(np.bincount(whose, minlength=len(owners)))
     for number, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
-        # What is sure to fit is not looked at.
+        # Models whose requests fit in any case need no count.
         if is_uneven[number] and end - first > _SMALLEST_QUEUE:
             moments = arrival[order[first:end]]
             upto = np.searchsorted(moments, moments + round(owners[number].slo * _NS), "right")
@@ -356,7 +357,7 @@ def _truth(deployment: Deployment, latency: Ints, counted_from: int, weights: We
 
 
 def _joined(outages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Outages of one device, those that overlap or touch as one: it returns when the last of them ends."""
+    """Merge outages of one device that overlap or touch: it returns when the last of them ends."""
     joined: list[tuple[int, int]] = []
     for since, until in sorted(outages):
         if joined and since <= joined[-1][1]:

@@ -1,10 +1,10 @@
 """Mailboxes: rows of integers from one thread or process to one other, in order, without locks.
 
-A mailbox is an array of int64, which can lie in shared memory; of zeros, it is empty. It is a ring of rows, and counts
-how many were ever written, which only the writer changes, and how many were read, which only the reader changes. A
-count is stored with **release** and loaded with **acquire** order: whoever sees it sees the rows, too (or, as the
-writer, that they may be overwritten), on any processor and however the compiler moves other instructions. The counts
-lie two cache lines apart, as processors fetch neighbouring ones in pairs.
+A mailbox is an array of int64, which can be in shared memory; an array of zeros is an empty one. It is a ring of rows
+with two counts: rows written, which only the writer changes, and rows read, which only the reader changes. A count is
+stored with **release** and loaded with **acquire** order: a process that sees it also sees the rows (or, as the writer,
+that they may be overwritten), on any processor and whatever instructions the compiler reorders. The counts are two
+cache lines apart, as processors fetch neighbouring lines in pairs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from meshwright.compiled import compiled
 Ints = NDArray[np.int64]
 
 WIDTH = 8
-# Cells of the counts, and where rows begin.
+# Cells of the counts, and the start of the rows.
 _READ, _WRITTEN, _ROWS = 0, 16, 32
 
 
 def cells_of_mailbox(size: int) -> int:
-    """How many cells a mailbox of so many rows takes."""
+    """Return how many cells a mailbox of ``size`` rows takes."""
     return _ROWS + size * WIDTH
 
 
 @compiled
 def room_in(box: Ints) -> int:
-    """How many rows the writer could send now; the reader may make more room at any time."""
+    """Return how many rows the writer could send now; the reader may make more room at any time."""
     return (len(box) - _ROWS) // WIDTH - (box[_WRITTEN] - load_acquire(box, _READ))
 
 
@@ -40,7 +40,7 @@ def room_in(box: Ints) -> int:
 def send(
     box: Ints, kind: int, now: int, first: int, second: int, third: int, fourth: int, fifth: int, last: int
 ) -> None:
-    """Write a row. Raises RuntimeError if there is no room, which the writer has to know of before (`room_in`)."""
+    """Write a row. Raises RuntimeError if there is no room; the writer must check this first (`room_in`)."""
     if room_in(box) <= 0:
         raise RuntimeError("a mailbox is full")
     written = box[_WRITTEN]
@@ -58,7 +58,7 @@ def send(
 
 @compiled
 def receive(box: Ints, row: Ints) -> bool:
-    """Read the next row into ``row``; False if there is none now."""
+    """Read the next row into ``row``; return False if no row is available."""
     read = box[_READ]
     if read == load_acquire(box, _WRITTEN):
         return False
@@ -70,7 +70,7 @@ def receive(box: Ints, row: Ints) -> bool:
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """Where a cell of an array of int64 lies."""
+    """Return the address of a cell of an int64 array."""
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
     return builder.gep(array.data, [context.cast(builder, arguments[1], signature.args[1], types.intp)])
 
@@ -91,7 +91,7 @@ def _store_release(typing: Any, array: Any, place: Any, value: Any) -> Any:
     return types.none(array, place, value), generate
 
 
-# For compiled code: the value of a cell, what is read after it not being read before it; and to write a cell, what was
-# written before it not being written after it.
+# For compiled code: load a cell before anything that follows is read, and store a cell after everything before it is
+# written.
 load_acquire: Any = intrinsic(_load_acquire)
 store_release: Any = intrinsic(_store_release)

@@ -1,8 +1,8 @@
 """All parts of a sharded scheduler in one thread, as a policy: messages are delivered at once, in a fixed order.
 
-The pool that the driver sees is the rank's. Behind the rank's own cells lie the mailboxes and the pools of the shards,
-each a pool like any other at another place; decisions are copied from there. Of its queues, this pool has only how
-many requests wait in them. So a driver cannot look at single requests, or cancel one, as a server does.
+The pool that the driver sees is the rank's. After the rank's own cells come the mailboxes and the pools of the shards,
+each a normal pool at an offset; their decisions are copied to this pool. Its queues only count their waiting requests:
+a driver cannot look at single requests, or cancel one, as a server does.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from meshwright.spec import ServingError
 
 
 class Sharded(NamedTuple):
-    """Settings: ``shards``, no more of which are made than there are models, and ``window`` as in `deferred`."""
+    """Settings: ``shards``, of which at most one per model is made, and ``window`` as in `deferred`."""
 
     shards: int = 2
     window: int = 100
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """The rank's pool with all others in it. Raises ServingError for no shards."""
+        """Return the rank's pool with all others in it. Raises ServingError if ``shards`` is 0."""
         if self.shards < 1:
             raise ServingError(f"A sharded scheduler needs at least one shard; given shards={self.shards}.")
         num_models = len(facts["latency"])
         count = min(self.shards, num_models)
         shards = [allocate_shard(facts, number, count) for number in range(count)]
-        # Answers to all grants, and some candidates.
+        # Room for answers to all grants, and some candidates.
         cells = cells_of_mailbox(facts["num_devices"] + _SOME_CANDIDATES)
         places = [1 + count + 1 + 2 * count * cells]
         for shard in shards:
@@ -75,19 +75,19 @@ class Sharded(NamedTuple):
         return pool
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """The shard of its model lets it in."""
+        """Pass the request to the shard of its model."""
         let_in(pool, now, queue, request, deadline, self.window)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """The rank grants it."""
+        """Pass the device to the rank, which grants it."""
         free_device(pool, now, device, self.window)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """The moment of a shard, or of the rank."""
+        """Wake the parts whose moment has come."""
         wake_parts(pool, now, self.window)
 
     def next_wake(self, pool: Ints) -> int:
-        """The first moment that a part asks for."""
+        """Return the first moment that a part asks for."""
         return next_of_parts(pool)
 
 
@@ -96,7 +96,7 @@ _SOME_CANDIDATES = 16
 
 @compiled
 def let_in(pool: Ints, now: int, queue: int, request: int, deadline: int, window: int) -> None:
-    """A request comes to the shard of its model."""
+    """Pass a request to the shard of its model."""
     shards = pool[_parts(pool)]
     pool[pool[TAIL] + queue] += 1
     pool[NUM_QUEUED] += 1
@@ -106,7 +106,7 @@ def let_in(pool: Ints, now: int, queue: int, request: int, deadline: int, window
 
 @compiled
 def free_device(pool: Ints, now: int, device: int, window: int) -> None:
-    """The rank hears of a device."""
+    """Notify the rank of a free device."""
     row = np.zeros(ROW_WIDTH, np.int64)
     row[0], row[3] = FREE, device
     take_rank_row(pool, row, now, _boxes(pool, 1))
@@ -115,7 +115,7 @@ def free_device(pool: Ints, now: int, device: int, window: int) -> None:
 
 @compiled
 def wake_parts(pool: Ints, now: int, window: int) -> None:
-    """First shards, then the rank, which so hears of candidates as they are."""
+    """Wake the shards, then the rank, which thus has their current candidates."""
     for number in range(pool[_parts(pool)]):
         wake_shard(_shard(pool, number), now)
     _deliver(pool, now, window)
@@ -125,7 +125,7 @@ def wake_parts(pool: Ints, now: int, window: int) -> None:
 
 @compiled
 def next_of_parts(pool: Ints) -> int:
-    """The first moment at which a part has to be woken."""
+    """Return the first moment at which a part must be woken."""
     moment = next_of_rank(pool)
     for number in range(pool[_parts(pool)]):
         moment = min(moment, next_of_shard(_shard(pool, number)))
@@ -134,7 +134,7 @@ def next_of_parts(pool: Ints) -> int:
 
 @compiled
 def _deliver(pool: Ints, now: int, window: int) -> None:
-    """Deliver messages, shard by shard to the rank and then shard by shard from it, until there are none."""
+    """Deliver messages, shard by shard to the rank and then shard by shard from it, until none are left."""
     to_rank, to_shards = _boxes(pool, 0), _boxes(pool, 1)
     shards, row = len(to_rank), np.empty(ROW_WIDTH, np.int64)
     is_quiet = False
@@ -156,7 +156,7 @@ def _deliver(pool: Ints, now: int, window: int) -> None:
 
 @compiled
 def _copy_decisions(pool: Ints, shard: Ints, number: int, shards: int) -> None:
-    """What a shard has decided is what the policy decides."""
+    """Copy a shard's decisions to the policy's pool."""
     first = choose(pool, shard[NUM_CHOSEN])
     for place in range(shard[NUM_CHOSEN]):
         pool[pool[CHOSEN] + first + place] = shard[shard[CHOSEN] + place]
@@ -175,13 +175,13 @@ def _copy_decisions(pool: Ints, shard: Ints, number: int, shards: int) -> None:
 
 @compiled
 def _parts(pool: Ints) -> int:
-    """Where the number of shards stands; behind it the places of their pools, the mailboxes and the pools."""
+    """Return the cell of the number of shards; then come the offsets of their pools, the mailboxes, the pools."""
     return pool[OWN] + CELLS_OF_QUEUE * pool[NUM_QUEUES]
 
 
 @compiled
 def _boxes(pool: Ints, direction: int) -> Ints:
-    """Mailboxes of all shards: 0 to the rank, 1 from it."""
+    """Return the mailboxes of all shards: direction 0 to the rank, 1 from it."""
     at = _parts(pool)
     shards = pool[at]
     first = at + shards + 2
@@ -191,6 +191,6 @@ def _boxes(pool: Ints, direction: int) -> Ints:
 
 @compiled
 def _shard(pool: Ints, number: int) -> Ints:
-    """The pool of a shard."""
+    """Return the pool of a shard."""
     at = _parts(pool)
     return pool[at + pool[at + 1 + number] : at + pool[at + 2 + number]]

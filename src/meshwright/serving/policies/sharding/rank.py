@@ -1,11 +1,11 @@
 """The rank: the devices, and for each queue of all shards the batch that it could run next.
 
-A candidate whose window has begun is granted an idle device, the ready one whose window ends first (`deferred`). Until
-its shard has answered, what it says of that queue is old, and counts for nothing. Queue q of all is queue q // S of
-shard q % S. In the rank's pool the queues hold no requests: ``TIMER`` is when windows begin, ``READY`` when those that
-have begun end. If the pool keeps ends (``END``), a device is taken to be free when its shard said that it would be, as
-in Symphony; otherwise it is free when the driver says so. Own cells: of each queue the end of its window, when its
-first request is due, and whether it has been granted a device.
+A candidate whose window has started is granted an idle device; among several, the one whose window ends first
+(`deferred`). Until its shard has answered, candidates of that queue are outdated and ignored. Queue q of all is queue
+q // S of shard q % S. In the rank's pool the queues hold no requests: ``TIMER`` is the start of windows, ``READY`` the
+end of those that have started. If the pool keeps ends (``END``), a device is taken to be free at the end that its shard
+announced, as in Symphony; otherwise it is free when the driver says so. Own cells: for each queue the end of its
+window, when its first request is due, and whether it has been granted a device.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, 
 from meshwright.serving.policies.sharding.mailboxes import send
 from meshwright.serving.policies.slowness import expect_no_faster, observe, trust
 
-# Columns of own cells, each of all queues.
+# Columns of own cells, with a cell for each queue.
 _WINDOW_END, _DUE, _IS_GRANTED = range(3)
 CELLS_OF_QUEUE = 3
 
 
 def allocate_rank(facts: dict[str, Any], num_more: int = 0, *, keep_ends: bool = False) -> Ints:
-    """The rank's pool for the arguments of `allocate_pool`; ``num_more`` own cells follow those that it uses."""
+    """Return the rank's pool for the arguments of `allocate_pool`; ``num_more`` own cells follow those that it uses."""
     num_own = CELLS_OF_QUEUE * len(np.asarray(facts["latency"])) + num_more
     return allocate_pool(**{**facts, "num_own": num_own, "keep_ends": keep_ends})
 
 
 @compiled
 def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
-    """A message, with the queue's number among all, or a device that is free; ``boxes``: one mailbox to each shard."""
+    """Handle a message, with the queue's number across shards, or a free device; ``boxes``: a mailbox to each shard."""
     kind, queue, device = row[0], row[2], row[3]
     if kind == CANDIDATE:
         if row[7] > 0 and idle_device(pool) >= 0:
@@ -82,7 +82,7 @@ def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
 
 @compiled
 def wake_rank(pool: Ints, now: int, boxes: Ints) -> None:
-    """A device is taken to be free, or a window begins."""
+    """Handle a device that is taken to be free, or the start of a window."""
     if least_of(pool, END, NEVER) <= now:
         _use(pool, now, first_of(pool, END), boxes)
     elif least_of(pool, TIMER, NEVER) <= now:
@@ -91,13 +91,13 @@ def wake_rank(pool: Ints, now: int, boxes: Ints) -> None:
 
 @compiled
 def next_of_rank(pool: Ints) -> int:
-    """When the rank has to be woken."""
+    """Return when the rank must be woken."""
     return min(least_of(pool, END, NEVER), least_of(pool, TIMER, NEVER))
 
 
 @compiled
 def _take_candidate(pool: Ints, now: int, queue: int, begin: int, end: int, size: int, due: int, boxes: Ints) -> None:
-    """What a queue could run next; one that was ready stays so."""
+    """Update the candidate of a queue; one that was ready stays ready."""
     if size == 0:
         take_out(pool, TIMER, queue)
         take_out(pool, READY, queue)
@@ -111,14 +111,14 @@ def _take_candidate(pool: Ints, now: int, queue: int, begin: int, end: int, size
 
 @compiled
 def _use(pool: Ints, now: int, device: int, boxes: Ints) -> None:
-    """A device has nothing to do."""
+    """Mark a device as idle, and grant it if a candidate is ready."""
     rest(pool, device)
     _match(pool, now, boxes)
 
 
 @compiled
 def _match(pool: Ints, now: int, boxes: Ints) -> None:
-    """The ready candidates whose windows end first get what is idle."""
+    """Grant idle devices to the ready candidates whose windows end first."""
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
         if not _offer(pool, now, first_of(pool, READY), boxes):
             return
@@ -126,10 +126,10 @@ def _match(pool: Ints, now: int, boxes: Ints) -> None:
 
 @compiled
 def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
-    """Grant a ready candidate an idle device, unless that is too slow for its first request; has it been granted?
+    """Grant a ready candidate an idle device, unless that is too slow for its first request; return whether it was.
 
-    A request that no device can meet any more, as slow as they are, is its shard's to drop: what is behind it may be in
-    time.
+    A request that all devices are too slow for is dropped by its shard, which therefore gets the grant: the requests
+    behind it may be in time.
     """
     take_out(pool, TIMER, queue)
     device, begin, due = idle_device(pool), now + pool[DELAY], pool[_cell(pool, _DUE, queue)]

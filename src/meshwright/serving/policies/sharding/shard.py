@@ -1,11 +1,11 @@
-"""A shard: the queues of some models, numbered from 0, in a pool of its own.
+"""A shard: the queues of some models, numbered from 0, in its own pool.
 
-As in `deferred`, requests wait for a larger batch until their schedulable window begins; but whether a device is idle
-is the rank's to know. So a shard tells it each queue's window, as the **candidate** to run next, whenever it has
+As in `deferred`, requests wait for a larger batch until their schedulable window starts; but only the rank knows
+whether a device is idle. So a shard sends it each queue's window, as the **candidate** to run next, whenever it has
 changed, and makes a batch when it is granted a device. In its pool, ``TIMER`` is when the first request of a queue
-could not be met even alone; ``READY`` has the queues whose candidate is to be told, the most urgent first: only the
-newest counts, so a full mailbox holds nothing up. Own cells: how many requests of each queue were dropped as late since
-the rank was told.
+can no longer be in time even alone; ``READY`` has the queues whose candidate is still to be sent, the most urgent
+first: only the newest counts, so a full mailbox blocks nothing. Own cells: for each queue, the requests dropped as late
+since the last message to the rank.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ _NONE_SPARE = 101
 
 
 def allocate_shard(facts: dict[str, Any], number: int, count: int) -> Ints:
-    """The pool of a shard of so many: models ``number``, ``number + count`` and so on of those of `allocate_pool`."""
+    """Return the pool of shard ``number`` of ``count``: models ``number``, ``number + count``, … of `allocate_pool`."""
     mine = slice(number, None, count)
     latency = np.asarray(facts["latency"])[mine]
     capacity = np.broadcast_to(facts.get("capacity", 1024), len(facts["latency"]))[mine]
     slo = np.broadcast_to(facts["slo"], len(facts["latency"]))[mine]
     own = {**facts, "latency": latency, "slo": slo, "capacity": capacity, "num_own": len(latency), "keep_ends": False}
     pool = allocate_pool(**own)
-    # It learns better from the first grant.
+    # Replaced by the number in the first grant.
     pool[NUM_UP] = facts["num_devices"]
     return pool
 
 
 @compiled
 def take_arrival(pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-    """Let a request in, unless it would be late."""
+    """Enqueue a request unless it would be late."""
     measure_rate(pool, now, queue)
     if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
         refuse(pool, now, queue, request, LATE)
@@ -92,7 +92,7 @@ def take_grant(
     window: int,
     box: Ints,
 ) -> None:
-    """Begin a batch on a device that is idle, or give it back."""
+    """Start a batch on the granted device, or return it to the rank."""
     pool[pool[SLOWNESS] + device] = slowness
     pool[TYPICAL], pool[NUM_UP] = typical, num_up
     _drop_late(pool, now, queue, hoped)
@@ -107,14 +107,14 @@ def take_grant(
 
 @compiled
 def wake_shard(pool: Ints, now: int) -> None:
-    """The first request of a queue cannot be met any more."""
+    """Handle a queue whose first request can no longer be in time."""
     if least_of(pool, TIMER, NEVER) <= now:
         _look_again(pool, now, first_of(pool, TIMER))
 
 
 @compiled
 def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
-    """Tell the rank what has changed, as far as there is room, beside what answers to all grants may need."""
+    """Send changed candidates to the rank, leaving the room that answers to all grants may need."""
     while size_of(pool, READY) > 0 and room_in(box) > pool[NUM_DEVICES]:
         queue = first_of(pool, READY)
         take_out(pool, READY, queue)
@@ -132,13 +132,13 @@ def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
 
 @compiled
 def next_of_shard(pool: Ints) -> int:
-    """When a shard has to be woken."""
+    """Return when a shard must be woken."""
     return least_of(pool, TIMER, NEVER)
 
 
 @compiled
 def _look_again(pool: Ints, now: int, queue: int) -> None:
-    """Something has changed in a queue: its timer, and its candidate, which is to be told."""
+    """Update a changed queue: its timer, and its candidate, which is to be sent."""
     _drop_late(pool, now, queue, NOMINAL)
     if length_of(pool, queue) == 0:
         take_out(pool, TIMER, queue)

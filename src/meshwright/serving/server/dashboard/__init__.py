@@ -1,4 +1,4 @@
-"""The page of a server's admin door: how it is, second by second. Its own files, and what all pages are made of."""
+"""The page of the admin port, which shows the server's state each second: its own files and the common page assets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from importlib import resources
 from meshwright.report.page import page_script, page_style
 
 _HTML, _SCRIPT, _STYLE = b"text/html; charset=utf-8", b"text/javascript; charset=utf-8", b"text/css; charset=utf-8"
-# In the order in which they build on each other.
+# In dependency order.
 SCRIPTS = ("figures.js", "sparklines.js", "dashboard.js")
 
 
 @cache
 def read_asset(path: str) -> tuple[bytes, bytes] | None:
-    """Type and content of a file of the page; None for any other path."""
+    """Return type and content of a file of the page; None for any other path."""
     match path:
         case "/":
             return _HTML, _read("dashboard.html").encode()

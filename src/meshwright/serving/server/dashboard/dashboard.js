@@ -1,5 +1,5 @@
 "use strict";
-// The page: asks /status each second and shows what it says. Names go into it as text only.
+// The page: requests /status each second and shows it. Names are inserted as text only.
 Dashboard.page = (() => {
   const EVERY_MS = 1000, PATIENCE_MS = 4000, WINDOW = 5, MOST = 180;
   const { element, format } = Meshwright;
@@ -9,15 +9,15 @@ Dashboard.page = (() => {
   const seconds = orNothing(format.seconds), percent = orNothing(format.percent), bytes = orNothing(format.bytes);
   const drops = (pairs) => (pairs.length ? pairs.map(([reason, rate]) => `${reason} ${format.general(rate, 2)}/s`).join(", ") : "none");
 
-  // Documents, the newest last, of which no two tell of the same moment.
+  // Status documents, the newest last, all of different moments.
   const documents = [];
-  // Values of sparklines by their name: one for each document.
+  // Values of sparklines by name: one for each document.
   const history = new Map();
   let isPaused = false, since = null, count = 0;
 
   // --- figures ----------------------------------------------------------------------------------------------------
 
-  // name, its value in a document and in what was between two, how it is said, what is said below, whether it has a line
+  // name; value from a document and the changes between two; format; text below; whether it has a sparkline
   const FIGURES = [
     ["Requests per second", (_, { total }) => total.requests_per_s, number, null, true],
     ["In time", (_, { total }) => total.in_time_share, percent, () => "done, of all samples", true],
@@ -27,9 +27,9 @@ Dashboard.page = (() => {
     ["Queued samples", (status) => status.queued, number, null, true],
     ["Devices up", (status) => status.up, (value) => String(value), (status) => `of ${status.devices}; ${status.idle} idle`, true],
     ["Connections", (status) => status.connections, number, null, true],
-    ["Slack", (status) => status.slack_s, seconds, () => "batches end so early", false],
-    ["Guard", (status) => status.guard_s, seconds, () => "timers are so late", false],
-    ["Delay", (status) => status.delay_s, seconds, () => "decision to begin", false],
+    ["Slack", (status) => status.slack_s, seconds, () => "batches end earlier", false],
+    ["Guard", (status) => status.guard_s, seconds, () => "timers fire later", false],
+    ["Delay", (status) => status.delay_s, seconds, () => "decision to start", false],
   ];
 
   function put(node, text) {
@@ -50,7 +50,7 @@ Dashboard.page = (() => {
 
   // --- tables -----------------------------------------------------------------------------------------------------
 
-  // heading, class, what fills the cell: a function of the row, or what makes a sparkline of it
+  // heading; class; content of the cell: a function of the row, or null for a sparkline
   const MODELS = [
     ["Model", "db-name", (row) => row.model],
     ["SLO", "mw-number", (row) => seconds(row.slo_s)],
@@ -110,7 +110,7 @@ Dashboard.page = (() => {
     if (values.length > MOST) values.shift();
   }
 
-  // A document has come. Only what is newer than the last one is added to the lines.
+  // Take a new document. Only values newer than the last ones are added to the sparklines.
   function take(status) {
     const last = documents[documents.length - 1];
     const step = last ? Dashboard.figures.between(last, status) : null;
@@ -131,7 +131,7 @@ Dashboard.page = (() => {
     models(window.models);
     processes(window.processes);
     const span = Math.round(status.time_s - documents[0].time_s);
-    put(find("basis"), span ? `Rates, shares and latencies are those of the last ${span} s; lines have up to 3 min, begin at zero and end now.` : "Rates come with the next second.");
+    put(find("basis"), span ? `Rates, shares and latencies are those of the last ${span} s; lines show the last 3 min at most, on an axis that starts at zero.` : "Rates follow in a second.");
     put(find("version"), `Meshwright ${status.version}`);
     say(status.ready ? "ready" : "not-ready", `${status.ready ? "Ready" : "Not ready"}, policy ${status.policy}`);
     document.title = `${status.ready ? "Ready" : "Not ready"} · Meshwright server`;
@@ -156,7 +156,7 @@ Dashboard.page = (() => {
     say("unreachable", "Unreachable");
     document.title = "Unreachable · Meshwright server";
     message.hidden = false;
-    put(message, `The server has not answered since ${since.toLocaleTimeString()} (${problem}). What is shown is from before; it is asked again each second.`);
+    put(message, `The server has not answered since ${since.toLocaleTimeString()} (${problem}). The values shown are older; this is retried each second.`);
   }
 
   async function ask() {
@@ -185,7 +185,7 @@ Dashboard.page = (() => {
   function pause() {
     isPaused = !isPaused;
     find("pause").setAttribute("aria-pressed", String(isPaused));
-    // A line has no place for what nobody has asked.
+    // A sparkline cannot show a time without documents.
     if (!isPaused) documents.length = 0;
   }
 

@@ -1,5 +1,5 @@
 "use strict";
-// What two documents of /status say of the time between them. Nothing here knows of the page.
+// Figures of the time between two documents of /status, independent of the page.
 const Dashboard = {};
 Dashboard.figures = (() => {
   const REASONS = ["late", "full", "crowded", "sacrificed", "cancelled", "failed", "lost"];
@@ -9,7 +9,7 @@ Dashboard.figures = (() => {
 
   const sum = (counts) => Object.values(counts).reduce((total, count) => total + count, 0);
 
-  // Counts that have come, by key; null where one is less than before: a process has begun again.
+  // Increases of counts, by key; null if one is less than before: a process was restarted.
   function grown(before, after) {
     const found = {};
     for (const key of new Set([...Object.keys(before), ...Object.keys(after)])) {
@@ -20,7 +20,7 @@ Dashboard.figures = (() => {
     return found;
   }
 
-  // The latency that a share of what is in the buckets does not exceed; null if nothing is.
+  // The latency that this share of the counted answers does not exceed; null without any.
   function percentile(buckets, share) {
     const places = Object.keys(buckets).map(Number).sort((a, b) => a - b);
     let left = share * sum(buckets);
@@ -35,7 +35,7 @@ Dashboard.figures = (() => {
     return null;
   }
 
-  // Counts of all, or null if some are not known.
+  // The sums of counts, or null if some are unknown.
   function joined(many) {
     const all = {};
     for (const counts of many) {
@@ -69,7 +69,7 @@ Dashboard.figures = (() => {
     };
   }
 
-  // A process that has begun again has no share of a processor that could be told.
+  // The processor share of a restarted process is unknown.
   function processOf(before, after, seconds) {
     const known = before && before.pid === after.pid && seconds > 0;
     return {
@@ -81,7 +81,7 @@ Dashboard.figures = (() => {
     };
   }
 
-  // Rows of models and processes, and the total of models, between two documents. Counts are as old as what reported them.
+  // Rows of models and processes, and the total of models, between two documents. Counts are as old as the reports they come from.
   function between(before, after) {
     const answersS = after.fronts_time_s - before.fronts_time_s, samplesS = after.scheduler_time_s - before.scheduler_time_s;
     const old = new Map(before.models.map((model) => [model.name, model]));

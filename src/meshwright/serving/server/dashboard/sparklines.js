@@ -1,9 +1,9 @@
 "use strict";
-// A line of what was, second by second, with words for those who do not see it.
+// A line of recent values, second by second, with a text alternative.
 Dashboard.sparkline = (() => {
   const WIDTH = 120, HEIGHT = 30, LEAST = 60;
 
-  // The path of values, the last at the right end; null is a gap. Values begin at zero.
+  // The path of values, the last at the right end; null is a gap. The axis starts at zero.
   function pathOf(values) {
     const steps = Math.max(values.length, LEAST) - 1;
     const top = Math.max(...values.filter((value) => value !== null), Number.MIN_VALUE);
@@ -19,7 +19,7 @@ Dashboard.sparkline = (() => {
     return path;
   }
 
-  // An element, and what draws values into it.
+  // An element, and a function that draws values into it.
   function sparkline(name, say) {
     const line = Meshwright.svg("path"), title = Meshwright.svg("title");
     const ground = Meshwright.svg("path", { class: "db-ground", d: `M0 ${HEIGHT - 0.5}H${WIDTH}` });

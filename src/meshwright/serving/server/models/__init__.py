@@ -1,17 +1,17 @@
-"""What a worker of a server computes: batches of a model, or the time that they would take.
+"""The models of a worker: real ones, whose batches are computed, and emulated ones, which only take their time.
 
-runnable       what can be run: names, types and shapes of a sample's tensors, and batches of them
-emulated       sleeps as long as batches would take, and answers what can be checked
-batches        a batch of several slabs: gather, run, scatter; samples that fail are found
-warming        what batches of each size take
-opening        from a deployment's model to one of them
+runnable       the interface: names, types and shapes of a sample's tensors, and running of batches
+emulated       a model that sleeps for the time of a batch, and returns answers that can be checked
+batches        a batch from several slabs: gather, run, scatter; isolate samples that fail
+warming        measure the time of batches of each size
+opening        open a deployment's model as one of these
 
-torch_model    a torch model from a reference; this and what follows loads torch, nothing else of `serving` does
-sources        references: zoo names, shape files, configurations, own functions, exported programs
+torch_model    a torch model from a reference; only this and the following load torch in `serving`
+sources        references: zoo names, shape files, configurations, user functions, exported programs
 programs       exported programs (.pt2)
-hooks          own functions before and behind a model
-matching       which of its tensors are a model's outputs
-tensors        tensors of a sample: their names, and how they cross to numpy and back
+hooks          user functions before and after a model
+matching       match a model's tensors to its outputs
+tensors        tensors of a sample: their names, and conversion to and from numpy
 """
 
 from meshwright.serving.server.models.batches import SampleFailures, run_batch

@@ -1,7 +1,7 @@
 """A batch of requests from slabs: inputs are gathered, the model runs, outputs are scattered.
 
-If the model raises, the batch is halved until the samples are found that it raises for: k of b cost some k log b runs
-of ever smaller batches. The others are answered as they would have been without them.
+If the model raises, the batch is halved until the samples that cause it are found: for k of b this takes about k log b
+runs of ever smaller batches. The others are answered as without them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from meshwright.serving.server.models.runnable import RAISED, Arrays, DeviceLost
 from meshwright.serving.server.slabs import Slab
 from meshwright.spec import ServingError
 
-# Slots of one slab.
+# A slab and slots in it.
 Group = tuple[Slab, Ints]
 _LONGEST_MESSAGE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailures:
-    """Places in the batch that have no answer, ascending, and why the first of them has none."""
+    """Places in the batch that have no answer, ascending, and the error of the first of them."""
 
     places: tuple[int, ...] = ()
     error: str = ""
 
 
 def run_batch(model: Runnable, groups: Sequence[Group]) -> SampleFailures:
-    """Compute a batch, whose samples lie in slots of one slab or several, and write the outputs there.
+    """Compute a batch whose samples are in slots of one or several slabs, and write the outputs there.
 
-    Places count through the groups; slots of those that fail keep what they had. Raises DeviceLost, and nothing that
-    the model raises.
+    Places count through the groups; slots of samples that fail are unchanged. Raises DeviceLost, but nothing that the
+    model raises.
     """
     failed: list[tuple[int, str]] = []
     _run_part(model, groups, 0, failed)
@@ -42,7 +42,7 @@ def run_batch(model: Runnable, groups: Sequence[Group]) -> SampleFailures:
 
 
 def gather(groups: Sequence[Group]) -> Arrays:
-    """Inputs of a batch, as arrays of their own of shape (batch, *that of a sample)."""
+    """Return the inputs of a batch, copied to arrays of shape (batch, *that of a sample)."""
     if len(groups) == 1:
         slab, slots = groups[0]
         return [column[slots] for column in slab.inputs]
@@ -54,7 +54,7 @@ def gather(groups: Sequence[Group]) -> Arrays:
 
 
 def scatter(groups: Sequence[Group], outputs: Arrays) -> None:
-    """Write outputs of a batch where its samples lie."""
+    """Write the outputs of a batch into the slots of its samples."""
     begin = 0
     for slab, slots in groups:
         end = begin + len(slots)
@@ -64,7 +64,7 @@ def scatter(groups: Sequence[Group], outputs: Arrays) -> None:
 
 
 def _run_part(model: Runnable, groups: Sequence[Group], first: int, failed: list[tuple[int, str]]) -> None:
-    """Run a part of a batch that begins at place ``first``, and append to ``failed`` what it raised for which place."""
+    """Run the part of a batch that starts at place ``first``; append places that failed, and why, to ``failed``."""
     count = sum(len(slots) for _, slots in groups)
     arrays = gather(groups)
     try:
@@ -84,7 +84,7 @@ def _run_part(model: Runnable, groups: Sequence[Group], first: int, failed: list
 
 
 def _take(groups: Sequence[Group], begin: int, end: int) -> list[Group]:
-    """Groups with the samples from place ``begin`` to ``end``."""
+    """Return the groups of the samples from place ``begin`` to ``end``."""
     taken: list[Group] = []
     for slab, slots in groups:
         part = slots[max(begin, 0) : max(end, 0)]
@@ -95,13 +95,13 @@ def _take(groups: Sequence[Group], begin: int, end: int) -> list[Group]:
 
 
 def check_answers(model: Runnable, answers: Arrays, count: int) -> None:
-    """Raise ServingError unless outputs of a batch are of the shapes and types that the model has promised."""
+    """Raise ServingError unless the outputs of a batch have the shapes and types that the model has declared."""
     promised = [((count, *item.shape), np.dtype(NUMPY_TYPES[item.datatype])) for item in model.outputs]
     given = [(answer.shape, answer.dtype) for answer in answers]
     if given != promised:
         raise ServingError(
-            f"The model gave {_describe(given)}; expected {_describe(promised)}, as for the batches that it was tried "
-            "with. Serve a model whose outputs have shapes that do not depend on values."
+            f"The model returned {_describe(given)}; expected {_describe(promised)}, as for the batches in its trial. "
+            "Serve a model whose output shapes do not depend on values."
         )
 
 

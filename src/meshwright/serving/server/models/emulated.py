@@ -1,9 +1,8 @@
-"""A model that computes nothing: its batches take as long as the deployment says, and its answers can be checked.
+"""A model without computation: its batches take the time that the deployment gives, and its answers can be checked.
 
-What is asked and answered travels as with any model, so that a server and its policies can be tried at the speed of
-devices that are not here. A batch ends l(b) after it was begun. The system wakes a sleeper some 60 µs late, or 100 if
-the processor was idle; each sleep shows how late, the next is planned to end so much sooner, and what is left then is
-waited for awake.
+Requests and answers are transferred as with any model, so that a server and its policies can be tested at the speed of
+devices that are not available. A batch ends l(b) after its start. The system wakes a sleeper about 60 µs late, or 100
+if the processor was idle; each sleep measures this, the next sleep is shortened by it, and the rest is a busy wait.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.models.runnable import Arrays
 from meshwright.spec import ServedModel, ServingError, TensorSpec
 
-# Where a deployment names no tensors.
+# Used if a deployment names no tensors.
 INPUTS = (TensorSpec(name="input", shape=(4,)),)
 OUTPUTS = (TensorSpec(name="output", shape=(4,)),)
-# How late a sleeper is woken, as taken at first and at most: several emulations may share a core, and none of them
-# keeps it for longer while it waits.
+# Initial and maximum delay of a wake-up: several emulations may share a core, and none of them should occupy it for
+# longer while it waits.
 _LATE_S, _LATEST_S = 60e-6, 150e-6
-# Weight of the last sleep.
+# Weight of the last sleep in the mean.
 _LEARNT = 0.1
 
 
@@ -40,7 +39,7 @@ class EmulatedModel:
         if latency is None:
             raise ServingError(
                 f"Model {model.name!r} has no latency, and no `model` whose latency could be measured. Give `model`, "
-                "what the server is to run, or the `latency` to emulate."
+                "the reference of a model to run, or the `latency` to emulate."
             )
         self.inputs, self.outputs = model.inputs or INPUTS, model.outputs or OUTPUTS
         self.largest = latency.largest
@@ -48,14 +47,14 @@ class EmulatedModel:
         self._late_s = _LATE_S
 
     def run(self, arrays: Arrays) -> Arrays:
-        """The echoes, after the time that the batch takes."""
+        """Return the echoes after the time of the batch."""
         end = time.perf_counter() + self._seconds[len(arrays[0])]
         answers = [echo(arrays[place % len(arrays)], output) for place, output in enumerate(self.outputs)]
         self._wait_until(end)
         return answers
 
     def sample(self, count: int) -> Arrays:
-        """Zeros."""
+        """Return zeros."""
         return [np.zeros((count, *item.shape), NUMPY_TYPES[item.datatype]) for item in self.inputs]
 
     def _wait_until(self, end: float) -> None:
@@ -70,7 +69,7 @@ class EmulatedModel:
 
 
 def echo(array: NDArray[Any], output: TensorSpec) -> NDArray[Any]:
-    """Rows of an output: the first values of the same row of the input (b, ...), again and again if it has too few."""
+    """Return rows of an output: the values of the same row of the input (b, ...), cut or repeated to its size."""
     rows = array.reshape(len(array), -1)
     taken = rows[:, np.arange(math.prod(output.shape)) % rows.shape[1]]
     with np.errstate(invalid="ignore", over="ignore"):  # not every number has a counterpart in every type

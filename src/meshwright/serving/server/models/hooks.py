@@ -1,9 +1,9 @@
-"""Functions of one's own around a model: ``preprocess`` and ``postprocess``, each ``file.py:function``.
+"""User functions around a model: ``preprocess`` and ``postprocess``, each ``file.py:function``.
 
-preprocess(inputs)     a dict of tensors (batch, ...) by name → what the model takes: a tensor, a tuple, or keywords
-postprocess(outputs)   what the model returned → a tensor, or several in a tuple or by name, of the same batch
+preprocess(inputs)     a dict of tensors (batch, ...) by name → the model's arguments: a tensor, a tuple, or keywords
+postprocess(outputs)   the model's result → a tensor, or several in a tuple or by name, of the same batch
 
-They run in the worker, on its device. What they raise is told with their line.
+They run in the worker, on its device. Their exceptions are reported with the line in the user's file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Hook = Callable[[Any], Any]
 
 
 def load_hook(reference: str | None, expected: str) -> Hook | None:
-    """The function, which does what is ``expected``; None if there is none. Raises ServingError."""
+    """Load a function that does what ``expected`` says; None without a reference. Raises ServingError."""
     if reference is None:
         return None
     split = own_code.split_reference(reference)
     if split is None:
-        raise ServingError(f"{reference!r} is no function. Give file.py:function, which {expected}.")
+        raise ServingError(f"{reference!r} is not a function. Give file.py:function, which {expected}.")
     path, name = split
     function = own_code.load_function(path, name, expected=expected, error=ServingError)
     folder = folder_at(path.parent)

@@ -1,4 +1,4 @@
-"""Which tensors a model gives, found from batches of a few sizes, and which of them a deployment means."""
+"""Find a model's output tensors from batches of a few sizes, and match them to those of the deployment."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Named = list[tuple[str, torch.Tensor]]
 def find_outputs(
     model: str, runs: Mapping[int, Named], given: Sequence[TensorSpec]
 ) -> tuple[tuple[TensorSpec, ...], list[int]]:
-    """Specs of a sample's outputs, and their places among the tensors of each of the runs, by their batch's size.
+    """Return specs of a sample's outputs, and their places among the tensors of the runs, given by batch size.
 
-    Raises ServingError for a tensor that does not follow the batch, unless ``given`` ones leave it out.
+    Raises ServingError for a tensor that does not follow the batch, unless ``given`` outputs exclude it.
     """
     first = next(iter(runs.values()))
     names = [name for name, _ in first]
     if any([name for name, _ in run] != names for run in runs.values()):
         raise ServingError(
-            f"Model {model!r} returns other tensors for other sizes of the batch. Return the same for all of them."
+            f"Model {model!r} returns other tensors for other batch sizes. Return the same for all of them."
         )
     found, strays = dict[int, TensorSpec](), list[str]()
     for place, name in enumerate(names):
         shapes = {count: tuple(run[place][1].shape) for count, run in runs.items()}
         if not any(shapes.values()):
-            continue  # without dims, as a loss
+            continue  # without dims, such as a loss
         if len({shape[1:] for shape in shapes.values()}) == 1 and all(
             shape[:1] == (count,) for count, shape in shapes.items()
         ):
@@ -45,16 +45,16 @@ def find_outputs(
         raise ServingError(
             f"Model {model!r}, for batches of {', '.join(map(str, runs))}, returned "
             f"{'; '.join(strays[:_SHOWN]) or 'no tensor with dims'}; expected tensors whose first dim is the batch, "
-            "and whose others are always the same. Change the model, name the outputs that are wanted, or choose them "
+            "and whose other dims are constant. Change the model, name the wanted outputs, or choose them "
             "with postprocess."
         )
     return specs, places
 
 
 def match_specs(model: str, what: str, given: Sequence[TensorSpec], found: Sequence[TensorSpec]) -> list[int]:
-    """Place of each given one among those found: that of its name, or its own place if none of the names is known.
+    """Return the place of each given spec among those found: by name, or by position if none of the names is known.
 
-    Raises ServingError for others, and where datatypes or shapes differ.
+    Raises ServingError if that is not possible, and if datatypes or shapes differ.
     """
     places = {item.name: place for place, item in enumerate(found)}
     if all(item.name in places for item in given):
@@ -67,8 +67,8 @@ def match_specs(model: str, what: str, given: Sequence[TensorSpec], found: Seque
         for item, place in zip(given, order, strict=True)
     ):
         raise ServingError(
-            f"Model {model!r} has the {what} {_describe(found)}; the deployment says {_describe(given)}. Give each "
-            "by the model's own name, or all in this order with other names, with these datatypes and shapes."
+            f"Model {model!r} has the {what} {_describe(found)}; the deployment says {_describe(given)}. Name each "
+            "as the model does, or all in this order with other names, with these datatypes and shapes."
         )
     return order
 

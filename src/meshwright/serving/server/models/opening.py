@@ -1,4 +1,4 @@
-"""From a deployment's model to what a worker runs. Torch is loaded only for models that need it."""
+"""Open a deployment's model for a worker. Torch is loaded only for models that need it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ INSTALL = "pip install 'meshwright[torch]'"
 
 
 def open_model(model: ServedModel, device: str = "cpu", num_threads: int = 1) -> Runnable:
-    """Load the model onto a device (``cpu``, ``cuda:0``), or the emulation of one that names none.
+    """Load the model onto a device (``cpu``, ``cuda:0``), or make an emulation if it has no reference.
 
-    Raises ServingError, and what reading the model's reference raises.
+    Raises ServingError, and the errors of reading the model's reference.
     """
     if model.model is None:
         return EmulatedModel(model)

@@ -1,10 +1,10 @@
 """Exported programs: ``model.pt2``, as torch.export.save writes them.
 
-A program that was exported for any size of its batch (`torch.export.Dim`) runs batches as they are, within the bounds
-that it was exported with; one that was exported for a single size runs smaller batches that are filled up.
+A program that was exported for any batch size (`torch.export.Dim`) runs batches unchanged, within the bounds of its
+export; for one that was exported for a single size, smaller batches are padded.
 
-To load such a file is to run it: torch unpickles what is no plain tensor, and evaluates the expressions of shapes. So
-a program is what a Python file is: named by whoever owns the deployment, never by a request.
+Loading such a file executes it: torch unpickles objects other than plain tensors, and evaluates shape expressions. So
+a program is trusted like a Python file: the owner of the deployment names it, never a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.spec import ServingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProgram:
-    """A program with an example of its arguments; ``fixed``: the only size of a batch, or 0; else up to ``largest``."""
+    """A program with example arguments; ``fixed`` is its only batch size, or 0 for sizes up to ``largest``."""
 
     call: Callable[..., Any]
     arguments: Arguments
@@ -36,7 +36,7 @@ class ModelProgram:
 
 
 def load_program(path: Path, device: torch.device) -> ModelProgram:
-    """Load a program onto a device. Raises ServingError for a file that is none, or takes no batches."""
+    """Load a program onto a device. Raises ServingError for an invalid file, or a program without a batch dim."""
     try:
         with quiet_torch():
             exported = torch.export.load(path)
@@ -48,7 +48,7 @@ def load_program(path: Path, device: torch.device) -> ModelProgram:
             f"{' '.join(str(error).split())[:300]}). Give a file that torch.export.save of this torch wrote."
         ) from None
     values = _user_inputs(exported)
-    # By their text, as symbols have no hash; torch types them as int.
+    # By their text, as symbols are not hashable; torch types them as int.
     sizes: dict[str, Any] = {
         str(size): size for _, value in values if isinstance(value, torch.Tensor) for size in value.shape[:1] or (0,)
     }
@@ -70,7 +70,7 @@ def load_program(path: Path, device: torch.device) -> ModelProgram:
 
 
 def _user_inputs(exported: torch.export.ExportedProgram) -> list[tuple[str, Any]]:
-    """Names and (fake) values of what the program is called with, in the order of its call."""
+    """Return names and (fake) values of the program's arguments, in the order of its call."""
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     found = []
     for item in exported.graph_signature.input_specs:
@@ -81,7 +81,7 @@ def _user_inputs(exported: torch.export.ExportedProgram) -> list[tuple[str, Any]
 
 
 def _zeros(value: Any) -> Any:
-    """Zeros of the sizes that it was exported with, where these may change."""
+    """Return zeros, with the example size for variable dims."""
     if not isinstance(value, torch.Tensor):
         return value
     sizes: list[Any] = list(value.shape)

@@ -1,4 +1,4 @@
-"""What can be run: a model of which batches are computed, whatever it is made of."""
+"""The interface of a model whose batches can be run, whatever its implementation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from meshwright.spec import TensorSpec
 
 Arrays = list[NDArray[Any]]
-# What a batch can be at most where nothing says less; that of `Latency`.
+# Largest batch unless limited further; that of `Latency`.
 LARGEST = 1024
-# What the code of a model may raise: it must not end a worker, whatever it means by it.
+# Exceptions that the code of a model may raise: none of them may end a worker.
 RAISED = (Exception, SystemExit, KeyboardInterrupt)
 
 
-class DeviceLost(Exception):  # noqa: N818 - it is no error of the batch
-    """The device computes nothing any more in this process; another one may use it."""
+class DeviceLost(Exception):  # noqa: N818 - not an error of the batch
+    """The device can no longer be used in this process; another process may use it."""
 
 
 class Runnable(Protocol):
@@ -28,14 +28,13 @@ class Runnable(Protocol):
     platform: str
 
     def run(self, arrays: Arrays) -> Arrays:
-        """Outputs of a batch, in the order of ``outputs``, for its inputs in that of ``inputs``.
+        """Return the outputs of a batch, in the order of ``outputs``, for its inputs in the order of ``inputs``.
 
-        All are of shape (batch, *that of a sample), in the types of `datatypes.NUMPY_TYPES`. The inputs can be written
-        to and are not used again. Whatever the model raises, it raises; DeviceLost if it can raise nothing else any
-        more.
+        All are of shape (batch, *that of a sample), in the types of `datatypes.NUMPY_TYPES`. The inputs may be
+        overwritten. Exceptions of the model are raised; DeviceLost if the device can no longer be used.
         """
         ...
 
     def sample(self, count: int) -> Arrays:
-        """Inputs of a batch of so many samples that the model can compute, to warm it up with."""
+        """Return inputs of a batch of ``count`` samples that the model can compute, for warming up."""
         ...

@@ -1,8 +1,8 @@
-"""From a model reference to what is called for a batch: `load_source`.
+"""Load a model reference: `load_source` returns what is called for a batch.
 
-Zoo names, shape files and configurations of Hugging Face models are `zoo.load_model`'s. A function of one's own file
-returns what capture takes, (module, batch) or (module, (inputs, targets), loss), or a module alone; then the deployment
-names its inputs. Weights are seeded as the zoo's are, and a function loads its own.
+Zoo names, shape files and configurations of Hugging Face models are loaded by `zoo.load_model`. A function of a user's
+file returns what capture accepts, (module, batch) or (module, (inputs, targets), loss), or a module alone; then the
+deployment names its inputs. Weights are seeded like the zoo's; a function loads its own.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshwright.zoo.references import seeded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is called for a batch, with an example of its ``arguments`` where there is one.
+    """A callable for batches, with example ``arguments`` or None.
 
-    ``fixed``: the only size of a batch that it runs, or 0; otherwise those up to ``largest``.
+    ``fixed`` is its only batch size, or 0 for sizes up to ``largest``.
     """
 
     call: Callable[..., Any]
@@ -42,9 +42,9 @@ class Source:
 
 
 def load_source(model: ServedModel, device: torch.device) -> Source:
-    """Load what a deployment's model names onto a device, in evaluation mode.
+    """Load a deployment's model onto a device, in evaluation mode.
 
-    Raises ServingError, and what the zoo raises for its references.
+    Raises ServingError, and the zoo's errors for its references.
     """
     reference = model.model or ""
     if reference.endswith(".pt2"):
@@ -70,13 +70,13 @@ def load_source(model: ServedModel, device: torch.device) -> Source:
 
 
 def zeros_of(specs: tuple[TensorSpec, ...], count: int) -> list[torch.Tensor]:
-    """A batch of zeros."""
+    """Return a batch of zeros."""
     arrays: Arrays = [np.zeros((count, *item.shape), NUMPY_TYPES[item.datatype]) for item in specs]
     return [to_tensor(array, item.datatype) for array, item in zip(arrays, specs, strict=True)]
 
 
 def _load_module(model: ServedModel, reference: str) -> tuple[nn.Module, Any]:
-    """A module and an example of what it takes; None where a function gave none."""
+    """Return a module and example inputs; None if a function returned none."""
     own = own_code.split_reference(reference)
     if own is None:
         sizes: dict[str, Any] = dict(model.sizes)
@@ -89,7 +89,7 @@ def _load_module(model: ServedModel, reference: str) -> tuple[nn.Module, Any]:
     if isinstance(result, nn.Module):
         if not model.inputs:
             raise ServingError(
-                f"Model {model.name!r}: {reference} returned a module alone, so that nobody knows what it takes. Give "
+                f"Model {model.name!r}: {reference} returned a module alone, so its inputs are unknown. Give "
                 "the deployment's `inputs`, or return (module, batch)."
             )
         module, inputs = result, None

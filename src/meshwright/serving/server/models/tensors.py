@@ -1,4 +1,4 @@
-"""Tensors of a sample: what a model takes and gives as named tensors, their specs, and the way to numpy and back."""
+"""Tensors of a sample: a model's inputs and outputs as named tensors, their specs, and conversion to and from numpy."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _DATATYPES = {
 
 
 def to_tensor(array: NDArray[Any], datatype: str) -> torch.Tensor:
-    """An array as a tensor of the same memory; BF16 comes as uint16."""
+    """Return an array as a tensor of the same memory; BF16 is given as uint16."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor
 
 
 def to_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor as an array; bfloat16 becomes uint16 with the same bits."""
+    """Return a tensor as an array; bfloat16 becomes uint16 with the same bits."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
@@ -47,7 +47,7 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """What a tensor of a batch is for one sample. Raises ServingError for a dtype that no request can have."""
+    """Return the spec of one sample of a batch tensor. Raises ServingError for a dtype that requests cannot carry."""
     if tensor.dtype not in _DATATYPES:
         raise ServingError(
             f"Tensor {name!r} is of {tensor.dtype}, which the protocol cannot carry; expected one of "
@@ -57,9 +57,9 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 class Arguments:
-    """Arguments of a call, in which all tensors with dims are of a batch, and can be replaced by others.
+    """Arguments of a call, in which all tensors with dims have a batch dim and can be replaced.
 
-    ``names``: of a parameter of forward, ``parameter.key`` of what lies deeper; ``examples``: these tensors.
+    ``names`` are those of forward's parameters, ``parameter.key`` for nested tensors; ``examples`` are the tensors.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[str]) -> None:
@@ -70,13 +70,13 @@ class Arguments:
         self.examples: list[torch.Tensor] = [self._leaves[place] for place in self._places]
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Take tensors in another order from now on: first the one at place ``order[0]``, and so on."""
+        """Change the order of the tensors: first the one at place ``order[0]``, and so on."""
         self._places = [self._places[place] for place in order]
         self.names = [self.names[place] for place in order]
         self.examples = [self.examples[place] for place in order]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with these tensors."""
+        """Return positional and keyword arguments with these tensors."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
@@ -85,17 +85,17 @@ class Arguments:
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model takes, as zoo and hooks give it: a tensor, positional arguments, or keyword arguments."""
+    """Return a model's arguments from the zoo or a hook: a tensor, positional arguments, or keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def parameters_of(module: nn.Module, count: int) -> list[str]:
-    """Names of so many positional arguments of forward."""
+    """Return the names of the first ``count`` positional arguments of forward."""
     try:
         known = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):  # no signature to be had
+    except (TypeError, ValueError):  # the signature is not available
         known = []
     names = [item.name for item in known if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
     rest = next((item.name for item in known if item.kind is item.VAR_POSITIONAL), "input")
@@ -105,7 +105,7 @@ def parameters_of(module: nn.Module, count: int) -> list[str]:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a model returned, whatever holds them, with names; whatever else it returned is left out."""
+    """Yield the tensors in a model's result, however nested, with names; other values are skipped."""
     items: Any = ()
     if isinstance(value, torch.Tensor):
         yield name or "output", value

@@ -1,12 +1,12 @@
-"""A torch model that is served: it is loaded, tried with batches of a few sizes, and then run on batches of any.
+"""A torch model for a server: it is loaded, tried with batches of a few sizes, and then run on batches of any size.
 
-What a sample's tensors are is found by trying: those of the inputs from an example, those of the outputs from batches
-of 1, 2 and 3 samples. A tensor whose first dim follows the batch is an output; one without dims (a loss) is none;
-any other is refused, unless the deployment names the outputs that it wants.
+The tensors of a sample are found by trying: inputs from an example, outputs from batches of 1, 2 and 3 samples. A
+tensor whose first dim follows the batch is an output; one without dims (a loss) is ignored; any other is refused,
+unless the deployment names the wanted outputs.
 
-A sample that a model cannot compute, such as a token beyond its vocabulary, raises on a processor. On a GPU an
-assertion fails, after which the process can use the device no more: that is DeviceLost, and the worker has to be
-started anew. Whoever serves tokens of strangers on a GPU checks them in `preprocess`.
+A sample that a model cannot compute, such as a token beyond its vocabulary, raises an exception on a CPU. On a GPU an
+assertion fails, after which the process can no longer use the device: that is DeviceLost, and the worker must be
+restarted. To serve untrusted tokens on a GPU, check them in `preprocess`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TorchModel:
     """See the module's docstring; a `Runnable`."""
 
     def __init__(self, model: ServedModel, device: str = "cpu", num_threads: int = 1) -> None:
-        """Load and try the model on ``cpu`` or ``cuda:0``; operators use so many threads.
+        """Load and try the model on ``cpu`` or ``cuda:0``; operators use ``num_threads`` threads.
 
-        Raises ServingError if it cannot be served, and what reading its reference raises.
+        Raises ServingError if it cannot be served, and the errors of reading its reference.
         """
         torch.set_num_threads(num_threads)
         self._name = model.name
@@ -63,16 +63,16 @@ class TorchModel:
         """See `Runnable.run`."""
         found = self._compute(arrays)
         count = len(arrays[0])
-        # More than was asked for is cut off only where the batch was filled up.
+        # Without padding, all rows are kept.
         rows = slice(count if self._fixed else None)
         return [to_array(found[place][1][rows]) for place in self._places]
 
     def sample(self, count: int) -> Arrays:
-        """Samples of the model's example, as often as needed; zeros where there is none."""
+        """Return samples of the model's example, repeated as needed; zeros without an example."""
         return [array[np.arange(count) % len(array)] for array in self._samples]
 
     def _compute(self, arrays: Arrays) -> Named:
-        """Tensors that the model returns; for a batch that was filled up, where it runs only one size."""
+        """Return the tensors of the model's result; the batch is padded if the model runs only one size."""
         if self._fixed:
             fill = self._fixed - len(arrays[0])
             arrays = [np.concatenate([array, np.repeat(array[-1:], fill, axis=0)]) for array in arrays]
@@ -92,12 +92,12 @@ class TorchModel:
             if self._after is not None:
                 outputs = self._after(outputs)
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # what fails there is told here
+                torch.cuda.synchronize(self._device)  # raises errors of this batch here
         return list(named_tensors(outputs))
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Tell the end of a device from what a batch can raise."""
+        """Raise DeviceLost for exceptions that mean the loss of the device; pass others on."""
         try:
             yield
         except Exception as error:
@@ -106,7 +106,7 @@ class TorchModel:
             raise
 
     def _find_inputs(self, model: ServedModel) -> tuple[TensorSpec, ...]:
-        """Those of the example, with the deployment's names; the deployment's own where there is none."""
+        """Return the example's inputs, with the deployment's names; the deployment's own without an example."""
         if self._arguments is None:
             return model.inputs
         names, examples = self._arguments.names, self._arguments.examples
@@ -138,5 +138,5 @@ def _find_device(device: str) -> torch.device:
     here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     chosen = "cuda:0" if device == "cuda" else device
     if chosen not in here:
-        raise ServingError(f"A model was to run on {device!r}; torch sees {', '.join(here)} here. Give one of these.")
+        raise ServingError(f"The device is {device!r}, but torch sees only {', '.join(here)}. Give one of these.")
     return torch.device(chosen)

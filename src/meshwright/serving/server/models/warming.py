@@ -1,8 +1,8 @@
-"""What do batches of each size take? A model is warmed up and timed, as its worker will run it.
+"""Measure the time of batches of each size: a model is warmed up and timed as its worker will run it.
 
-Sizes are 1, 2, 4, ... and the largest. Each is run twice, the second time on the clock; growing ends behind the first
-size that takes longer than an answer may. Then all sizes are visited in turns, so that what the machine does meanwhile
-hits all of them alike, until there are enough samples or the time is spent.
+Sizes are 1, 2, 4, ... and the largest. Each is run twice, the second time on the clock; growing ends after the first
+size that takes longer than an answer may. Then all sizes are timed in turn, so that disturbances of the machine affect
+all of them equally, until there are enough samples or the time is up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.spec import BatchMeasurement, ServingError
 from meshwright.spec.measurements import MIN_SECONDS
 
 REPEATS = 20
-# Of the time that there is, for growing: what is begun then is finished.
+# Share of the time for growing: a size that was started within it is finished.
 _GROWING = 0.5
 
 
@@ -31,10 +31,10 @@ def warm_up(
     repeats: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[BatchMeasurement, ...]:
-    """Medians and percentiles of batches of each size that was run; the last size is the largest that may be.
+    """Return medians and percentiles for each batch size that was run; the last one may be run.
 
-    ``longest_s``: what a batch may take. A size that the model raises for, perhaps because memory ends, and all larger
-    ones are left out. Raises ServingError if it raises for a single sample.
+    ``longest_s``: the most time that a batch may take. A size for which the model raises an exception, perhaps because
+    memory is exhausted, and all larger ones are omitted. Raises ServingError if it raises for a single sample.
     """
     begin, largest, size = clock(), model.largest, 1
     samples: dict[int, list[float]] = {}
