@@ -268,8 +268,8 @@ REFUSED |= {
         Decision(issues=(replace(SEND, instruction="F"),)),
         r"'F' was issued; expected an instruction of `meshwright\.spec`",
     ),
-    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "a rank or a need that is no whole number"),
-    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "waits or a group that are no tuple of int"),
+    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "a rank or a need that is not a whole number"),
+    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "waits or a group that are not a tuple of int"),
     "half a moment": (Decision(timers=(Timer(at_ps=1.5),)), r"at_ps=1\.5.* expected whole numbers up to 2\^63 - 2"),
     "wide moment": (Decision(timers=(Timer(at_ps=2**63),)), r"expected whole numbers up to 2\^63 - 2"),
     "wide number": (Decision(timers=(Timer(at_ps=1, number=2**63),)), r"expected whole numbers up to 2\^63 - 2"),
@@ -468,7 +468,7 @@ def test_only_abandonable_computations_are_abandoned(abandon, words):
 def test_what_holds_links_or_is_sent_cannot_be_abandonable():
     program, costs = nothing(2, [10], [[0]])
     computed = Issue(rank=0, stream="compute", instruction=Forward(stage=0, microbatch=0), abandonable=True)
-    with pytest.raises(ProgramError, match="what holds links cannot be given up"):
+    with pytest.raises(ProgramError, match="a transfer that holds links cannot be abandoned"):
         simulate_controlled(program, costs, Script((Decision(issues=(computed,)),)), lambda *_: (0, 0))
     message = Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=1)
     sent = Issue(rank=0, stream="send", instruction=message, group=(0, 1), abandonable=True)

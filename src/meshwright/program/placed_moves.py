@@ -1,9 +1,9 @@
-"""What do stages pass to each other when one of them moves to another rank? The rules of `placed_slices`, step by step.
+"""Update what stages pass to each other when one of them moves to another rank: `placed_slices`, incrementally.
 
-Which stages need a tensor does not change when a stage moves, but for what is computed wherever it is needed: by the
-first stage of each rank that needs it, which then needs its inputs. So only two ranks are looked at, the one that is
-left and the one that is reached, and of these only the tensors that the stage reads or makes, and what those follow
-from. Gradients are followed from the channels that differ towards the inputs, as far as they differ.
+A move does not change which stages need a tensor, with one exception: some ops are computed wherever they are needed,
+by the first stage of each rank that needs them, which then needs their inputs. So only the old and the new rank are
+examined, and there only the tensors that the stage reads or makes, and those that these are computed
+from. Gradients are followed from the channels that changed towards the inputs, as far as they change.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _GIVEN = ("parameter", "buffer", "constant", "input")
 
 
 class MovableStages:
-    """The slices of a placement (`slice_of`), whose stages can `move`. Raises PlanError if it does not fit the graph.
+    """The slices of a placement (`slice_of`), whose stages can `move`. Raises PlanError if it does not match the graph.
 
-    ``carried``: per pair of stages (source, target) the tensors that pass, also within a rank; ``gradients``: those
-    whose gradients return; ``differentiated``: the stages that have a backward.
+    ``carried``: for each pair of stages (source, target) the tensors that pass, also within a rank; ``gradients``:
+    those whose gradients return; ``differentiated``: the stages that have a backward.
     """
 
     def __init__(self, graph: Graph, placement: Placement) -> None:
@@ -40,7 +40,7 @@ class MovableStages:
         self._leaving: dict[int, set[int]] = defaultdict(set)
         self._arriving: dict[int, set[int]] = defaultdict(set)
         self._read_graph(placement)
-        # Of each rank: the stage that computes an op which is computed wherever it is needed, and the other way round.
+        # For each rank: the stage that computes each op which is computed wherever it is needed, and the reverse.
         self._first: dict[int, dict[int, int]] = defaultdict(dict)
         self._extra: dict[int, set[int]] = defaultdict(set)
         # The pairs that carry a tensor to stages of a rank.
@@ -50,7 +50,7 @@ class MovableStages:
         self._return_gradients(range(len(self.ranks)))
 
     def move(self, stage: int, rank: int) -> set[int]:
-        """Put a stage on another rank; returns the stages whose slices may differ."""
+        """Move a stage to another rank; return the stages whose slices may differ."""
         left, self.ranks[stage] = self.ranks[stage], rank
         ops = {self._producer[tensor] for tensor in self._reads[stage]}.union(self._ops[stage])
         changed = {stage}
@@ -59,7 +59,7 @@ class MovableStages:
         return changed | self._return_gradients(changed)
 
     def slice_of(self, index: int) -> StageSlice:
-        """What a stage computes, reads and passes on now."""
+        """Return what a stage computes, reads and passes on now."""
         tensors, ops = self._graph.tensors, self.ops_of(index)
         outputs = self._outputs[index]
         read = {i for op in ops for i in self._graph.ops[op].inputs}.union(outputs)
@@ -78,7 +78,7 @@ class MovableStages:
         )
 
     def channel(self, pair: Pair) -> Channel:
-        """What passes between two stages."""
+        """Return what passes between two stages."""
         return Channel(
             source=pair[0],
             target=pair[1],
@@ -88,16 +88,16 @@ class MovableStages:
         )
 
     def pairs_of(self, stage: int) -> list[Pair]:
-        """The channels from and to a stage."""
+        """Return the channels from and to a stage."""
         arriving = [(source, stage) for source in self._arriving[stage]]
         return arriving + [(stage, target) for target in self._leaving[stage]]
 
     def ops_of(self, stage: int) -> tuple[int, ...]:
-        """The ops of a stage, ascending, with those that it computes because it is the first to need them."""
+        """Return the ops of a stage, ascending, with those that it computes because it is the first to need them."""
         return tuple(sorted({*self._ops[stage], *self._extra[stage]}))
 
     def _read_graph(self, placement: Placement) -> None:
-        """Who makes and who reads what: all that no move changes."""
+        """Record producers and readers of tensors: everything that no move changes."""
         graph = self._graph
         self._ops = [stage.ops for stage in placement.stages]
         self._producer = {tensor: op for op, item in enumerate(graph.ops) for tensor in item.outputs}
@@ -126,15 +126,15 @@ class MovableStages:
         self._loss = graph.outputs[0] if graph.has_loss and graph.tensors[graph.outputs[0]].requires_grad else None
 
     def _needers(self, rank: int, tensor: int) -> list[int]:
-        """The stages of a rank that read a tensor."""
+        """Return the stages of a rank that read a tensor."""
         direct = {index for index in self._readers[tensor] if self.ranks[index] == rank}
         first = self._first[rank]
         return sorted(direct.union(first[op] for op in self._free_readers[tensor] if op in first))
 
     def _follow(self, rank: int, ops: Iterable[int]) -> set[int]:
-        """How what these ops make reaches the stages of a rank; returns the stages at which something differs."""
+        """Update how the outputs of these ops reach the stages of a rank; return the stages that changed."""
         changed: set[int] = set()
-        # The last ones first, so that it is known who needs what they read.
+        # Later ops first, so that the readers of their inputs are known.
         waiting = [-op for op in set(ops)]
         heapq.heapify(waiting)
         done = -1
@@ -165,7 +165,7 @@ class MovableStages:
         return changed
 
     def _compute(self, rank: int, op: int, stage: int | None) -> bool:
-        """Let a stage of a rank compute an op that any may; returns whether it was another one."""
+        """Assign an op that any stage may compute to a stage of a rank; return whether that changed."""
         before = self._first[rank].get(op)
         if before == stage:
             return False
@@ -178,7 +178,7 @@ class MovableStages:
         return True
 
     def _carry(self, rank: int, tensor: int, pairs: set[Pair]) -> set[int]:
-        """Let these pairs carry a tensor to the stages of a rank; returns the stages of those that differ."""
+        """Set the pairs that carry a tensor to the stages of a rank; return the stages of pairs that changed."""
         before = self._pairs.get((rank, tensor), set())
         self._pairs[rank, tensor] = pairs
         for pair in before - pairs:
@@ -198,7 +198,7 @@ class MovableStages:
         self._arriving[pair[1]].add(pair[0])
 
     def _return_gradients(self, stages: Iterable[int]) -> set[int]:
-        """Which gradients these stages return, and those before them; returns the stages at which something differs."""
+        """Update the gradients that these stages and those before them return; return the stages that changed."""
         if self._graph.mode != "training":
             return set()
         changed: set[int] = set()
