@@ -42,7 +42,7 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
-    """Return all buckets of a plan, in the order in which every rank exchanges those it holds; none without replicas.
+    """Return all buckets of a plan, in the order in which every rank exchanges them; none without shared parameters.
 
     Where gradients are scattered inside backwards (zero 2 and 3), buckets hold only parameters that stages share; the
     replicas of a stage then synchronise in a bucket without parameters, because no scatter ends before all have come.

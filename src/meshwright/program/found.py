@@ -270,7 +270,7 @@ def _shaped(values: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.
     except ValueError:
         raise PlanError(f"{name} has shape {np.shape(values)}; expected {shape}, or one number for all.") from None
     if found.size and found.min() < 0:
-        raise PlanError(f"{name} has the number {found.min()}; expected none below 0.")
+        raise PlanError(f"{name} has the number {found.min()}; expected 0 or more.")
     return found
 
 

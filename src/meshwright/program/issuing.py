@@ -167,7 +167,7 @@ class IssueBook:
         message: _Message = (send.stage, send.peer, send.microbatch, send.payload)
         if message in self._sent:
             raise ProgramError(
-                f"{send} was issued, and a message like it before. Number microbatches so that no two messages agree "
+                f"{send} was issued twice. Number microbatches so that no two messages agree "
                 "in stages, microbatch and payload."
             )
         self._sent.add(message)
@@ -177,7 +177,7 @@ class IssueBook:
         message: _Message = (receive.peer, receive.stage, receive.microbatch, receive.payload)
         if message not in self._pending:
             raise ProgramError(
-                f"{receive} was issued, but no send of it that is not received yet. Issue the send before, in the same "
+                f"{receive} was issued, but it has no pending send. Issue the send before, in the same "
                 "decision or an earlier one."
             )
         handle, issue = self._pending.pop(message)

@@ -183,7 +183,7 @@ class _Reader:
                 )
                 thread.join(1.0)
                 raise ScheduleReferenceError(
-                    f"{self._path}:{self._name} gave no complete order within {limit_s:.0f} s; it stood at {where}. "
+                    f"{self._path}:{self._name} gave no complete order within {limit_s:.0f} s; it was at {where}. "
                     "Expected two or three instructions per microbatch and stage, and then an end; look for a loop "
                     "that never ends."
                 )

@@ -102,7 +102,7 @@ def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids
     return offsets, dealt
 
 
-# Elements are copied one by one: slices would take seconds to compile, because numba allows for differing shapes.
+# Elements are copied one by one: slices take seconds to compile, for their check of shapes.
 
 
 @compiled

@@ -69,13 +69,13 @@ def simulate_controlled(
     check_costs(program, costs)
     if costs.host_ps.any():
         raise ProgramError(
-            "The costs charge processor time for transfers; a controlled run cannot, for what is decided depends on "
-            "it. Set `host_ps` to zero."
+            "The costs charge processor time for transfers, which a controlled run does not support, because decisions "
+            "depend on it. Set `host_ps` to zero."
         )
     if costs.issue is not None:
         raise ProgramError(
-            "The costs have hosts that issue beside their devices; how far ahead one is depends on what is decided. "
-            "Give `costs.with_hosts_ahead()`."
+            "The costs have asynchronous hosts, which a controlled run does not support, because decisions depend on "
+            "how far ahead hosts are. Give `costs.with_hosts_ahead()`."
         )
     if isinstance(controller, DecisionLog):
         check_fit(program, controller)

@@ -62,7 +62,7 @@ def check_contention(contention: str) -> None:
     """Raise ProgramError if the model of contention is unknown."""
     if contention not in CONTENTIONS:
         raise ProgramError(
-            f"The model of contention {contention!r} was asked for{suggest(contention, CONTENTIONS)}; expected "
+            f"Unknown model of contention {contention!r}{suggest(contention, CONTENTIONS)}; expected "
             f"{' or '.join(CONTENTIONS)}."
         )
 

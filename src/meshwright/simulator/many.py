@@ -131,7 +131,7 @@ def _fork(run: Callable[[int], T], places: range, count: int) -> list[T]:
                 raise
     except BrokenProcessPool:
         raise ProgramError(
-            f"One of {count} processes that simulated {len(places)} plans was killed, probably for want of memory. "
+            f"One of {count} processes that simulated {len(places)} plans was killed, probably for lack of memory. "
             "Simulate with num_processes=1."
         ) from None
     finally:

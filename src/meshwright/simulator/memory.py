@@ -120,7 +120,7 @@ def _merge_ranks(
 
 @compiled
 def _copy_first(number: int, given: Times, made: Times) -> None:
-    """Copy ``number`` elements; a slice would take seconds to compile, because numba allows for differing shapes."""
+    """Copy ``number`` elements; a slice takes seconds to compile, for its check of shapes."""
     for k in range(number):
         made[k] = given[k]
 

@@ -103,4 +103,4 @@ def _span_at(timeline: Timeline, rank: int, time_ps: int) -> str:
     found = np.flatnonzero(np.isin(timeline.track, tracks) & (timeline.start_ps == time_ps))
     computed = [i for i in found.tolist() if timeline.tracks[timeline.track[i]].name == "compute"]
     chosen = (computed or found.tolist())[-1:]
-    return timeline.name(chosen[0]) if chosen else "what is there all the time"
+    return timeline.name(chosen[0]) if chosen else "its resident memory"

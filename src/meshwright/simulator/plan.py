@@ -134,7 +134,7 @@ def check_detail(detail: str) -> None:
     """Raise ProgramError if the level of detail is unknown."""
     if detail not in DETAILS:
         raise ProgramError(
-            f"The detail {detail!r} was asked for{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}."
+            f"Unknown level of detail {detail!r}{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}."
         )
 
 

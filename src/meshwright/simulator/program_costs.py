@@ -37,7 +37,7 @@ class SectionCosts:
 class IssueCosts(NamedTuple):
     """Times of an asynchronous host per cost class, (C,) each; all 0 for classes that it does not issue.
 
-    ``host_ps``: how long it issues; ``earliest_ps``: the least time from the begin of the issue to the end on the
+    ``host_ps``: how long it issues; ``earliest_ps``: the least time from the start of the issue to the end on the
     device; ``is_awaited``: whether it begins only when the device could (`host_issue.py`).
     """
 

@@ -178,7 +178,7 @@ def step_window(
 ) -> tuple[int, int]:
     """Return start and end of the last ``num_steps`` steps in ps; the start is the end of the step before them.
 
-    ``drains``: an epilogue is numbered as a last step of its own, so the window ends with the step before.
+    ``drains``: the last step includes an epilogue, so the window ends with the step before.
     """
     stop = int(step.max(initial=0)) + 1 - drains
     ends = (end_ps[step < each].max(initial=0) for each in (stop - num_steps, stop))

@@ -154,7 +154,7 @@ def indexed(call: OpSignature) -> Found | None:
 
 
 def changed(call: OpSignature) -> Found:
-    """Return dims of which those that change their size stay whole."""
+    """Return dims; those that change their size stay whole."""
     grown = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]
     return [with_fixed(plain(call.inputs[0]), grown)], [with_fixed(plain(call.outputs[0]), grown)]
 

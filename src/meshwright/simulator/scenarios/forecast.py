@@ -43,9 +43,9 @@ USUAL_RUN_S = 30 * 86400.0
 # Grid points from an eighth of Young's interval to eight times it: neighbours differ by 4 %.
 _GRID = 107
 
-# Step time, from seconds since the begin of the run and lost ranks, of a new plan without them; None if none fits.
+# Step time, from seconds since the start of the run and lost ranks, of a new plan without them; None if none fits.
 ReplanAt = Callable[[float, tuple[int, ...]], float | None]
-# Step time in seconds, from seconds since the begin of the run.
+# Step time in seconds, from seconds since the start of the run.
 StepAt = Callable[[float], float]
 
 
@@ -62,7 +62,7 @@ class Forecast:
     """Runs of ``num_steps`` steps, one for each seed, saved as described by ``saving``.
 
     ``mttf_s``: the mean time between failures of all devices used, None if not given; ``step_time_s`` at the
-    begin of the run; ``expected_s`` by Daly's closed form, None where it does not hold.
+    start of the run; ``expected_s`` by Daly's closed form, None where it does not hold.
     """
 
     num_steps: float
@@ -115,7 +115,7 @@ def forecast_run(
     num_seeds: int,
     replan_at: ReplanAt | None = None,
 ) -> Forecast:
-    """Follow runs of a plan whose step takes ``step_at(seconds since the begin)``.
+    """Follow runs of a plan whose step takes ``step_at(seconds since the start)``.
 
     Raises ScenarioError for a run that never ends, for devices that the cluster does not have, and if a lost device
     requires a new plan but ``replan_at`` is not given.

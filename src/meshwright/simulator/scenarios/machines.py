@@ -44,7 +44,7 @@ from meshwright.spec.selectors import Devices, Way
 
 
 def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> CostModel:
-    """Return the cost model of the cluster with the scenario's effects, ``at_s`` seconds after the begin of a run.
+    """Return the cost model of the cluster with the scenario's effects, ``at_s`` seconds after the start of a run.
 
     Returns ``cost`` itself if nothing changes. Raises ScenarioError if an effect names parts that the cluster lacks.
     """

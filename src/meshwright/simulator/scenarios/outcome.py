@@ -64,7 +64,7 @@ def simulate_scenario(
     """Simulate a plan on the machines of ``usual`` with the scenario's effects.
 
     A run is followed if the scenario has effects on runs, or if ``run_steps`` is given. ``result`` is
-    the simulation of the plan at the begin of the run, if it is known already; ``replan`` makes a new plan when devices
+    the simulation of the plan at the start of the run, if it is known already; ``replan`` makes a new plan when devices
     are lost. Raises ScenarioError if an effect names parts that the cluster lacks, else as `simulate_plan`.
     """
     cost = apply_scenario(usual, scenario)

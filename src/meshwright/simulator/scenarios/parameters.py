@@ -54,7 +54,7 @@ def read_parameter(text: str) -> Parameter:
     name, separator, values = text.partition("=")
     if not separator or not name.strip() or not values.strip():
         raise ScenarioError(
-            f"--sweep {text!r} names no values; expected PARAMETER=VALUES, as plan.num_microbatches=4,8,16 or "
+            f"--sweep {text!r} names no values; expected PARAMETER=VALUES, such as plan.num_microbatches=4,8,16 or "
             "slow-device.factor=1..3:5."
         )
     return Parameter(name=name.strip(), values=read_values(values))
@@ -126,7 +126,9 @@ def _path_in_scenario(name: str, scenario: Scenario) -> list[str | int]:
     if name == "seed":
         return ["seed"]
     if name == "plan":
-        raise ScenarioError("The parameter 'plan' is a whole document; expected plan.FIELD, as plan.num_microbatches.")
+        raise ScenarioError(
+            "The parameter 'plan' is a whole document; expected plan.FIELD, such as plan.num_microbatches."
+        )
     kind, *rest = name.split(".")
     places = [place for place, effect in enumerate(scenario.effects) if kind == effect.KIND]
     is_numbered = len(rest) == 2 and _NUMBER.fullmatch(rest[0]) is not None
@@ -134,7 +136,7 @@ def _path_in_scenario(name: str, scenario: Scenario) -> list[str | int]:
     if not places:
         kinds = {str(effect.KIND) for effect in scenario.effects} | {"seed", "plan"}
         raise ScenarioError(
-            f"The parameter {name!r} is of no effect of the scenario{suggest(kind, kinds)}. Give a --scenario that has "
+            f"The parameter {name!r} names no effect of the scenario{suggest(kind, kinds)}. Give a --scenario that has "
             "such an effect, or a parameter such as plan.num_microbatches."
         )
     if not (len(rest) == 1 or is_numbered) or not 1 <= which <= len(places):

@@ -30,7 +30,7 @@ Change = Literal["", "lost", "back"]
 class StepStretch:
     """From ``begin_s`` on a step takes ``step_s``, infinite while the run is stopped.
 
-    ``change`` is what happens at its begin: devices are ``lost``, with everything in their memory; or are ``back``, for
+    ``change`` is what happens at its start: devices are ``lost``, with everything in their memory; or are ``back``, for
     which a run that continued without them saves; or ``""``, if only speeds change.
     """
 
