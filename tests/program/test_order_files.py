@@ -110,7 +110,7 @@ def test_an_action_means_what_torch_reads(stage, kind, microbatch):
     text = f"{stage}{kind}{'' if microbatch is None else microbatch}"
     theirs = torch_schedules._Action.from_str(text)
     if (microbatch is None) == theirs.is_compute_op:
-        with pytest.raises(ScheduleReferenceError, match="behind"):
+        with pytest.raises(ScheduleReferenceError, match="number after"):
             parse_lines(text.encode(), Path("orders.csv"))
         return
     (line,) = parse_lines(text.encode(), Path("orders.csv"))

@@ -161,7 +161,7 @@ def _merges(plan: Plan, stage: int, count: int) -> Ids:
     return np.arange(plan.exchange.staleness, count // wave) * wave + wave - 1
 
 
-def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - the signature of all rules
     return np.maximum(local - num_active(plan, stage) + 1, 0)
 
 
@@ -173,18 +173,18 @@ def _at_entry(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:
     return entered * first // own
 
 
-def _one_behind(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+def _one_behind(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - the signature of all rules
     return np.maximum(local // _every_step(plan, stage) - 1, 0)
 
 
-def _with_waves(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+def _with_waves(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - the signature of all rules
     updated: Ids = np.maximum(local - num_active(plan, 0) + 1, 0)
     if len(plan.stages[stage].ranks) == 1:
         return updated
     return updated + np.maximum(updated // _every_step(plan, stage) - plan.exchange.staleness, 0)
 
 
-def _every_turn(plan: Plan, stage: int) -> int:  # noqa: ARG001 - a rule of its kind
+def _every_turn(plan: Plan, stage: int) -> int:  # noqa: ARG001 - the signature of all rules
     return 1
 
 

@@ -83,7 +83,7 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
 
 
 def with_samples(graph: Graph, factor: int) -> Graph:
-    """Return the graph for ``factor`` times the samples, of all ranks of the axis. Raises PlanError for a fixed batch."""
+    """Return the graph for the samples of all ``factor`` ranks of the axis. Raises PlanError for a fixed batch."""
     if graph.batch_size is not None:
         raise PlanError(
             f"Graph {graph.name!r} was captured for batches of {graph.batch_size} samples only, so experts cannot take "
