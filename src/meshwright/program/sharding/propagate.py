@@ -7,8 +7,9 @@ scattered over a dim.
 
 Some values are made in parts if a reader wants parts of them: those that depend on parameters alone, such as a table of
 positions; those that depend on nothing with a gradient, such as rows looked up by tokens; and those that have an entry
-for every sample of a rank but depend on no sample, such as a repeated mask. A value that was repeated or cut out of another, and that
-all readers want whole, is made whole. Such ops are assigned that split, and everything is propagated once more.
+for every sample of a rank but depend on no sample, such as a repeated mask. A value that was repeated or cut out of
+another, and that all readers want whole, is made whole. Such ops are assigned that split, and everything is propagated
+once more.
 """
 
 from __future__ import annotations
