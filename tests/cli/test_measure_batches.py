@@ -115,7 +115,7 @@ def test_sizes_that_do_not_fit_are_named(run, monkeypatch):
         (["gpt-tiny", "--batches", "1,x"], 2, "has 'x'; expected whole numbers"),
         (["gpt-tiny", "--batches", "true"], 2, "has True; expected whole numbers"),
         (["gpt-tiny", "--batches", "1..64:6log"], 2, "expected whole numbers"),
-        (["gpt-tiny", "--batches", "8..1"], 1, "'8..1' are no range"),
+        (["gpt-tiny", "--batches", "8..1"], 1, "'8..1' are not a range"),
         (["gpt-tiny", "--batches", "1", "-m", "2"], 2, "leave --microbatch-size out"),
         (["gpt-tiny", "--batches", "1", "--ranks", "2"], 2, "leave --ranks out"),
         (["gpt-tiny", "--batches", "1", "--calibrate"], 2, "--calibrate and --batches are different things"),

@@ -1,11 +1,11 @@
-"""What every program must satisfy, whoever wrote its schedule.
+"""The rules that every program must satisfy, from any schedule.
 
 1. Each (stage, microbatch) runs forward once, and backward at most once, after its forward on the same rank.
 2. Sends and receives pair off: same stages, microbatch, payload and bytes; and every ordered pair of ranks sends and
    receives its
    messages in the same order (transports without tags deliver by order).
-3. The ranks of a collective meet it equally often, in an order without circles.
-4. Nothing waits in a circle: some order executes everything.
+3. The ranks of a collective meet it equally often, in an order without cycles.
+4. There are no cyclic waits: some order executes everything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_program(program: Program) -> None:
 
 
 def describe(section: Section, index: int, rank: int) -> str:
-    """``F0.3 on rank 1``."""
+    """Return a name such as ``F0.3 on rank 1``."""
     name = instruction_name(
         int(section.opcode[index]), int(section.stage[index]), int(section.microbatch[index]), int(section.peer[index])
     )
@@ -114,7 +114,7 @@ def _check_collectives(program: Program, section: Section, ranks: np.ndarray) ->
 
 
 def _two_steps(program: Program) -> Section:
-    """Two repetitions in one section, in which no two computations are alike."""
+    """Return two repetitions in one section, in which no two computations are equal."""
     section = repeat_body(program, 2).section
     if program.advance:
         return section
@@ -175,11 +175,11 @@ def _describe_wait(section: Section, done: np.ndarray, ranks: np.ndarray, index:
 
 
 def _needs(section: Section) -> dict[int, int]:
-    """How many of its waits each join needs."""
+    """Return the number of waits that each join needs."""
     return dict(zip(section.join_instruction.tolist(), section.join_need.tolist(), strict=True))
 
 
 def _awaited(section: Section, wait: int) -> int:
-    """The instruction behind a wait: a mark stands for the instruction that raises it."""
+    """Return the awaited instruction of a wait; for a mark, the instruction that raises it."""
     count = section.num_instructions
     return int(wait) if wait < count else int(section.mark_instruction[wait - count])

@@ -199,7 +199,7 @@ def lacking_at(plan, program, section, index):
 
 def test_waves_need_equal_replicas():
     plan, graph = endless_plan("hetpipe", [2, 1], 4)
-    with pytest.raises(PlanError, match="stages with 2, 1 replicas; expected as many of each"):
+    with pytest.raises(PlanError, match="stages with 2, 1 replicas; expected the same number of each"):
         build_program(plan, graph)
 
 
@@ -233,7 +233,7 @@ def test_replicas_need_equal_shares():
 
 def test_two_versions_do_not_suffice_for_few_microbatches():
     plan, graph = endless_plan("pipedream-2bw", [1, 1, 1], 2)
-    with pytest.raises(PlanError, match="2 microbatches between two updates, while 3 are under way at stage 0"):
+    with pytest.raises(PlanError, match="2 microbatches between two updates, while 3 are in flight at stage 0"):
         build_program(plan, graph)
 
 

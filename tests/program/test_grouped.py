@@ -114,7 +114,7 @@ def test_experts_beside_the_tensor_axis_are_whole_there(graph):
     ("change", "words"),
     [
         ("ends", "something else than a histogram of sorted choices"),
-        ("rows", "says how many rows there are"),
+        ("rows", "fixes the number of rows"),
         ("across", "does not keep the rows of each sample apart"),
         ("down", "something else than sorted rows with parameters"),
         ("back", "picks rows by something else"),

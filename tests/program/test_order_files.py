@@ -110,7 +110,7 @@ def test_an_action_means_what_torch_reads(stage, kind, microbatch):
     text = f"{stage}{kind}{'' if microbatch is None else microbatch}"
     theirs = torch_schedules._Action.from_str(text)
     if (microbatch is None) == theirs.is_compute_op:
-        with pytest.raises(ScheduleReferenceError, match="behind"):
+        with pytest.raises(ScheduleReferenceError, match="number after"):
             parse_lines(text.encode(), Path("orders.csv"))
         return
     (line,) = parse_lines(text.encode(), Path("orders.csv"))
@@ -146,13 +146,13 @@ FORWARDS = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
 WRONG = {
     "no action": (
         FORWARDS.replace("1F1", "1X1"),
-        r"orders\.csv:2: action 2, '1X1', is no action; expected one such as",
+        r"orders\.csv:2: action 2, '1X1', is not an action; expected one such as",
     ),
-    "trailing": (FORWARDS.replace("1F1", "1F1x"), r"'1F1x', is no action"),
-    "other digits": (FORWARDS.replace("1F1", "1F\u0661"), r"is no action"),
-    "too large": (FORWARDS.replace("1F1", "1F99999999"), r"is no action"),
-    "no microbatch": (FORWARDS.replace("1F1", "1F"), r"has no number behind F; expected that of a microbatch"),
-    "a number too much": ("0UNSHARD1," + FORWARDS, r"has a number behind UNSHARD; expected none"),
+    "trailing": (FORWARDS.replace("1F1", "1F1x"), r"'1F1x', is not an action"),
+    "other digits": (FORWARDS.replace("1F1", "1F\u0661"), r"is not an action"),
+    "too large": (FORWARDS.replace("1F1", "1F99999999"), r"is not an action"),
+    "no microbatch": (FORWARDS.replace("1F1", "1F"), r"has no number after F; expected that of a microbatch"),
+    "a number too much": ("0UNSHARD1," + FORWARDS, r"has a number after UNSHARD; expected none"),
     "twice": (
         FORWARDS.replace("1F1", "1F0"),
         r"orders\.csv:2: action 2, '1F0', stands twice; each microbatch runs once each way\. Correct the file",
@@ -178,7 +178,7 @@ WRONG = {
     "nothing": ("", r"the stages none; expected all from 0 on"),
     "an empty line": (FORWARDS.replace("\n", "\n\n", 1), r"has 3 lines; the plan has 2 ranks"),
     "joins two forwards": ("(0F0;0F1)OVERLAP_F_B,0B0,0B1\n", r"joins other actions than one forward and one backward"),
-    "no text": (b"0F0\n\xff", r"orders\.csv:2: no text in UTF-8"),
+    "no text": (b"0F0\n\xff", r"orders\.csv:2: not text in UTF-8"),
     "quotes": ('0F0,"0F1\n', r"orders\.csv:1: unexpected end of data"),
     "no partner": (
         FORWARDS.replace("0F0,", "0F0,0SEND_F0,"),
@@ -190,7 +190,7 @@ WRONG = {
     ),
     "received too late": (
         "0F0,0SEND_F0,0F1,0B0,0B1\n1F0,1RECV_F0,1F1,1B0,1B1\n",
-        r"orders\.csv:2: action 2, '1RECV_F0', stands behind what needs it",
+        r"orders\.csv:2: action 2, '1RECV_F0', stands after what needs it",
     ),
     "sent twice": (
         "0F0,0SEND_F0,0SEND_F0,0F1,0B0,0B1\n1RECV_F0,1F0,1F1,1B0,1B1\n",
@@ -257,7 +257,7 @@ def test_files_that_are_too_large_are_not_read(tmp_path):
     path = tmp_path / "orders.csv"
     with path.open("wb") as file:
         file.truncate(2**25)
-    with pytest.raises(ScheduleReferenceError, match="more than 16777216 bytes, which is no order"):
+    with pytest.raises(ScheduleReferenceError, match="more than 16777216 bytes, too large for an order"):
         name_schedule(str(path))
 
 

@@ -235,7 +235,7 @@ def test_a_schedule_that_never_ends_is_given_up_with_the_line_where_it_stands(tm
     monkeypatch.setattr(orders, "TIME_LIMIT_S", 0.4)
     path = write_schedule(tmp_path, f"def endless(plan, rank, stage=0):\n    {body}\n")
     _, plan = pipeline(1, 4)
-    with pytest.raises(ScheduleReferenceError, match=r"no complete order within 0 s; it stood at .*mine\.py:[78]: "):
+    with pytest.raises(ScheduleReferenceError, match=r"no complete order within 0 s; it was at .*mine\.py:[78]: "):
         compute_orders(plan_with(path, "endless", plan))
     assert not [thread for thread in threading.enumerate() if thread.name == "schedule"]
 

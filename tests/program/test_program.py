@@ -298,7 +298,7 @@ def test_joins_that_cannot_be():
     receive = Receive(stage=0, microbatch=0, peer=1, payload="activation", num_bytes=4)
     first = builder.append(1, "compute", Forward(stage=1, microbatch=0))
     for instruction, need in ((Forward(stage=0, microbatch=0), 0), (receive, 1)):
-        with pytest.raises(ProgramError, match=f"after {need} of its waits; expected 1 or more, and no receive"):
+        with pytest.raises(ProgramError, match=f"needs {need} of its waits; expected 1 or more, and not for a receive"):
             builder.append(0, "compute", instruction, waits=[first], need=need)
     builder.append(0, "compute", Forward(stage=0, microbatch=0), waits=[first], need=2)
     with pytest.raises(ProgramError, match=r"Instruction 1 needs 2 of its waits, but has 1"):

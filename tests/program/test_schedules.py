@@ -165,7 +165,7 @@ def test_activations_in_flight():
         ("interleaved", [(0,), (1,), (0,), (1,)], 5, "4 or 6 microbatches"),
         ("looped-bfs", [(0, 1), (2,)], 4, "same number of replicas"),
         ("zb-v", [(0,), (1,), (0,), (1,)], 4, "stage i with stage 3 - i"),
-        ("dualpipe-v", [(0,), (1,), (1,), (0,)], 3, "at least 4 to fill both ways"),
+        ("dualpipe-v", [(0,), (1,), (1,), (0,)], 3, "at least 4 to fill both directions"),
         ("dualpipe", [(0,), (1,)], 4, "two replicas each"),
         ("dualpipe", [(0, 1), (1, 0)], 3, "even number"),
         ("1f1b", [(0,), (1,), (0,)], 4, "one stage on every rank"),

@@ -210,8 +210,8 @@ def test_a_watched_end_behind_a_circle_is_named():
     circle = Decision(issues=(compute(0, 1, waits=(1,), watched=True), compute(1, 1, waits=(0,)), compute(2, 1)))
     with pytest.raises(DeadlockError) as caught:
         run_script(3, [0, 5], circle)
-    assert "The controller waits for F0.1 (rank 0, compute), and for the controller wait" in str(caught.value)
-    assert str(caught.value).endswith("the streams that have ended: rank 2, compute.")
+    assert "The controller waits for F0.1 (rank 0, compute), and these ended streams wait" in str(caught.value)
+    assert str(caught.value).endswith("wait for the controller: rank 2, compute.")
 
 
 def test_what_stops_before_its_receives_are_issued_is_a_deadlock_too():
@@ -228,9 +228,9 @@ REFUSED = {
     "mark": (Decision(issues=(compute(0, 1, waits=(-1,)),)), r"waits for \(-1,\); expected handles"),
     "need": (Decision(issues=(compute(0, 1, need=1),)), "after 1 of 0 waits"),
     "group": (Decision(issues=(compute(0, 1, group=(0, 9)),)), r"names the ranks \(0, 9\); there are 3"),
-    "no send": (Decision(issues=message(0, 1, 0, 1)[1:]), "no send of it that is not received yet"),
+    "no send": (Decision(issues=message(0, 1, 0, 1)[1:]), "it has no pending send"),
     "no receive": (Decision(issues=message(0, 1, 0, 1)[:1]), "the controller issued no receive of it"),
-    "twice": (Decision(issues=message(0, 1, 0, 1) * 2), "a message like it before"),
+    "twice": (Decision(issues=message(0, 1, 0, 1) * 2), "was issued twice"),
     "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the costs have classes 0 to 1"),
     "no time": (Decision(issues=message(0, 1, 0, 0)), "takes less than 1 ps on its links"),
     "past": (Decision(timers=(Timer(at_ps=-1),)), "was set at 0 ps; expected that moment or a later one"),
@@ -268,8 +268,8 @@ REFUSED |= {
         Decision(issues=(replace(SEND, instruction="F"),)),
         r"'F' was issued; expected an instruction of `meshwright\.spec`",
     ),
-    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "a rank or a need that is no whole number"),
-    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "waits or a group that are no tuple of int"),
+    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "a rank or a need that is not a whole number"),
+    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "waits or a group that are not a tuple of int"),
     "half a moment": (Decision(timers=(Timer(at_ps=1.5),)), r"at_ps=1\.5.* expected whole numbers up to 2\^63 - 2"),
     "wide moment": (Decision(timers=(Timer(at_ps=2**63),)), r"expected whole numbers up to 2\^63 - 2"),
     "wide number": (Decision(timers=(Timer(at_ps=1, number=2**63),)), r"expected whole numbers up to 2\^63 - 2"),
@@ -468,7 +468,7 @@ def test_only_abandonable_computations_are_abandoned(abandon, words):
 def test_what_holds_links_or_is_sent_cannot_be_abandonable():
     program, costs = nothing(2, [10], [[0]])
     computed = Issue(rank=0, stream="compute", instruction=Forward(stage=0, microbatch=0), abandonable=True)
-    with pytest.raises(ProgramError, match="what holds links cannot be given up"):
+    with pytest.raises(ProgramError, match="a transfer that holds links cannot be abandoned"):
         simulate_controlled(program, costs, Script((Decision(issues=(computed,)),)), lambda *_: (0, 0))
     message = Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=1)
     sent = Issue(rank=0, stream="send", instruction=message, group=(0, 1), abandonable=True)

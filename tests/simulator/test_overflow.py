@@ -59,7 +59,7 @@ def test_one_rank_alone():
 def test_what_is_always_there_is_too_much():
     result = simulated()
     found = find_overflows(result, small_memory(small_cluster(), 1))
-    assert {item.span for item in found} <= {"F0.0", "F1.0", "what is there all the time"}
+    assert {item.span for item in found} <= {"F0.0", "F1.0", "its resident memory"}
     assert {item.time_s for item in found} == {0.0}
 
 

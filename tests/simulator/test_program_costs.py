@@ -112,7 +112,7 @@ def test_costs_of_another_program_are_refused():
     graph = chain_graph(4)
     small, large = (make_plan(graph, even_bounds(4, 2), [1, 1], count) for count in (2, 4))
     costs = estimate_program(build_program(small, graph), small, graph, FixedCost())
-    with pytest.raises(ProgramError, match="do not fit the program"):
+    with pytest.raises(ProgramError, match="do not match the program"):
         simulate_program(build_program(large, graph), costs)
 
 

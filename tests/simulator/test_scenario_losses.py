@@ -104,7 +104,8 @@ def test_a_slow_time_interrupts_nothing():
 
 
 @pytest.mark.parametrize(
-    ("effect", "words"), [(lost(until=None), "it has no end"), (lost(then="replan"), "nobody can plan anew here")]
+    ("effect", "words"),
+    [(lost(until=None), "it has no end"), (lost(then="replan"), "no planner is available to replan")],
 )
 def test_a_run_without_an_end_is_refused(effect, words):
     with pytest.raises(ScenarioError, match=words):

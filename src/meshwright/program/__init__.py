@@ -1,16 +1,16 @@
-"""Plan → Program: schedules, transfers and gradient exchange, written as data for the simulator and the runtime.
+"""Plan → Program: schedules, transfers and gradient reduction, written as data for the simulator and the runtime.
 
-sharding    the local graph of one rank where ops are split over several, and what these exchange; `lowering` makes
-plans of it, with what runs again
+sharding    the local graph of one rank where ops are split over several ranks, and their collectives; `lowering` turns
+            such plans, and plans with recompute, into plain ones
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
-`order_files` by a file as torch has them, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), inputs, sums of gradients and updates
-(`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`; on
-the host: `offload`, whose room there `host_needs` counts, and copies of activations: `saved`);
-`endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
-alike
-meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
-made as a program
+            `order_files` from a file in torch's format, `found` by a search
+program     `build_program` adds transfers (`crossings`, `transfers`), inputs, gradient reduction and updates
+            (`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of
+            `priorities`; on the host: `offload`, with `host_needs` counting host memory, and copies of activations:
+            `saved`); `endless` does it for asynchronous schedules, `placed` for placements, `folding` for one of many
+            identical replicas
+at run time `controllers` decide what to add while a program runs, within the rules of `issuing`; `decided` records
+            their decisions as a program
 afterwards  `repeat_body` unrolls it, `picture_schedule` draws it
 """
 

@@ -1,9 +1,9 @@
-"""Let the exchange of one step go on in the next: every stage is updated just before its next forward.
+"""Let the gradient reduction of one step overlap the next: every stage is updated just before its next forward.
 
-In a program that flushes, all sums are awaited at the end of a step. ByteScheduler crosses that barrier: the next
-forward of a layer waits for the parameters of that layer alone. Here each optimizer step moves in front of the first
-forward of its stage in the next step, and waits late for the sums of the step before. So the first step is a prologue
-without updates, and an epilogue makes the last ones; one repetition of the body is one step, seen from update to
+In a synchronous program, all sums are awaited at the end of a step. ByteScheduler crosses that barrier: the next
+forward of a layer waits for the parameters of that layer alone. Here each optimizer step moves before the first
+forward of its stage in the next step, and has late waits for the sums of the step before. So the first step is a
+prologue without updates, and an epilogue makes the last updates; one repetition of the body is one step, from update to
 backward. Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (SOSP
 2019), section 3.3.
 """
@@ -23,7 +23,7 @@ Ids = NDArray[np.int64]
 
 
 def reach_across(program: Program) -> Program:
-    """The program with its updates behind the barrier between steps; one without updates stays as it is."""
+    """Return the program with its updates moved across the barrier between steps; unchanged if it has no updates."""
     body = program.body
     updates = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP)
     if not len(updates):
@@ -35,7 +35,7 @@ def reach_across(program: Program) -> Program:
     stays = body.opcode != Opcode.OPTIMIZER_STEP
     first = _select(body, np.flatnonzero(stays), stream)
     whole, last = _select(body, order, stream), _select(body, updates, stream)
-    # Who waited for sums now waits for those of the step before: the prologue's for the first repetition.
+    # Waits for sums become waits for those of the step before: for the prologue's in the first repetition.
     waiting = np.repeat(np.arange(body.num_instructions), np.diff(body.wait_offsets))
     late = np.flatnonzero(~stays[waiting])
     sums = _Late(waiting[late], body.waits[late], np.ones(len(late), np.int32))
@@ -54,7 +54,7 @@ def reach_across(program: Program) -> Program:
 
 
 class _Late(NamedTuple):
-    """Who waits for whom, and how many repetitions before: rows of the body, shape (n,)."""
+    """Waiting and awaited instructions, and the lag in repetitions: rows of the body, shape (n,)."""
 
     waiting: Ids
     awaited: Ids
@@ -62,7 +62,7 @@ class _Late(NamedTuple):
 
 
 def _first_forwards(body: Section, stream: Ids) -> Ids:
-    """The row of the first forward of each stage on each stream, shape (streams, stages)."""
+    """Return the row of the first forward of each stage on each stream, shape (streams, stages)."""
     forwards = np.flatnonzero(body.opcode == Opcode.FORWARD)
     found = np.zeros((int(stream.max()) + 1, int(body.stage.max()) + 1), np.int64)
     found[stream[forwards[::-1]], body.stage[forwards[::-1]]] = forwards[::-1]
@@ -70,14 +70,14 @@ def _first_forwards(body: Section, stream: Ids) -> Ids:
 
 
 def _places(rows: Ids, count: int) -> Ids:
-    """Where each of ``count`` rows is among the chosen ones, -1 for what is not."""
+    """Return the index of each of ``count`` rows among the chosen ones, -1 for the others."""
     places = np.full(count, -1, np.int64)
     places[rows] = np.arange(len(rows))
     return places
 
 
 def _select(body: Section, rows: Ids, stream: Ids) -> Section:
-    """A section of some rows, in their order, with the waits of all but updates that are for one of them."""
+    """Return a section of some rows, in their order, with their waits for each other, except those of updates."""
     count = body.num_instructions
     marks = np.flatnonzero(np.isin(body.mark_instruction, rows))
     places = np.concatenate([_places(rows, count), np.full(len(body.mark_instruction), -1)])
@@ -100,7 +100,7 @@ def _select(body: Section, rows: Ids, stream: Ids) -> Section:
 
 
 def _wait_late(section: Section, rows: Ids, late: _Late, earlier: tuple[Ids | None, Ids]) -> Section:
-    """The section with late waits, in rows of the old body, for the sections of the ``earlier`` rows."""
+    """Return the section with late waits, in rows of the old body, for the sections of the ``earlier`` rows."""
     count = 1 + max(int(chosen.max(initial=0)) for chosen in (rows, *late[:2], *earlier) if chosen is not None)
     known = [(number, _places(chosen, count)) for number, chosen in enumerate(earlier) if chosen is not None]
     return replace(

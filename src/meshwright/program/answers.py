@@ -1,6 +1,6 @@
-"""Is what a controller answered a decision at all? Types, numbers that its log can hold, and kinds in their streams.
+"""Check that a controller's answer is a decision: its types, numbers that its log can hold, and streams of its issues.
 
-What issues have to do with each other and with the program is asked in `issuing`.
+`issuing` checks the issues against each other and the program.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from meshwright.spec.control import Decision, Issue, Timer
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import INSTRUCTIONS, STREAM_NAMES, StreamName
 
-# The stream of each class of instructions, and its fields that are numbers.
+# The stream of each class of instructions, and its numeric fields.
 _STREAMS: dict[type, StreamName] = {row.view: row.stream for row in INSTRUCTIONS.values()}
 _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "payload") for kind in _STREAMS}
-# Columns are 32 bits wide, those of bytes and moments 64.
+# Columns are 32 bits wide, those of bytes and times 64.
 _MOST, _MOST_WIDE = 2**31 - 1, 2**63 - 2
 
 
 def read_answer(answer: Any) -> tuple[Any, Decision]:
-    """State and decision of what `Controller.decide` returned. Raises ProgramError if that is something else."""
+    """Split the result of `Controller.decide` into state and decision. Raises ProgramError if it is something else."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Decision)):
         raise ProgramError(
             f"The controller's `decide` returned {_show(answer)}; expected its state and a `Decision`. End it with "
@@ -33,7 +33,7 @@ def read_answer(answer: Any) -> tuple[Any, Decision]:
             raise ProgramError(f"The {name} of a decision are {_show(items)}; expected a tuple of `{kind.__name__}`.")
     for timer in decision.timers:
         if not all(isinstance(value, int) and value <= _MOST_WIDE for value in (timer.at_ps, timer.number)):
-            raise ProgramError(f"{timer} was set; expected whole numbers up to 2^63 - 2, and moments in ps.")
+            raise ProgramError(f"{timer} was set; expected whole numbers up to 2^63 - 2, and times in ps.")
     for issue in decision.issues:
         _check_issue(issue)
     return state, decision
@@ -51,13 +51,11 @@ def _check_issue(issue: Any) -> None:
     if getattr(instruction, "payload", "activation") not in ("activation", "gradient"):
         raise ProgramError(f"{instruction} was issued; expected 'activation' or 'gradient' as its `payload`.")
     if not (isinstance(issue.rank, int) and (issue.need is None or isinstance(issue.need, int))):
-        raise ProgramError(f"{issue} has a rank or a need that is no whole number; expected an int.")
+        raise ProgramError(f"{issue} has a rank or a need that is not a whole number; expected an int.")
     if not (isinstance(issue.watched, bool) and isinstance(issue.abandonable, bool)):
-        raise ProgramError(
-            f"{issue} says neither True nor False to being watched or abandonable; expected one of them."
-        )
+        raise ProgramError(f"{issue} has a `watched` or `abandonable` that is not a bool; expected True or False.")
     if not (_is_tuple_of(issue.waits, int) and _is_tuple_of(issue.group, int)):
-        raise ProgramError(f"{issue} has waits or a group that are no tuple of int; expected handles, and ranks.")
+        raise ProgramError(f"{issue} has waits or a group that are not a tuple of int; expected handles, and ranks.")
     if issue.stream in STREAM_NAMES and issue.stream != _STREAMS[kind]:
         raise ProgramError(
             f"{instruction} was issued to stream {issue.stream!r} of rank {issue.rank}; expected {_STREAMS[kind]!r}, "
@@ -74,6 +72,6 @@ def _is_number(value: Any, most: int) -> bool:
 
 
 def _show(value: Any) -> str:
-    """What was given, on part of a line."""
+    """Return the value as text of at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,10 +1,10 @@
-"""Which gradients are summed together, over which ranks, and in which order.
+"""Gradient buckets: which gradients are summed together, over which ranks, and in which order.
 
 A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
 every stage that uses it. Parameters with the same holders share buckets of up to ``bucket_bytes``, filled in the
 order in which a backward pass makes their gradients ready (the reverse of the forward order), so that the first
-bucket can leave early; of the stages of a rank the later ones come first. Buckets that cross stages come after all
-others: then every rank meets the collectives in one global order and none can wait in a circle.
+bucket can be sent early; among the stages of a rank the later ones come first. Buckets of parameters that several
+stages share come after all others: then every rank reaches the collectives in one global order, without deadlock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from meshwright.spec.slices import slice_graph
 class Bucket:
     """Gradients that are summed together. ``parameters`` are tensor ids in the order of readiness.
 
-    ``num_elements`` of ``num_bytes`` are what travels, in the precision of the workload.
-    ``axes``: where ranks are teams, those over which the devices of each sum them, too (`spec.collective`).
+    ``num_elements`` and ``num_bytes`` are the amount sent, in the precision of the workload.
+    ``axes``: where ranks are tensor-parallel groups, the axes over which devices of each group also sum the gradients
+    (`spec.collective`).
     """
 
     index: int
@@ -41,10 +42,10 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
-    """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared.
+    """Return all buckets of a plan, in the order in which every rank exchanges them; none without shared parameters.
 
-    Where gradients are scattered inside of backwards (zero 2 and 3), only those of parameters that stages share; the
-    replicas of a stage then meet in a bucket without parameters, for no scatter ends before all have come to it.
+    Where gradients are scattered inside backwards (zero 2 and 3), buckets hold only parameters that stages share; the
+    replicas of a stage then synchronise in a bucket without parameters, because no scatter ends before all have come.
     """
     holders: dict[int, list[int]] = {}
     for stage in slice_graph(graph, plan.bounds):
@@ -84,7 +85,7 @@ def _order(item: tuple[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]]) -> 
 
 
 def first_uses(graph: Graph) -> dict[int, int]:
-    """The first op that reads a tensor, by tensor."""
+    """Return the first op that reads each tensor, by tensor."""
     first: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for tensor in op.inputs:
@@ -93,7 +94,7 @@ def first_uses(graph: Graph) -> dict[int, int]:
 
 
 def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[int, ...], int]]:
-    """Some parameters in their order, in buckets of the plan's size: those of each, and their bytes."""
+    """Fill buckets of the plan's size with parameters in order; return parameters and bytes of each bucket."""
     filled: list[tuple[tuple[int, ...], int]] = []
     chosen: list[int] = []
     total = 0
@@ -111,9 +112,10 @@ def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[
 
 
 def cut_pieces(sizes: Sequence[int], place: int, count: int) -> tuple[range, ...]:
-    """What of each parameter of a bucket, flat and padded to ``count`` equal parts, lies in the part at a place.
+    """Return the part at index ``place`` of a bucket that is flattened and padded to ``count`` equal parts.
 
-    ``sizes`` are numbers of elements; the pieces are places in the own part.
+    ``sizes`` are numbers of elements of the bucket's parameters; the result has one range per parameter, of indices in
+    that part.
     """
     own = -(-sum(sizes) // count)
     ends = list(accumulate(sizes, initial=-place * own))
@@ -121,5 +123,5 @@ def cut_pieces(sizes: Sequence[int], place: int, count: int) -> tuple[range, ...
 
 
 def num_bucket_copies(plan: Plan | Placement) -> int:
-    """Buffers for the buckets of a stage: one, or with waves one being filled, one being summed, D that wait."""
+    """Buffers for the buckets of a stage: one, or with waves one being filled, one being summed, and D waiting."""
     return 2 + plan.exchange.staleness if isinstance(plan, Plan) and plan.schedule == WAVES else 1

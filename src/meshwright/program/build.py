@@ -1,13 +1,13 @@
-"""Plan → Program: the schedule's order, completed by transfers, gradient exchange and the optimizer.
+"""Plan → Program: the order of the schedule, completed by transfers, gradient reduction and the optimizer.
 
-For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move what
-crosses between stages on different ranks (`spec.slices` says what, `transfers` when), `exchange` sums gradients.
+For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move the
+tensors that cross between stages on different ranks (`spec.slices` finds them, `transfers` decides when); `exchange`
+sums gradients.
 
-The input pipeline is a bounded queue: each rank has a loader that makes one microbatch after the other. A rank that
-reads inputs of the graph takes its microbatches from a queue of depth q. Its loader works by itself, at its own rate,
-until the queue is full: microbatch k is begun when microbatch k - q has been through its forward, be that in this step
-or an earlier one. A forward waits for its microbatch. So a slow loader keeps the device waiting, and a slow device the
-loader.
+The input pipeline is a bounded queue: each rank that reads inputs of the graph has a loader, which fills a queue of
+depth q with one microbatch after the other. The loader works asynchronously, at its own rate, until the queue is full:
+it starts microbatch k when microbatch k - q has finished its forward, in this step or an earlier one. A forward waits
+for its microbatch. So a slow loader stalls the device, and a slow device stalls the loader.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from meshwright.spec.slices import StageSlice, slice_graph
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
-    """The program of a plan; of one that splits ops or computes again, that of its local graph (`lowering`).
+    """Return the program of a plan; if the plan splits ops or recomputes, that of its local graph (`lowering`).
 
-    Raises PlanError if the plan does not fit the graph or its schedule; ScheduleReferenceError, ScheduleError or
-    DeadlockError for an own schedule that changed, breaks a rule, or lets ranks wait in a circle.
+    Raises PlanError if the plan does not match the graph or its schedule; ScheduleReferenceError, ScheduleError or
+    DeadlockError if its own schedule changed, breaks a rule, or makes ranks wait for each other in a cycle.
     """
     local_plan, local_graph = lower_plan(plan, graph)
     program = _build_program(local_plan, local_graph, find_schedule(plan), None)
@@ -61,7 +61,7 @@ def build_program(plan: Plan, graph: Graph) -> Program:
 
 
 def build_folded_program(fold: Fold, graph: Graph) -> Program:
-    """The program of ``fold.plan``, with the sums of gradients of the whole plan. Raises as `build_program`."""
+    """Return the program of ``fold.plan``, with the gradient sums of the whole plan. Raises as `build_program`."""
     return _build_program(fold.plan, graph, find_schedule(fold.plan), fold)
 
 
@@ -69,7 +69,7 @@ def build_folded_program(fold: Fold, graph: Graph) -> Program:
 def _build_program(
     plan: Plan,
     graph: Graph,
-    schedule: OwnSchedule | OrderFile | None,  # noqa: ARG001 - part of the key
+    schedule: OwnSchedule | OrderFile | None,  # noqa: ARG001 - part of the cache key
     fold: Fold | None,
 ) -> Program:
     check_plan(plan, graph)
@@ -105,18 +105,18 @@ def _build_program(
 
 
 def _microbatches_apart(plan: Plan) -> int:
-    """By how much the numbers of microbatches of two steps of one body differ: all go to the same replicas."""
+    """Offset between the microbatch numbers of two steps of one body; equal numbers go to the same replica."""
     period = lcm(*(len(stage.turns) for stage in plan.stages))
     return -(-plan.num_microbatches // period) * period
 
 
 def forget_programs() -> None:
-    """Drop the programs that were kept, so that building one can be timed."""
+    """Clear the cache of built programs, so that building one can be timed."""
     _build_program.cache_clear()
 
 
 def _orders(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: Crossings) -> RankOrders:
-    """What every rank computes; an own schedule is checked against this graph first."""
+    """Return what every rank computes; an own schedule is checked against this graph first."""
     differentiated = np.array([stage.has_backward for stage in stages])
     if not plan.has_own_schedule:
         named = named_orders(plan)
@@ -134,7 +134,10 @@ def _orders(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings:
 
 
 def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: Order) -> None:
-    """Running statistics follow the forwards: in another order than the microbatches', training would differ."""
+    """Raise ScheduleError if a stage that updates running statistics runs forwards out of microbatch order.
+
+    In another order than that of the microbatches, training would give another result.
+    """
     columns = order.columns
     forwards = np.flatnonzero((columns.opcode == Opcode.FORWARD) & (columns.stage == stage.index)).tolist()
     late = next((b for a, b in pairwise(forwards) if columns.microbatch[b] < columns.microbatch[a]), None)
@@ -149,7 +152,7 @@ def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: O
 
 
 def _writes_buffer(op: Op, stage: StageSlice) -> bool:
-    """Batch normalisation, or an operator in place (torch ends its name with an underscore), on a buffer."""
+    """Whether an op is batch normalisation, or in place (torch's name ends with an underscore), on a buffer."""
     return ("batch_norm" in operator_name(op) or op.is_in_place) and not set(stage.buffers).isdisjoint(op.inputs)
 
 
@@ -159,7 +162,7 @@ Ids = NDArray[np.int64]
 def append_loads(
     builder: ProgramBuilder, computations: Sequence[Computations], stages: tuple[StageSlice, ...], depth: int
 ) -> None:
-    """Write the loads of all steps of a body, which ``computations`` has one by one."""
+    """Append the loads of all steps of a body; ``computations`` holds one entry per step."""
     reads = np.array([bool(stage.inputs) for stage in stages])
     num_ranks = len(computations[0].offsets) - 1
     for rank in range(num_ranks):

@@ -1,4 +1,4 @@
-"""The one writer of programs: instructions come in any order, one by one or in bulk; `build` puts streams in order."""
+"""The builder of programs: instructions come in any order, one by one or in bulk; `build` puts streams in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.spec.program import Program, Section, Stream, empty_section
 
 Ids = NDArray[np.int64]
 
-# Lanes of one stream that keys tell apart.
+# Most lanes of one stream, in the numbering of keys.
 _MAX_LANES = 2**20
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 # Stream, then the columns of `InstructionRows`: packed, a row is stored in half the time of eight numbers.
@@ -41,7 +41,7 @@ class ProgramBuilder:
         self._waits: list[tuple[Ids, Ids]] = []
         self._waiting = array("q")
         self._awaited = array("q")
-        # Of each mark, the instruction that raises it and the bucket that is ready.
+        # For each mark, the instruction that raises it and the bucket that is ready.
         self._raising, self._ready = array("q"), array("q")
         self._joins: dict[int, int] = {}
         self._late: list[tuple[Ids, Ids, Ids]] = []
@@ -59,7 +59,7 @@ class ProgramBuilder:
     ) -> int:
         """Append one instruction to a stream of a rank; ``group`` names the ranks that take part in communication.
 
-        It goes on when ``need`` of its waits have happened, or all of them if that is not given.
+        It continues when ``need`` of its waits have happened, by default all.
         """
         if not 0 <= rank < self._num_ranks:
             raise ProgramError(
@@ -67,7 +67,7 @@ class ProgramBuilder:
             )
         if need is not None and (need < 1 or isinstance(instruction, Receive)):
             raise ProgramError(
-                f"{instruction} was to go on after {need} of its waits; expected 1 or more, and no receive, which "
+                f"{instruction} needs {need} of its waits; expected 1 or more, and not for a receive, which always "
                 "waits for its send. Leave `need` out to wait for all."
             )
         number = self.group(group) if group else -1
@@ -95,10 +95,10 @@ class ProgramBuilder:
         form: NDArray[np.int32] | None = None,
         **columns: ArrayLike,
     ) -> Ids:
-        """Append many instructions of one kind of stream, ``offsets[r]:offsets[r + 1]`` for rank r; their handles.
+        """Append many instructions to one kind of stream, ``offsets[r]:offsets[r + 1]`` for rank r; return handles.
 
-        ``columns`` are those of `Section`, without a microbatch, peer or group where that is -1: each of shape (n,), or
-        one value for all. With ``form``, of shape (n,), they are given by form, but for microbatches and groups.
+        ``columns`` are those of `Section`, except microbatch, peer or group where that is -1: each of shape (n,), or
+        one value for all. With ``form``, of shape (n,), they are given per form, except microbatches and groups.
         """
         self._flush()
         lengths, count = np.diff(offsets), int(offsets[-1])
@@ -117,41 +117,41 @@ class ProgramBuilder:
         return np.arange(self._num_instructions - count, self._num_instructions)
 
     def group(self, ranks: tuple[int, ...]) -> int:
-        """The number of a group of ranks in the program, for the column ``group``."""
+        """Return the number of a group of ranks in the program, for the column ``group``."""
         return self._groups.setdefault(ranks, len(self._groups))
 
     def wait(self, instruction: int, handle: int) -> None:
-        """Let an appended instruction wait for one more handle."""
+        """Make an appended instruction wait for one more handle."""
         self._waiting.append(instruction)
         self._awaited.append(handle)
 
     def wait_each(self, instructions: Ids, handles: Ids) -> None:
-        """Let each of the instructions wait for the handle at its place."""
+        """Make each instruction wait for the handle at the same index."""
         self._waits.append((instructions, handles))
 
     def wait_late_each(self, instructions: Ids, handles: Ids, lag: ArrayLike = 1) -> None:
-        """Let each of the instructions wait for the one at its place, ``lag`` repetitions of the body before."""
+        """Make each instruction wait for the handle at the same index, ``lag`` repetitions of the body earlier."""
         self._late.append((instructions, handles, np.broadcast_to(np.asarray(lag, np.int64), instructions.shape)))
 
     def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:
-        """Let each of the instructions go on when so many of its waits have happened."""
+        """Make each instruction continue when ``need`` of its waits have happened, shape (n,)."""
         self._joins.update(zip(instructions.tolist(), need.tolist(), strict=True))
 
     def mark(self, instruction: int, bucket: int) -> int:
-        """Let an instruction raise a mark when ``bucket`` is ready; returns the handle of the mark."""
+        """Make an instruction raise a mark when ``bucket`` is ready; return the handle of the mark."""
         self._raising.append(instruction)
         self._ready.append(bucket)
         return -len(self._raising)
 
     def mark_each(self, instructions: Ids, buckets: Ids) -> Ids:
-        """Let each of the instructions raise a mark when the bucket at its place is ready; the handles of the marks."""
+        """Make each instruction raise a mark when the bucket at the same index is ready; return the marks' handles."""
         first = len(self._raising)
         self._raising.frombytes(instructions.astype(np.int64).tobytes())
         self._ready.frombytes(buckets.astype(np.int64).tobytes())
         return -1 - np.arange(first, len(self._raising))
 
     def build(self, *, schedule: str, plan_hash: str) -> Program:
-        """The program whose body is what was appended."""
+        """Return the program whose body has all appended instructions."""
         self._flush()
         keys, stream_offsets, rows, position = sort_chunks(self._chunks)
         streams = tuple(

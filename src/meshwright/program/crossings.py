@@ -1,7 +1,7 @@
-"""What crosses between the stages of a plan, and its sends and receives in a program.
+"""The messages between the stages of a plan, and their sends and receives in a program.
 
 A channel between two stages (`spec.slices`) is a route forwards, and one backwards if gradients come back. `transfers`
-says when each message leaves and arrives; here it gets its bytes and its pair of ranks.
+decides when each message is sent and received; this module gives it its bytes and its pair of ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Ids = NDArray[np.int64]
 
 
 class Crossings(NamedTuple):
-    """What crosses between stages: its routes, and of each route its bytes and whether it carries gradients."""
+    """The routes between stages, and for each route its bytes and whether it carries gradients."""
 
     routes: StageRoutes
     num_bytes: Ids
     is_gradient: NDArray[np.bool_]
 
     def needs(self, backward: bool, stage: int) -> list[int]:
-        """The stages that must have computed a microbatch before a stage can."""
+        """Return the stages that must have computed a microbatch before a stage can."""
         routes = self.routes
         end = stage + backward * (len(routes.arriving_offsets) // 2)
         arriving = routes.arriving[routes.arriving_offsets[end] : routes.arriving_offsets[end + 1]]
@@ -41,7 +41,7 @@ class Crossings(NamedTuple):
 
 
 def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
-    """What goes out after each stage's forwards and backwards, and what they must have received."""
+    """Return what is sent after each stage's forwards and backwards, and what these must have received."""
     graph = as_computed(graph, plan.workload.numbers)
     size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
     if isinstance(plan, Plan):
@@ -49,7 +49,7 @@ def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlic
     return _join_channels(graph, stages, size, float_bytes)
 
 
-# Plans of one cut differ in replicas, schedules and exchange.
+# Cached, because plans with the same stage bounds differ only in replicas, schedules and exchange.
 @lru_cache(maxsize=16)
 def _crossings_of_cut(
     graph: Graph, bounds: tuple[tuple[int, int], ...], size: int, float_bytes: int | None
@@ -83,7 +83,7 @@ def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32
 
 
 def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Computations:
-    """The computations of all ranks with their handles, and who has which replica."""
+    """Return the computations of all ranks with their handles, and the ranks of each stage's replicas."""
     columns = orders.columns
     replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
     turn_offsets, turns = _ragged([list(stage.turns) for stage in plan.stages])
@@ -103,7 +103,7 @@ def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Co
 
 
 def append_orders(builder: ProgramBuilder, plan: Plan | Placement, orders: RankOrders) -> Computations:
-    """Write down what all ranks compute."""
+    """Append the computations of all ranks."""
     columns = orders.columns
     computed = builder.extend(
         orders.offsets, "compute", opcode=columns.opcode, stage=columns.stage, microbatch=columns.microbatch
@@ -112,7 +112,7 @@ def append_orders(builder: ProgramBuilder, plan: Plan | Placement, orders: RankO
 
 
 def append_transfers(builder: ProgramBuilder, computations: Computations, crossings: Crossings) -> None:
-    """Sends after what makes their values, receives before what consumes them."""
+    """Append sends after the computations that produce their values, receives before those that consume them."""
     routes = crossings.routes
     sends, receives = lay_out_transfers(computations, routes)
     groups = _number_groups(builder, sends)
@@ -148,7 +148,7 @@ def append_transfers(builder: ProgramBuilder, computations: Computations, crossi
 
 
 def _number_groups(builder: ProgramBuilder, sends: Sends) -> NDArray[np.int32]:
-    """The group of each message."""
+    """Return the group of each message."""
     sources, targets, number = find_pairs(sends)
     pairs = zip(sources.tolist(), targets.tolist(), strict=True)
     return np.array([builder.group(pair) for pair in pairs], np.int32)[number]

@@ -1,8 +1,8 @@
-"""A finished controlled run as an ordinary program: what was decided stands in its streams, behind the program's own.
+"""A finished controlled run as an ordinary program: issued instructions are in its streams, after the program's own.
 
-That nothing begins before the moment of its decision becomes a wait. A decision is made when a watched instruction h
-ends, so the first of its instructions in each stream waits for h too. A join that needs k of n waits must not count h
-among the k: it gets h n - k + 1 times and needs n + 1, which it has when h and k of the others have happened.
+That nothing begins before its decision becomes a wait. A decision is made when a watched instruction h
+ends, so the first instruction of the decision in each stream also waits for h. A join that needs k of n waits must not
+count h among the k: it gets h n - k + 1 times and needs n + 1, which it has when h and k of the others have happened.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Ids = NDArray[np.int64]
 
 
 def decided_program(program: Program, log: DecisionLog) -> Program:
-    """The program that a controller made of ``program``: it takes what the controlled run took, without a controller.
+    """Return the program that a controller made of ``program``; it takes the time of the controlled run.
 
-    Raises ProgramError if the log is of another program, or if instructions were issued when a timer rang: a program
-    has no clock to wait for.
+    Raises ProgramError if the log is of another program, or if instructions were issued when a timer rang, because a
+    program has no clock to wait for.
     """
     timed = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
     if timed.any():
@@ -38,7 +38,7 @@ def decided_program(program: Program, log: DecisionLog) -> Program:
 
 
 def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Program:
-    """The program with what was issued behind its own; issued row i waits for ``released_by[i]`` too, unless -1."""
+    """Return the program with issued instructions appended; row i also waits for ``released_by[i]`` (-1: nothing)."""
     body, issued = program.body, log.issued
     check_fit(program, log)
     builder = ProgramBuilder(program.num_ranks)
@@ -72,14 +72,14 @@ def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Progr
 
 
 def static_order(program: Program, log: DecisionLog) -> Ids:
-    """The handle of each instruction of the decided program, in its order."""
+    """Return the handle of each instruction of the decided program, in its order."""
     rank, place = ranks_and_places(program, log)
     order: Ids = np.argsort(rank * len(STREAM_NAMES) + place, kind="stable")
     return order
 
 
 def ranks_and_places(program: Program, log: DecisionLog) -> tuple[Ids, Ids]:
-    """Rank, and place of the stream in `STREAM_NAMES`, of each handle."""
+    """Return the rank, and the index of the stream in `STREAM_NAMES`, of each handle."""
     lengths = np.diff(program.body.stream_offsets)
     ranks = np.array([stream.rank for stream in program.streams], np.int64)
     places = np.array([STREAM_NAMES.index(stream.name) for stream in program.streams], np.int64)
@@ -90,7 +90,7 @@ def ranks_and_places(program: Program, log: DecisionLog) -> tuple[Ids, Ids]:
 
 
 def check_fit(program: Program, log: DecisionLog) -> None:
-    """Raise ProgramError unless a log can be of a program."""
+    """Raise ProgramError unless a log can belong to a program."""
     ours = program.num_ranks, program.body.num_instructions
     theirs = log.num_ranks, log.num_instructions
     if ours != theirs:
@@ -108,7 +108,7 @@ def check_fit(program: Program, log: DecisionLog) -> None:
 
 
 def _released_by(log: DecisionLog) -> Ids:
-    """For each issued row the handle whose end it has to wait for: of the first of its decision in its stream."""
+    """Return, for each issued row that is the first of its decision in its stream, the handle it waits for, else -1."""
     decision = np.repeat(np.arange(log.num_decisions), np.diff(log.issue_offsets))
     stream = log.rank.astype(np.int64) * len(STREAM_NAMES) + log.stream
     _, first = np.unique(np.stack([decision, stream]), axis=1, return_index=True)
@@ -119,7 +119,7 @@ def _released_by(log: DecisionLog) -> Ids:
 
 
 def _with_release(log: DecisionLog, released_by: Ids) -> tuple[Ids, NDArray[np.int32], Ids]:
-    """Waits for what releases instructions, what joins need with them, and the rows that wait for these."""
+    """Return additional waits on released instructions, the needs of joins with them, and the rows that wait."""
     times = (released_by >= 0).astype(np.int64)
     joins, need = log.issued.join_instruction, log.issued.join_need.copy()
     num_waits = np.diff(log.issued.wait_offsets)[joins]
@@ -131,6 +131,6 @@ def _with_release(log: DecisionLog, released_by: Ids) -> tuple[Ids, NDArray[np.i
 
 
 def _wait(builder: ProgramBuilder, handles: Ids, marks: Ids, waiting: Ids, awaited: Ids) -> None:
-    """``awaited`` are rows, or ``len(handles) + m`` for mark m."""
+    """Add waits for ``awaited``: rows, or ``len(handles) + m`` for mark m."""
     known = np.concatenate([handles, marks])
     builder.wait_each(handles[waiting], known[awaited])

@@ -1,19 +1,18 @@
-"""Programs of schedules that never flush: prologue, a body that repeats, epilogue.
+"""Programs of asynchronous schedules: prologue, a body that repeats, epilogue.
 
-Written as one run with the body once, like any other program, and then cut: what a rank computes lies where its
-schedule says, a message beside what it waits for or what waits for it, an all-reduce beside its backward. What waits
-across a cut is left out: a send and its receive find each other by their absolute number (`spec.program`), and of the
-other kind, receives that hold back until computations before are near their end, a few are then let go early.
+Each is written as one run with the body once, like any other program, and then cut into sections: computations as the
+schedule says, a message with the computation that it waits for or that waits for it, an all-reduce with its backward.
+Waits across a cut are omitted. A send and its receive still match by their absolute number (`spec.program`); without
+the others, which hold receives back until earlier computations are near their end, a few receives are issued early.
 
 A merge may wait for the sum of a wave in another section or repetition of the body (`find_late_waits`). The prologue
-has P waves, the body one. A merge waits for the sum of D waves before its own, which is the i-th of the section that
-stands at place x: x = r for repetition r of the body (i = 0), x = n for the epilogue behind n of them. For i < D that
-sum is
+has P waves, the body one. A merge waits for the sum of D waves before its own. Let it be the i-th of the section at
+place x: x = r for repetition r of the body (i = 0), x = n for the epilogue after n of them. For i < D that sum is
 
     x + i >= D    the sum of the body, D - i repetitions before
     x + i < D     the sum of wave P + x + i - D of the prologue, which is x + 1 repetitions before
 
-For each of these cases there is a late wait (`spec.program`). For i >= D the sum lies in the same section.
+For each of these cases there is a late wait (`spec.program`). For i >= D the sum is in the same section.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ Ids = NDArray[np.int64]
 
 
 def build_endless(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: Crossings) -> Program:
-    """The program of a plan with an asynchronous schedule.
+    """Return the program of a plan with an asynchronous schedule.
 
-    Raises PlanError for what the schedule does not take, parameters that several stages share among it.
+    Raises PlanError for what the schedule does not support, including parameters that several stages share.
     """
     _check_ties(plan, graph, stages)
     orders = [_without(endless_order(plan, rank), stages, graph) for rank in range(plan.num_ranks)]
@@ -78,13 +77,13 @@ def _check_ties(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> Non
     if shared is not None:
         raise PlanError(
             f"The schedule {plan.schedule} was given stages {shared[1]} that share the parameter "
-            f"{graph.tensors[shared[0]].name!r}. They update it at different times, so it would be no longer one "
-            "parameter. Choose a schedule that flushes, or stages that do not share it."
+            f"{graph.tensors[shared[0]].name!r}. They update it at different times, so it would no longer be one "
+            "parameter. Choose a synchronous schedule, or stages that do not share it."
         )
 
 
 def _without(order: EndlessOrder, stages: tuple[StageSlice, ...], graph: Graph) -> EndlessOrder:
-    """Backwards only where there are any, updates and copies only where something is trained: else all is version 0."""
+    """Drop backwards, updates and copies that the stage does not need; without training everything is version 0."""
     stage = stages[order.stage]
     if stage.has_backward and any(graph.tensors[i].requires_grad for i in stage.parameters):
         return order
@@ -98,7 +97,7 @@ def _without(order: EndlessOrder, stages: tuple[StageSlice, ...], graph: Graph) 
 def _append_exchange(
     builder: ProgramBuilder, plan: Plan, graph: Graph, orders: list[EndlessOrder], handles: Ids
 ) -> None:
-    """Before an update the gradients of the replicas are summed, or before a merge the updates of a wave."""
+    """Append sums of the replicas' gradients before each update, or of a wave's updates before each merge."""
     buckets = gradient_buckets(graph, plan)
     first = 0
     for rank, order in enumerate(orders):
@@ -113,7 +112,7 @@ def _append_exchange(
             merges = own[order.opcode == Opcode.MERGE].tolist()
             for number, step in enumerate(own[steps[wave - 1 :: wave]].tolist()):
                 sums = [_sum_up(builder, rank, order.stage, step, bucket) for bucket in held]
-                # The last waves are merged by nobody.
+                # The last waves have no merge.
                 for merge in merges[number : number + 1]:
                     builder.wait_each(np.full(len(sums), merge), np.array(sums))
             continue
@@ -131,7 +130,7 @@ def _sum_up(builder: ProgramBuilder, rank: int, stage: int, ready: int, bucket: 
 
 
 def _cut(program: Program, part: NDArray[np.int8], late: LateWaits) -> tuple[Section, Section, Section]:
-    """The program's body in three; ``part`` says where each instruction belongs."""
+    """Cut the program's body into three sections; ``part`` gives the section of each instruction."""
     whole = program.body
     place = np.empty(whole.num_instructions, np.int64)
     stream = np.repeat(np.arange(len(program.streams)), np.diff(whole.stream_offsets))
@@ -167,7 +166,7 @@ def _cut(program: Program, part: NDArray[np.int8], late: LateWaits) -> tuple[Sec
 
 
 def _place(program: Program, computed_in: NDArray[np.int8]) -> NDArray[np.int8]:
-    """The section of each instruction: of a computation as given, else that of the computation that it belongs to."""
+    """Return the section of each instruction: as given for computations, else that of the computation it belongs to."""
     whole = program.body
     names = np.array([stream.name for stream in program.streams])
     name = np.repeat(names, np.diff(whole.stream_offsets))
@@ -184,7 +183,7 @@ def _place(program: Program, computed_in: NDArray[np.int8]) -> NDArray[np.int8]:
 
 
 class LateWaits(NamedTuple):
-    """Who waits for whom, and how many repetitions before: ids of the program with the body once, shape (n,)."""
+    """Waiting and awaited ids, and the lag in repetitions, in the program with the body once; shape (n,)."""
 
     waiting: Ids
     awaited: Ids
@@ -192,7 +191,7 @@ class LateWaits(NamedTuple):
 
 
 def find_late_waits(program: Program, part: NDArray[np.int8], staleness: int) -> LateWaits:
-    """The late waits of a program with the body once; ``part`` says in which section each instruction lies."""
+    """Return the late waits of a program with the body once; ``part`` gives the section of each instruction."""
     whole, found = program.body, [np.zeros((0, 3), np.int64)]
     compute: Ids = np.zeros(0, np.int64)
     for number, stream in enumerate(program.streams if staleness else ()):
@@ -208,7 +207,7 @@ def find_late_waits(program: Program, part: NDArray[np.int8], staleness: int) ->
 
 
 def _of_rank(merges: Ids, sums: Ids, num_prologue: int, staleness: int) -> Iterator[Ids]:
-    """Rows (waiting, awaited, lag) for the merges of body and epilogue; ``sums`` has shape (waves, buckets)."""
+    """Yield rows (waiting, awaited, lag) for the merges of body and epilogue; ``sums`` has shape (waves, buckets)."""
     for merge, i in zip(merges.tolist(), [0, *range(staleness)], strict=False):
         cases = [(num_prologue, staleness - i)] if i < staleness else []
         cases += [(num_prologue + place + i - staleness, place + 1) for place in range(staleness - i)]

@@ -1,11 +1,11 @@
-"""Sums of gradients and updates of a program that flushes: what follows the last backward of each stage.
+"""Gradient sums and updates of a synchronous program: what follows the last backward of each stage.
 
-    sums     after the last backward of a stage, or with overlap inside of it, its buckets are summed, whole or in parts
-    agreed   then all ranks agree on one number each: the norm of all gradients, whether one is infinite
+    sums     after the last backward of a stage, or with overlap inside it, its buckets are summed, whole or in parts
+    agreed   then all ranks all-reduce single numbers: the norm of all gradients, whether one is infinite
     steps    every stage is updated
-    back     with a sharded optimizer sums were scattered and a step updated the rank's part, so parameters are
-             gathered; in local SGD nothing was summed, and parameters are averaged now. Those of the first layers come
-             first, and the first forward of a stage in the next step waits for them
+    back     with a sharded optimizer, sums were scattered and a step updated the rank's shard, so parameters are
+             gathered; in local SGD gradients were not summed, and parameters are averaged now. Those of the first
+             layers come first, and the first forward of a stage in the next step waits for them
 
 A *seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
 """
@@ -30,12 +30,12 @@ from meshwright.spec.precision import Numbers
 from meshwright.spec.slices import StageSlice
 
 Ids = NDArray[np.int64]
-# Of a number on which ranks agree.
+# Bytes of a number on which ranks agree.
 _NUMBER_BYTES = 4
 
 
 class ExchangeSeats(NamedTuple):
-    """Stage, rank and place of the last backward of each seat, shape (seats,)."""
+    """Stage, rank and index of the last backward of each seat, shape (seats,)."""
 
     stage: Ids
     rank: Ids
@@ -43,14 +43,14 @@ class ExchangeSeats(NamedTuple):
 
 
 class SeatMap(NamedTuple):
-    """``seat[h]`` holds what ``row[h]`` of the exchange is about."""
+    """Pairs of a seat and a row of the exchange that it holds: ``seat[h]`` holds ``row[h]``."""
 
     seat: Ids
     row: Ids
 
 
 class ExchangeHandles(NamedTuple):
-    """What an exchange wrote down: handles of the sums (rows,), of the steps (seats,; -1 for none), of what is agreed.
+    """Handles of an exchange: of the sums (rows,), of the steps (seats,; -1 for none), and of the agreements.
 
     ``agreed`` has handles of shape (ranks,) for each number on which all ranks agree.
     """
@@ -64,7 +64,7 @@ class ExchangeHandles(NamedTuple):
 
 
 def find_trained(graph: Graph, stages: tuple[StageSlice, ...]) -> NDArray[np.bool_]:
-    """Which stages have a parameter to train, shape (stages,)."""
+    """Return which stages have a parameter to train, shape (stages,)."""
     return np.array([any(graph.tensors[item].requires_grad for item in stage.parameters) for stage in stages])
 
 
@@ -78,10 +78,10 @@ def append_exchange(
     num_agreed: int,
     first: Computations,
 ) -> ExchangeHandles:
-    """Write down the exchange of the buckets and the steps of the trained stages.
+    """Append the exchange of the buckets and the steps of the trained stages.
 
-    ``numbers``: gradients and parameters travel in their types. ``num_agreed``: numbers on which all ranks agree.
-    ``first``: the computations of the first step of the body, which has several where exchanges are rare.
+    ``numbers`` gives the types in which gradients and parameters are sent. ``num_agreed``: numbers on which all ranks
+    agree. ``first``: the computations of the first step of the body, which has several steps if exchanges are rare.
     """
     num_replicas = np.diff(computations.replica_offsets)
     seats = ExchangeSeats(
@@ -124,7 +124,7 @@ def append_exchange(
 def _append_sums(
     builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], exchange: GradientExchange, num_ranks: int
 ) -> Ids | None:
-    """For each row the handle at which its rank has the sum; None where replicas update by themselves."""
+    """Return, for each row, the handle at which its rank has the sum; None if replicas update independently."""
     if exchange.every_steps > 1:
         return None
     if exchange.servers:
@@ -146,7 +146,7 @@ def _append_agreements(
     sums: Ids | None,
     count: int,
 ) -> list[Ids]:
-    """For each number on which all ranks agree, the handle of every rank."""
+    """Return, for each number on which all ranks agree, the handle of every rank."""
     num_ranks = len(computations.offsets) - 1
     group = builder.group(tuple(range(num_ranks)))
     lowest = np.full(num_ranks, len(seats.stage), np.int64)
@@ -177,9 +177,9 @@ def _lay_out(
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
 ) -> tuple[PartRows, SeatMap]:
-    """Every part on every rank that holds it, and which seats hold it there.
+    """Return every part on every rank that holds it, and the seats that hold it there.
 
-    A parameter that several stages of a rank share is exchanged once, when all its gradients are there.
+    A parameter that several stages of a rank share is exchanged once, when all its gradients are ready.
     """
     index = np.repeat([bucket.index for bucket in buckets], [len(bucket.stages) for bucket in buckets]).astype(np.int64)
     stages = np.array([stage for bucket in buckets for stage in bucket.stages], np.int64)
@@ -205,7 +205,7 @@ def _lay_out(
         ready=ready[row],
         group=np.array([builder.group(item.ranks) for item in buckets], np.int64)[bucket[row]],
     )
-    # The parts of a bucket on a rank stand in a row.
+    # The parts of a bucket on a rank are consecutive rows.
     begins, ends = (np.searchsorted(row, exchanged, side=side) for side in ("left", "right"))
     which = np.repeat(np.arange(len(seat)), ends - begins)
     before = np.cumsum(ends - begins) - (ends - begins)

@@ -1,8 +1,8 @@
-"""What instructions of a program are expected to exchange inside of their spans, one by one and with their bytes.
+"""Expand instructions of a program into the collectives expected inside their spans, one by one and with their bytes.
 
-A forward, a backward or an update is one instruction; what the processes of a team and the replicas that share out
-parameters exchange meanwhile stands in the local graph (`sharding`, `Graph.collectives`) and in `sharding.zero`. The
-simulator estimates it as a part of the span; here it is listed in the order in which it is issued.
+A forward, a backward or an update is one instruction; the collectives inside it, of a tensor-parallel group and of
+replicas that shard parameters, are described by the local graph (`sharding`, `Graph.collectives`) and `sharding.zero`.
+The simulator estimates them as a part of the span; here they are listed in the order in which they are issued.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROOT = -1
 class SizedCollective(NamedTuple):
     """A collective of full tensors of ``num_bytes``, of the ranks of an axis or of a stage's replicas.
 
-    "replicas" are those that share states, "across" those at the same place of each group of such.
+    "replicas" are those that shard states among themselves, "across" those with the same shard in each such group.
     """
 
     kind: str
@@ -34,23 +34,23 @@ class SizedCollective(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """Before all else in its pass by ``place``, then by ``turn``, then as listed."""
+    """A collective with its sort key: ``place`` in its pass, then ``turn``; equal keys stay in the order listed."""
 
     place: int
     turn: int
     item: SizedCollective
 
 
-# At one place: parameters are gathered, what is not there is computed again, the op itself runs, gradients leave, and
-# are summed across groups.
+# The order at one place: gather parameters, recompute what is missing, run the op itself, scatter gradients, and sum
+# them across groups.
 _GATHER, _AGAIN, _OWN, _SCATTER, _ACROSS = range(5)
 
 
 class Expansion:
     """Expands the instructions of one rank, in the order in which they are issued.
 
-    ``plan`` and ``graph`` are the local ones (`lowering`), ``stages`` those of the rank. What is gathered for one
-    microbatch serves others that are under way, until a backward lets it go.
+    ``plan`` and ``graph`` are the local ones (`lowering`), ``stages`` those of the rank. Parameters gathered for one
+    microbatch serve others in flight, until a backward frees them.
     """
 
     def __init__(self, plan: Plan, graph: Graph, stages: Sequence[StageSlice], rank: int) -> None:
@@ -58,7 +58,7 @@ class Expansion:
         self._stages = {stage.index: stage for stage in stages}
         buckets = gradient_buckets(graph, plan)
         kept = {i for bucket in buckets for i in bucket.parameters}
-        # Elements of parameters that the rank updates, where each updates its part of every bucket.
+        # Elements of parameters that the rank updates, if each rank updates its shard of every bucket.
         self._pieces: dict[int, int] = {}
         for bucket in buckets if plan.exchange.shard_optimizer else ():
             if rank in bucket.ranks:
@@ -73,10 +73,10 @@ class Expansion:
             if shares_out and len(plan.stages[stage.index].ranks) > 1
         }
         self._gathered: set[tuple[int, int]] = set()
-        # How many replicas share the states of a stage, in how many groups.
+        # Number of replicas that shard the states of a stage, and of such groups.
         shared = {index: plan.exchange.shard_groups(plan.stages[index].ranks) for index in self._units}
         self._sharing = {index: (len(groups[0]), len(groups)) for index, groups in shared.items()}
-        # Backwards of a step that the rank has, and those done: groups sum in the last one.
+        # The rank's backwards per step, and those done: groups sum in the last one.
         self._num_backwards = {
             index: plan.stages[index].counts(plan.num_microbatches)[plan.stages[index].ranks.index(rank)]
             for index in self._units
@@ -84,7 +84,7 @@ class Expansion:
         self._done = dict.fromkeys(self._units, 0)
 
     def expand(self, instruction: Instruction) -> list[SizedCollective]:
-        """What an instruction exchanges inside of its span; nothing for those that are exchanges themselves."""
+        """Return the collectives inside an instruction; none for instructions that are collectives themselves."""
         match instruction:
             case Forward(stage=stage):
                 return _in_order([*self._inside(stage, "forward"), *self._gathers(stage)])
@@ -101,7 +101,7 @@ class Expansion:
                 return []
 
     def _inside(self, stage: int, phase: Phase) -> list[_Event]:
-        """What the team exchanges in a pass."""
+        """Return the collectives of the tensor-parallel group in a pass."""
         ops, size = set(self._stages[stage].ops), self._plan.microbatch_size
         sign = 1 if phase == "forward" else -1
         return [
@@ -112,7 +112,7 @@ class Expansion:
         ]
 
     def _again(self, stage: int) -> list[_Event]:
-        """What ranges exchange that run again, as soon as the backward of an op asks for what it saved."""
+        """Return the collectives of recomputed ranges, when the backward of an op first reads a saved value."""
         graph, ops, size = self._graph, set(self._stages[stage].ops), self._plan.microbatch_size
         found = []
         for start, stop in graph.recompute:
@@ -127,7 +127,7 @@ class Expansion:
         return found
 
     def _gathers(self, stage: int) -> list[_Event]:
-        """Parameters that a forward gathers, those of the root unit first."""
+        """Return the gathers of parameters in a forward, those of the root unit first."""
         if stage not in self._units:
             return []
         ops, (root, units) = self._stages[stage].ops, self._units[stage]
@@ -141,12 +141,13 @@ class Expansion:
         return found
 
     def _scatters(self, stage: int) -> list[_Event]:
-        """Parameters that a backward gathers, the unit before each ahead of time, and gradients that it scatters."""
+        """Return the gathers of a backward, with prefetch of the unit before each, and the scatters of gradients."""
         if stage not in self._units:
             return []
         ops, (root, units) = self._stages[stage].ops, self._units[stage]
         order = [(number, unit) for number, unit in reversed([*enumerate(units)]) if unit.parameters]
-        # What a backward meets first tells its unit: of the stage's last value, the unit that made it before the root.
+        # FSDP enters a unit in backward when a gradient first reaches one of its values: for the stage's last value,
+        # the unit that made it comes before the root.
         met = [*order]
         met.insert(int(bool(order) and order[0][1].last == root.last), (_ROOT, root))
         found, there = [], {number for held, number in self._gathered if held == stage}
@@ -177,13 +178,13 @@ class Expansion:
         return SizedCollective(kind, "replicas", padded_bytes(self._graph, parameters, count, width))
 
     def _gradient_bytes(self, parameter: int, stage: int) -> int:
-        """Of a gradient that is summed before an update: of what this rank updates."""
+        """Return the bytes of a gradient summed before an update: of the part that this rank updates."""
         facts = self._graph.tensors[parameter]
         numbers = self._plan.workload.numbers
         if parameter in self._pieces:
             return self._pieces[parameter] * numbers.gradient_bytes
         if stage in self._units:
-            # What a rank keeps of a sum has the type of its part of the weights.
+            # The shard of a sum that a rank keeps has the type of its shard of the weights.
             kept, count = numbers.master_bytes or numbers.gradient_bytes, self._sharing[stage][0]
             return padded_bytes(self._graph, (parameter,), count, kept) // count
         return self._plan.workload.gradient_bytes(facts)

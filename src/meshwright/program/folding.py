@@ -1,11 +1,11 @@
-"""Fold: of replicas that do the same at the same time, one is written down for all of them.
+"""Fold: of several replicas that do the same at the same time, only one is in the program.
 
 A plan whose stages have R replicas each, microbatch m on the (m mod R)-th, consists of R pipelines, the r-th replicas
-of all stages, that meet in nothing but sums of gradients. Pipelines of one class are alike; the program of K < R of
-them, one per class, is that of a smaller plan, `Fold.plan`: its replica k has the stages, the order and as many
-microbatches as the pipeline ``replicas[k]`` of the whole plan. Microbatch k + j K of the one is microbatch
-``replicas[k]`` + j R of the other. Sums of gradients are those of the whole plan, issued by the pipelines that are
-left. When pipelines are alike is for whoever estimates them to say (`simulator.folding`).
+of all stages, that interact only in gradient sums. Pipelines of one class are identical; the program of K < R of
+them, one per class, is that of a smaller plan, `Fold.plan`: its replica k has the stages, the order and the number of
+microbatches of the pipeline ``replicas[k]`` of the whole plan. Microbatch k + j K of the one is microbatch
+``replicas[k]`` + j R of the other. Gradient sums are those of the whole plan, issued by the remaining pipelines.
+`simulator.folding` decides which pipelines are identical.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """Which pipelines of the plan ``whole`` stand for which.
+    """Which pipelines of the plan ``whole`` represent which others.
 
-    ``classes`` has the class of each pipeline, numbered in the order in which they first appear; pipelines of a class
-    have as many microbatches. ``plan`` is the smaller plan, ``ranks`` are its ranks' numbers in ``whole``.
+    ``classes`` has the class of each pipeline, numbered in order of first appearance; all pipelines of a class
+    have the same number of microbatches. ``plan`` is the smaller plan, ``ranks`` are its ranks' numbers in ``whole``.
     """
 
     whole: Plan
@@ -52,11 +52,11 @@ class Fold:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The pipelines that are written down, ascending: the first of each class."""
+        """The pipelines that are kept, ascending: the first of each class."""
         return tuple(self.classes.index(kind) for kind in range(max(self.classes) + 1))
 
     def representatives(self) -> Ids:
-        """The rank of ``plan`` that stands for each rank of ``whole``, shape (ranks of whole,)."""
+        """Return the rank of ``plan`` that represents each rank of ``whole``, shape (ranks of whole,)."""
         ranks = np.array([stage.ranks for stage in self.whole.stages])
         stands = np.array([stage.ranks for stage in self.plan.stages])[:, list(self.classes)]
         found = np.empty(self.whole.num_ranks, np.int64)
@@ -64,7 +64,7 @@ class Fold:
         return found
 
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of ``whole`` for which each rank of ``plan`` stands, ascending."""
+        """Return the ranks of ``whole`` that each rank of ``plan`` represents, ascending."""
         stands = self.representatives()
         order = np.argsort(stands, kind="stable")
         parts = np.split(order, np.cumsum(np.bincount(stands))[:-1])
@@ -73,7 +73,7 @@ class Fold:
 
 @lru_cache(maxsize=64)
 def folded_buckets(fold: Fold, graph: Graph) -> tuple[Bucket, ...]:
-    """The buckets of the whole plan, each with the ranks of the smaller one that hold it."""
+    """Return the buckets of the whole plan, each with the ranks of the smaller one that hold it."""
     number = {rank: index for index, rank in enumerate(fold.ranks)}
     of_groups: dict[tuple[int, ...], tuple[int, ...]] = {}
     buckets = gradient_buckets(graph, fold.whole)

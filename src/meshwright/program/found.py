@@ -1,16 +1,16 @@
-"""Which order is shortest for given times of the stages, within so much memory on every rank?
+"""Find a short order of computations for given stage times, within a memory limit on every rank.
 
 The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights. A forward
-needs those of all stages that feed its own, a backward those of all that its own feeds (`Plan.feeds`); what crosses to
-another rank takes C on the way there and G on the way back, whatever else is under way. A microbatch holds K bytes of a
+needs those of all stages that feed its own, a backward those of all that its own feeds (`Plan.feeds`); a transfer to
+another rank takes C forwards and G backwards, without contention. A microbatch holds K bytes of a
 stage from the start of its forward to the end of its part for weights. The length of a step is the time from the first
 start to the last end on any rank.
 
     greedy     a list scheduler in the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards as far ahead
                as allowed, backwards as soon as they can, weights in gaps. It is run for a grid of choices: how far
-               ahead (of what one round trip needs, or of all memory), what goes first, which gaps are filled.
+               ahead (in round trips, or up to all memory), what goes first, which gaps are filled.
     improve    the best of them are improved by moving computations on the critical path
-    named      every named schedule that takes the layout, where it fits: nothing slower is ever returned
+    named      every named schedule that supports the layout, where it fits: the result is never slower than these
     bound      no order can be shorter (`order_bounds`)
 
 The loops are compiled (`list_scheduler`, `order_moves`, `order_loops`). The same input gives the same order.
@@ -34,29 +34,30 @@ from meshwright.program.schedules.columns import make_columns
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 
-# How far ahead ranks may run: of the microbatches that one round trip needs, or all that memory allows. Less memory
-# comes first, so that it is taken where more makes nothing shorter.
+# How far ahead ranks may run, in units of the microbatches that one round trip needs; inf: all that memory allows.
+# Less memory comes first, so that it wins where more makes nothing shorter.
 _AHEAD = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, np.inf)
-# Gaps that are filled (of the part for weights), and parts for weights that may wait.
+# Least gap that is filled (as a fraction of the part for weights), and the most parts for weights that may wait.
 _FILL = (0.0, 0.5, 1.0)
 _OWED = (-1, 0)
 _PATIENCE = (0.0, 0.5)
-# So many orders are improved, each by at most so many moves, all with at most so many computations played.
+# Number of orders to improve, most moves for each, and most computations played for all of them.
 _IMPROVED = 8
 _MAX_MOVES = 4_000
 _MAX_PLAYED = 6_000_000
-# Only every n-th choice is tried where all together would write more computations: large pipelines take long otherwise.
+# Only every n-th choice is tried if all together would write more computations, because large pipelines take long.
 _MAX_WRITTEN = 5_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Picoseconds and bytes for one microbatch, and what ranks may hold.
+    """Picoseconds and bytes for one microbatch, and memory limits of ranks.
 
     ``forward_ps``, ``inputs_ps`` and ``weights_ps`` have shape (stages,), or (stages, ranks) where ranks differ;
-    ``sending_ps`` and ``returning_ps`` (of the gradient) count between two ranks only and have one number for each
-    pair of stages that one feeds the other: (stages - 1,) for a chain, otherwise `Plan.feeds` of stage 0, of stage 1
-    and so on. ``kept_bytes`` (stages,), ``limit_bytes`` (ranks,). What is not given is 0, a limit endless.
+    ``sending_ps`` and ``returning_ps`` (of the gradient) count only between two ranks and have one number for each
+    pair of stages of which one feeds the other: (stages - 1,) for a chain, otherwise `Plan.feeds` of stage 0, of stage
+    1 and so on. ``kept_bytes`` (stages,), ``limit_bytes`` (ranks,). By default times and bytes are 0 and memory is
+    unlimited.
     """
 
     forward_ps: ArrayLike
@@ -70,9 +71,9 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundOrders:
-    """The orders of all ranks, by rank, their length, the bound, and the lengths of the named ones that fit.
+    """The orders of all ranks, by rank, their length, the bound, and the lengths of the named schedules that fit.
 
-    ``name``: the named schedule that it is, "" for a new one.
+    ``name``: the named schedule with this order, "" for a new one.
     """
 
     columns: tuple[OrderColumns, ...]
@@ -83,15 +84,15 @@ class FoundOrders:
 
     @property
     def gap(self) -> float:
-        """By which share it is longer than the bound."""
+        """The relative excess of the length over the bound."""
         return self.length_ps / self.bound_ps - 1 if self.bound_ps else 0.0
 
 
 def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundOrders:
-    """The shortest orders that were found for the stages of a plan; its own schedule does not matter.
+    """Return the shortest orders found for the stages of a plan; the plan's own schedule does not matter.
 
-    ``whole``: only whole backwards, as the runtime executes them (named schedules in two parts are not asked then).
-    Raises PlanError for times of another shape or below 0, and if not even one microbatch fits on some rank.
+    ``whole``: only whole backwards, as the runtime executes them (named schedules in two parts are left out then).
+    Raises PlanError for times of the wrong shape or below 0, and if not even one microbatch fits on some rank.
     """
     search = _Search(plan, times, whole=whole)
     named = dict(search.named())
@@ -103,7 +104,7 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
             f"No order of {plan.num_microbatches} microbatches was found within the memory of each rank "
             f"({', '.join(map(str, search.problem.limit[:8].tolist()))} bytes). Give more, or smaller microbatches."
         )
-    # Of equal ones that which holds the least; then a named one, which has a paper.
+    # Among equal lengths take the order that holds the least memory; then a named one, which is published.
     length, name, columns = min(found, key=lambda item: (item[0], search.held(item[2]), not item[1]))
     return FoundOrders(
         columns=_split_by_rank(columns),
@@ -115,11 +116,11 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
 
 
 def make_problem(plan: Plan, times: StageTimes) -> OrderProblem:
-    """The plan and its times as the loops read them. Raises PlanError for times of another shape or below 0."""
+    """Return the plan and its times as the loops read them. Raises PlanError for times of wrong shape or below 0."""
     if plan.has_shares:
         raise PlanError(
-            "Replicas have shares of the microbatches; orders are found for replicas that take turns. Leave the shares "
-            "out, or choose the schedule gpipe or 1f1b."
+            "Replicas have shares of the microbatches; orders are found for replicas that take turns. Remove the "
+            "shares, or choose the schedule gpipe or 1f1b."
         )
     num_stages, num_ranks = len(plan.stages), plan.num_ranks
     seats = [(rank, stage) for rank in range(num_ranks) for stage in plan.stages_of(rank)]
@@ -139,7 +140,7 @@ def make_problem(plan: Plan, times: StageTimes) -> OrderProblem:
     away = np.concatenate(
         [_shaped(getattr(times, name), source.shape, name) for name in ("sending_ps", "returning_ps")]
     )
-    # Forwards of all stages, then their backwards, for which each edge goes the other way.
+    # Forwards of all stages, then their backwards, for which each edge is reversed.
     first, last = (np.concatenate(ends) for ends in ((source, target), (target, source)))
     backwards = num_stages * (np.arange(len(away)) >= len(edges))
     links = [
@@ -174,7 +175,7 @@ def make_problem(plan: Plan, times: StageTimes) -> OrderProblem:
 class _Search:
     def __init__(self, plan: Plan, times: StageTimes, *, whole: bool) -> None:
         problem = make_problem(plan, times)
-        if whole:  # as if all of a backward were needed by the stage before
+        if whole:  # as if the stage before needed all of a backward
             problem = problem._replace(inputs=problem.inputs + problem.weights, weights=np.zeros_like(problem.weights))
         self.problem, self._bounds = problem, Bounds(problem)
         self._plan, self._whole = plan, whole
@@ -182,7 +183,7 @@ class _Search:
         self._offsets = np.concatenate([[0], np.cumsum(counts)])[self.problem.seat_offsets].astype(np.int64)
 
     def named(self) -> Iterator[tuple[str, tuple[int, Columns]]]:
-        """Length and orders of every named schedule that takes the layout, fits, and ends."""
+        """Yield length and orders of every named schedule that supports the layout, fits, and does not deadlock."""
         for name, write in SCHEDULES.items():
             try:
                 plan = replace(self._plan, schedule=name, schedule_hash="")
@@ -196,7 +197,7 @@ class _Search:
                     yield name, (length, columns)
 
     def greedy(self) -> Iterator[tuple[int, Columns]]:
-        """Length and orders for every choice of the list scheduler that ends, without those that are there already."""
+        """Yield length and orders for every choice of the list scheduler that ends, without duplicates."""
         seen: set[bytes] = set()
         choices = list(product(_AHEAD, self._rules()))
         step = -(-len(choices) * int(self._offsets[-1]) // _MAX_WRITTEN)
@@ -220,39 +221,39 @@ class _Search:
         ]
 
     def held(self, columns: Columns) -> int:
-        """The most bytes that ranks hold, all together."""
+        """Return the most bytes that ranks hold, summed over ranks."""
         opens, closes = columns.opcode == FORWARD, (columns.opcode == BACKWARD) | (columns.opcode == WEIGHT)
         held = np.cumsum(self.problem.kept[columns.stage] * (opens.astype(np.int64) - closes))
-        # Every rank ends with nothing, so that one sum goes through all of them.
+        # Every rank ends with 0 bytes, so one cumulative sum covers all of them.
         return int(np.maximum.reduceat(held, columns.offsets[:-1]).sum())
 
     def improved(self, candidate: tuple[int, Columns]) -> tuple[int, Columns]:
-        """The candidate after local improvement."""
+        """Return the candidate after local improvement."""
         columns = candidate[1]
         rounds = min(_MAX_MOVES, _MAX_PLAYED // (_IMPROVED * len(columns.opcode)))
         return improve(self.problem, columns, rounds, self.bound, len(columns.opcode)), columns
 
     def _cap(self, ahead: float) -> Ints:
-        """Bytes that ranks may hold if they run ahead by so much of a round trip; at least one microbatch."""
+        """Return the bytes that ranks may hold if they run ahead by ``ahead`` round trips; at least one microbatch."""
         problem = self.problem
         if ahead == np.inf:
             return problem.limit
         work = problem.forward + problem.inputs + problem.weights
         busy = np.add.reduceat(work * problem.seat_count, problem.seat_offsets[:-1]).max() / problem.num_microbatches
         kept = problem.kept[problem.seat_stage]
-        # Of a stage with R replicas each has every R-th microbatch.
+        # Each replica of a stage with R replicas has every R-th microbatch.
         number = np.ceil(ahead * self._bounds.round_trips[problem.seat_stage] / max(busy, 1) / problem.seat_step)
         cap = np.add.reduceat(kept * np.maximum(number, 1).astype(np.int64), problem.seat_offsets[:-1])
         return np.minimum(cap, problem.limit)
 
     @property
     def bound(self) -> int:
-        """What no order is shorter than."""
+        """Lower bound of the length of any order, in ps."""
         return self._bounds.length
 
 
 def _by_end(ends: Ints, stages: Ints, away: Ints, num_ends: int) -> tuple[Ints, Ints, Ints]:
-    """Where the links of each end begin; their stages and times in that order."""
+    """Return where the links of each end begin, and their stages and times in that order."""
     order = np.argsort(ends, kind="stable")
     return np.searchsorted(ends[order], np.arange(num_ends + 1)).astype(np.int64), stages[order], away[order]
 
@@ -263,7 +264,7 @@ def _shaped(values: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.
     except ValueError:
         raise PlanError(f"{name} has shape {np.shape(values)}; expected {shape}, or one number for all.") from None
     if found.size and found.min() < 0:
-        raise PlanError(f"{name} has the number {found.min()}; expected none below 0.")
+        raise PlanError(f"{name} has the number {found.min()}; expected 0 or more.")
     return found
 
 

@@ -1,12 +1,13 @@
-"""Sums in two levels: scattered inside of groups of ranks, summed across groups, gathered inside.
+"""Sums in two levels: scattered inside groups of ranks, summed across groups, gathered inside.
 
 With r ranks of a bucket in each group, a part of b bytes is first reduce-scattered among the r; the l-th of them sums
 its b / r with the l-th ranks of the other groups, all r at once.
 
-    hierarchical   groups are nodes, and each gathers at once. The three kinds have a lane of the exchange stream each,
-                   so that one part crosses nodes while others move inside. Whose cards are shared, queues there
-    hybrid         groups are those that share states (`GradientExchange.shard_size`), which gather parameters behind
-                   the update. Sums across have a lane of their own, too: each follows its scatter
+    hierarchical   groups are nodes, and each gathers at once. Each of the three collectives has a lane of the exchange
+                   stream of its own, so that one part crosses nodes while others move inside. Where ranks share network
+                   cards, their transfers queue there
+    hybrid         groups are those that shard states (`GradientExchange.shard_size`), which gather parameters after
+                   the update. Sums across groups have a lane of their own, too: each follows its scatter
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ Ids = NDArray[np.int64]
 
 
 def append_hierarchical(builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], node_size: int) -> Ids:
-    """Write the three collectives of each row; for each row the handle at which its rank has the sum.
+    """Append the three collectives of each row; return the handle at which each row's rank has the sum.
 
-    Raises PlanError where the ranks of a bucket are not as many on each node.
+    Raises PlanError if a bucket has different numbers of ranks on its nodes.
     """
     inside, across, place, size = _find_groups(builder, rows, buckets, partial(_nodes, node_size=node_size))
     share = rows.num_bytes // size + (place < rows.num_bytes % size)
@@ -54,7 +55,7 @@ def append_hybrid(
     exchange: GradientExchange,
     gradient_bytes: int,
 ) -> tuple[Ids, Ids]:
-    """Write the scatters of each row, and sums across groups; for each row the handle of its sum, and its own group."""
+    """Append the scatters of each row and sums across groups; return, by row, handles of the sums and inner groups."""
     inside, across, _, size = _find_groups(builder, rows, buckets, exchange.shard_groups)
     order = np.lexsort((rows.place, rows.rank))
     scattered = append_rows(builder, rows, order, Opcode.REDUCE_SCATTER, rows.num_bytes, inside)
@@ -75,9 +76,9 @@ def _find_groups(
     buckets: tuple[Bucket, ...],
     split: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]],
 ) -> tuple[Ids, Ids, Ids, Ids]:
-    """Of each row the group inside and that across groups, its place in the first, and its size.
+    """Return, for each row, the group inside, the group across, its index in the first, and the first's size.
 
-    ``split`` has the ranks of a bucket in equal groups.
+    ``split`` divides the ranks of a bucket into equal groups.
     """
     facts: dict[tuple[int, int], tuple[int, int, int, int]] = {}
     known: dict[tuple[int, ...], dict[int, tuple[int, int, int, int]]] = {}
@@ -106,8 +107,8 @@ def _nodes(ranks: tuple[int, ...], node_size: int) -> list[tuple[int, ...]]:
     sizes = {len(members) for members in nodes.values()}
     if len(sizes) > 1:
         raise PlanError(
-            f"Gradients of ranks {list(ranks)[:16]} are to be summed hierarchically in nodes of {node_size} ranks, of "
-            f"which some have {min(sizes)} and some {max(sizes)} of them; expected as many on each. Choose another "
-            "`node_size`, or another algorithm."
+            f"Gradients of ranks {list(ranks)[:16]} are to be summed hierarchically in nodes of {node_size} ranks, but "
+            f"some nodes have {min(sizes)} and some {max(sizes)} of these ranks; expected the same number on each. "
+            "Choose another `node_size`, or another algorithm."
         )
     return [tuple(members) for members in nodes.values()]

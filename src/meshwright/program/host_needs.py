@@ -1,14 +1,14 @@
-"""What a rank keeps in the memory of its host and on drives: what is predicted, and what a run asks its hosts for.
+"""Host memory and drives of a rank, as predicted, and as a run allocates them.
 
-Of each trained element of the rank's share, where replicas share states out:
+For each trained element of the rank's shard (all of them, if replicas do not shard states):
 
-    host     its gradient, and its parameter, which goes up from the same place where there is a master weight; states
-             where they are there, else those of `PIECES_AT_HAND` pieces; AdamW's counters
+    host     its gradient, and its parameter, which is copied up from the same place where there is a master weight;
+             states where they are on the host, else those of `PIECES_AT_HAND` pieces; AdamW's counters
     drives   states
 
-With parameters on the host these lie there before a run begins, frozen ones, too; but for what stages share, which is
-summed in buckets and stays on the devices. With activations on the host, what layers keep of each microbatch under way
-lies there (`cost.memory.away`).
+With parameters on the host, all of them, even frozen ones, are there before a run begins, except those that stages
+share, which are summed in buckets and stay on the devices. With activations on the host, the values that layers save
+for each microbatch in flight are there (`cost.memory.away`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class HostNeeds:
 
 
 def count_host_needs(plan: Plan, graph: Graph, rank: int, device: Backend = "cpu") -> HostNeeds:
-    """What a rank keeps away from its device: of its stages, what they share once.
+    """Return what a rank keeps in host memory and on drives; parameters shared by its stages count once.
 
-    ``device``: whose libraries compute, which decides what is kept for backwards.
+    ``device``: the backend whose libraries compute, which decides what is kept for backwards.
     """
     stages, offload = plan.stages_of(rank), plan.offload
     needs = HostNeeds(0, 0) if offload.optimizer == "device" else _count(plan, graph, stages)
@@ -69,7 +69,7 @@ def _count(plan: Plan, graph: Graph, stages: tuple[int, ...]) -> HostNeeds:
     def parts_of(stage: int) -> int:
         return plan.exchange.num_parts(len(plan.stages[stage].ranks))
 
-    # Bytes by the number of ranks among which they are shared out.
+    # Bytes by the number of ranks among which they are sharded.
     host, drives, resident = Counter[int](), Counter[int](), Counter[int]()
     for i, stage in held.items():
         tensor = graph.tensors[i]
@@ -87,7 +87,7 @@ def _count(plan: Plan, graph: Graph, stages: tuple[int, ...]) -> HostNeeds:
         drives.clear()
     needed = _divide(host) + _divide(resident)
     if offload.optimizer == "nvme":
-        # The pieces in the order of the program (`append_host_steps`), which take the buffers in turn.
+        # The pieces in the order of the program (`append_host_steps`), which use the buffers in turn.
         pieces = [item for item in host_pieces(graph, plan, buckets) if item.stage in stages]
         shared = [item for item in buckets if not held.keys().isdisjoint(item.parameters)]
         sizes = [-(-item.num_bytes // (numbers.gradient_bytes * parts_of(item.stage))) for item in pieces]

@@ -1,8 +1,8 @@
-"""What may a controller issue, and what belongs together of it? Asked by whoever carries decisions out.
+"""Check and number a controller's issues: what it may issue, and which issues belong together.
 
-A message is known by its stages, microbatch and payload, and no two of a program may be alike. The k-th member of each
-rank with one kind, group and bucket within a decision belong together, and stand in the exchange streams, where members
-have one order on all ranks.
+A message is identified by its stages, microbatch and payload, which must be unique in a program. The k-th members on
+each rank with one kind, group and bucket within a decision belong together, and are in the exchange streams, where
+members have the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 
 _Message = tuple[int, int, int, Payload]
 _PAYLOADS = {int(opcode): row.payload for opcode, row in INSTRUCTIONS.items() if row.payload}
-# Kind, group, bucket, and how many like it the rank has before.
+# Kind, group, bucket, and the number of equal ones that the rank has before.
 _Members = tuple[str, tuple[int, ...], int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filed:
-    """An issue that may be carried out.
+    """A checked issue.
 
-    With its handle, its stream (rank by rank, all of `STREAM_NAMES`), what it awaits (a receive its send too), and the
+    It has a handle, a stream (rank by rank, all of `STREAM_NAMES`), its waits (a receive also for its send), and the
     number of its collective, else -1.
     """
 
@@ -41,7 +41,7 @@ class Filed:
 
 
 class IssueBook:
-    """Holds decisions against each other and against the program that they extend."""
+    """Checks decisions against each other and against the program that they extend."""
 
     def __init__(self, program: Program) -> None:
         _check_program(program)
@@ -55,7 +55,7 @@ class IssueBook:
         self._num_collectives = 0
 
     def file(self, decision: Decision, now_ps: int) -> list[Filed]:
-        """Check a decision and number what it issues. Raises ProgramError, naming the issue and what was expected."""
+        """Check a decision and number its issues. Raises ProgramError that names the issue and what was expected."""
         self._check_decision(decision, now_ps)
         stop = self.next_handle + len(decision.issues)
         filed: list[Filed] = []
@@ -87,7 +87,7 @@ class IssueBook:
         return filed
 
     def _check_decision(self, decision: Decision, now_ps: int) -> None:
-        """What is watched, abandoned and set."""
+        """Check the watched and abandoned handles and the timers of a decision."""
         if decision.watch and not self._is_first:
             raise ProgramError(
                 f"The instructions {decision.watch} were to be watched at {now_ps} ps, when they may have ended; give "
@@ -97,8 +97,8 @@ class IssueBook:
         for handle in decision.watch:
             if not 0 <= handle < self._num_body:
                 raise ProgramError(
-                    f"Instruction {handle} was to be watched; the program's body has {self._num_body}. What is issued "
-                    "is watched with `Issue(watched=True)`."
+                    f"Instruction {handle} was to be watched; the program's body has {self._num_body}. Watch issued "
+                    "instructions with `Issue(watched=True)`."
                 )
         for handle in decision.abandon:
             if handle not in self._abandonable:
@@ -109,11 +109,11 @@ class IssueBook:
         for timer in decision.timers:
             if timer.at_ps < now_ps or timer.number < 0:
                 raise ProgramError(
-                    f"{timer} was set at {now_ps} ps; expected that moment or a later one, and a number from 0 on."
+                    f"{timer} was set at {now_ps} ps; expected that moment or a later one, and a number of 0 or more."
                 )
 
     def check_end(self) -> None:
-        """Raise ProgramError if a message was sent that nobody receives."""
+        """Raise ProgramError if a message was sent that no rank receives."""
         for (source, target, microbatch, payload), (handle, _) in self._pending.items():
             raise ProgramError(
                 f"Instruction {handle} sends the {payload} of microbatch {microbatch} from stage {source} to {target}, "
@@ -121,7 +121,7 @@ class IssueBook:
             )
 
     def unreceived(self) -> Decision:
-        """The receives that are missing, on the ranks that sent: for looking at a program that stopped before them."""
+        """Return the missing receives, on the ranks that sent, to examine a program that stopped before them."""
         issues = []
         for _, issue in self._pending.values():
             send = issue.instruction
@@ -145,20 +145,20 @@ class IssueBook:
             )
         if issue.waits and not (min(issue.waits) >= -self._num_marks and max(issue.waits) < stop):
             raise ProgramError(
-                f"{issue.instruction} waits for {issue.waits}; expected handles of what is issued, up to {stop - 1}, "
+                f"{issue.instruction} waits for {issue.waits}; expected handles of instructions, up to {stop - 1}, "
                 f"and marks of the program, down to {-self._num_marks}."
             )
         if issue.need is not None and (
             not 1 <= issue.need <= len(issue.waits) or isinstance(issue.instruction, Receive)
         ):
             raise ProgramError(
-                f"{issue.instruction} was to go on after {issue.need} of {len(issue.waits)} waits; expected 1 up to "
-                "that number, and no receive, which waits for its send. Leave `need` out to wait for all."
+                f"{issue.instruction} needs {issue.need} of {len(issue.waits)} waits; expected 1 up to that number, "
+                "and not for a receive, which always waits for its send. Leave `need` out to wait for all."
             )
         if issue.abandonable and issue.stream != "compute":
             raise ProgramError(
-                f"{issue.instruction} was issued as abandonable; expected a computation. What is sent or summed is "
-                "given up by not issuing it."
+                f"{issue.instruction} was issued as abandonable; expected a computation. To abandon a transfer or a "
+                "sum, do not issue it."
             )
         if issue.group and not (min(issue.group) >= 0 and max(issue.group) < self._num_ranks):
             raise ProgramError(f"{issue.instruction} names the ranks {issue.group}; there are {self._num_ranks}.")
@@ -167,7 +167,7 @@ class IssueBook:
         message: _Message = (send.stage, send.peer, send.microbatch, send.payload)
         if message in self._sent:
             raise ProgramError(
-                f"{send} was issued, and a message like it before. Number microbatches so that no two messages agree "
+                f"{send} was issued twice. Number microbatches so that no two messages agree "
                 "in stages, microbatch and payload."
             )
         self._sent.add(message)
@@ -177,7 +177,7 @@ class IssueBook:
         message: _Message = (receive.peer, receive.stage, receive.microbatch, receive.payload)
         if message not in self._pending:
             raise ProgramError(
-                f"{receive} was issued, but no send of it that is not received yet. Issue the send before, in the same "
+                f"{receive} was issued, but it has no pending send. Issue the send before, in the same "
                 "decision or an earlier one."
             )
         handle, issue = self._pending.pop(message)
@@ -187,7 +187,7 @@ class IssueBook:
 
 
 def _collective(issue: Issue, bucket: int, members: dict[_Members, list[int]]) -> _Members:
-    """What a member belongs to."""
+    """Return the key of the collective that a member belongs to."""
     if issue.rank not in issue.group:
         raise ProgramError(
             f"{issue.instruction} of the group {issue.group} was issued to rank {issue.rank}; expected "
@@ -200,10 +200,10 @@ def _collective(issue: Issue, bucket: int, members: dict[_Members, list[int]]) -
 
 
 def _check_program(program: Program) -> None:
-    """Only a body; its streams rank by rank in the order of `STREAM_NAMES`."""
+    """Raise ProgramError unless the program is only a body, with streams rank by rank in the order `STREAM_NAMES`."""
     if program.advance or program.prologue.num_instructions or program.epilogue.num_instructions:
         raise ProgramError(
-            "The program that a controller extends has a prologue, an epilogue or a body that never flushes; expected "
+            "The program that a controller extends has a prologue, an epilogue or an asynchronous body; expected "
             "a body alone, which runs once. Build it with `ProgramBuilder`."
         )
     keys = [stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams]
@@ -215,7 +215,7 @@ def _check_program(program: Program) -> None:
 
 
 def _messages(section: Section) -> set[_Message]:
-    """All that is sent in a section."""
+    """Return all messages sent in a section."""
     sends = np.flatnonzero(np.isin(section.opcode, SENDS))
     columns = (column[sends].tolist() for column in (section.stage, section.peer, section.microbatch, section.opcode))
     return {(stage, peer, mb, _PAYLOADS[opcode]) for stage, peer, mb, opcode in zip(*columns, strict=True)}

@@ -1,7 +1,7 @@
-"""An order written greedily: whenever a rank is free, a rule chooses what it computes next.
+"""A greedy list scheduler: whenever a rank is free, a rule chooses what it computes next.
 
 In the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards ahead as memory allows, backwards as soon as
-they can, weights in the gaps. All ranks share one clock, so that a rank knows what is on its way.
+they can, weights in the gaps. All ranks share one clock, so a rank knows which values will arrive when.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NEVER = 2**62
 class GreedyRule(NamedTuple):
     """How `write_greedily` chooses.
 
-    ``split``: backwards in two parts. ``forward_first``: before a backward that could run, too. ``patience``: wait for
-    a backward that comes within so many forwards. ``fill``: a part for weights fills a gap of at least so much of it.
-    ``owed``: so many of them may wait (-1: any number). ``deepest_first``: of several stages the latest, instead of
-    the earliest microbatch.
+    ``split``: backwards in two parts. ``forward_first``: a forward goes before a backward that could run. ``patience``:
+    do not start a forward if a backward comes within this multiple of its time. ``fill``: a part for weights runs in a
+    gap of at least this fraction of its time. ``owed``: the most parts for weights that may wait (-1: any number).
+    ``deepest_first``: among several stages take the latest, instead of the earliest microbatch.
     """
 
     split: bool
@@ -47,10 +47,10 @@ class GreedyRule(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What has arrived, what each seat did, what each rank holds.
+    """Arrivals of values, progress of each seat (a stage on a rank), and bytes held by each rank.
 
-    ``arrivals`` and ``missing`` (forward or backward, stage, microbatch): when the last of the values that are known
-    arrives, less `_NEVER` while so many are missing.
+    ``arrivals`` and ``missing`` have shape (forward or backward, stage, microbatch): when the last of the known values
+    arrives, less `_NEVER` while some values are missing, and their number.
     """
 
     arrivals: Ints
@@ -63,9 +63,9 @@ class _State(NamedTuple):
 
 @compiled
 def write_greedily(problem: OrderProblem, cap: Ints, rule: GreedyRule, columns: Columns) -> int:
-    """Write an order in which no rank holds more than ``cap`` bytes; its length in ps, -1 if that leads nowhere.
+    """Write an order in which no rank holds more than ``cap`` bytes; return its length in ps, -1 if it gets stuck.
 
-    The clock goes from decision to decision; a rank that has nothing to do sleeps until something arrives.
+    The clock advances from decision to decision; a rank with nothing to do sleeps until something arrives.
     """
     num_ranks, num_seats, num_stages = len(cap), len(problem.seat_stage), len(problem.kept)
     state = _State(
@@ -128,7 +128,7 @@ def _hand_on(
     wake: Ints,
     asleep: NDArray[np.bool_],
 ) -> None:
-    """Note what arrives where, and wake those who then can go on with a microbatch."""
+    """Record the arrival of a computed value at its targets, and wake ranks that can then continue."""
     own = kind * len(problem.kept) + stage
     first, stop = problem.link_offsets[FEEDS, own], problem.link_offsets[FEEDS, own + 1]
     if kind == 0 and first == stop:
@@ -150,7 +150,7 @@ def _hand_on(
 def _choose(
     problem: OrderProblem, rule: GreedyRule, cap: Ints, state: _State, rank: int, now: int
 ) -> tuple[int, int, int]:
-    """What a rank does next: opcode and seat; or -1, -1 and when the next thing arrives."""
+    """Return opcode and seat of what a rank does next; or -1, -1 and the time of the next arrival."""
     backward, next_backward = _find_backward(problem, rule, state, rank, now)
     forward, next_forward, blocked = _find_forward(problem, rule, cap, state, rank, now)
     weight, owed = _find_weight(problem, rule, state, rank)
@@ -168,7 +168,7 @@ def _choose(
 
 @compiled
 def _find_backward(problem: OrderProblem, rule: GreedyRule, state: _State, rank: int, now: int) -> tuple[int, int]:
-    """The seat whose backward can run now, or -1; and when the next one can, as far as that is known."""
+    """Return the seat whose backward can run now, or -1; and when the next one can, as far as that is known."""
     found, least, later = -1, _NEVER, _NEVER
     for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
         if state.inputs[seat] == state.forwards[seat]:
@@ -186,7 +186,7 @@ def _find_backward(problem: OrderProblem, rule: GreedyRule, state: _State, rank:
 def _find_forward(
     problem: OrderProblem, rule: GreedyRule, cap: Ints, state: _State, rank: int, now: int
 ) -> tuple[int, int, bool]:
-    """The same of forwards; and whether one could run now if there were more memory."""
+    """The same for forwards; also return whether one could run now with more memory."""
     found, least, later, blocked = -1, _NEVER, _NEVER, False
     for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
         if state.forwards[seat] == problem.seat_count[seat]:
@@ -206,7 +206,7 @@ def _find_forward(
 
 @compiled
 def _find_weight(problem: OrderProblem, rule: GreedyRule, state: _State, rank: int) -> tuple[int, int]:
-    """The seat whose part for weights waits, that of the earliest microbatch, or -1; and how many wait."""
+    """Return the seat with a waiting part for weights, that of the earliest microbatch, or -1; and how many wait."""
     found, least, owed = -1, _NEVER, 0
     if rule.split:
         for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):

@@ -1,9 +1,9 @@
-"""What one rank computes under a plan: its share of the graph, what runs again in it, and the plan of that.
+"""Lower a plan to one rank: the local graph with recompute and compilation in it, and the plan for that graph.
 
-A plan may split ops over teams of devices, let parts of the graph run again, and compile its layers. Lowered, its graph
-is the local graph of one device of a team, which says what that exchanges, computes again and compiles; its plan says
-of this graph what the plan says of the whole one, and splits nothing further. All that builds, costs and simulates
-programs works on these two.
+A plan may split ops over tensor-parallel groups, recompute parts of the graph, and compile its layers. Its lowered
+graph is the local graph of one device of a group, including its collectives, recompute and compilation; the lowered
+plan assigns this graph as the plan assigns the whole one, and splits nothing further. Building, estimating and
+simulating programs all work on these two.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _KEPT_EXCHANGES = (f"{MESH}reduce_scatter.", f"{MESH}all_to_all.")
 
 
 def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
-    """The plan of the local graph, and that graph; a plan that changes nothing of it stays itself.
+    """Return the plan of the local graph, and that graph; a plan without a local graph is returned unchanged.
 
-    Raises PlanError for a plan that does not fit the graph, or a sharding that its ops cannot take.
+    Raises PlanError for a plan that does not match the graph, or a sharding that its ops do not support.
     """
     if not plan.has_local_graph:
         return plan, graph
@@ -50,9 +50,9 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
 
 
 def own_workload(workload: Workload, sharding: Sharding) -> Workload:
-    """What one device of each team does of a workload: ranks of the expert axis have samples of their own.
+    """Return the workload of one device of each tensor-parallel group; ranks of the expert axis have own samples.
 
-    Raises PlanError for samples that they do not divide.
+    Raises PlanError if the expert ranks do not divide the global batch.
     """
     share, rest = divmod(workload.global_batch, sharding.expert)
     if rest:
@@ -66,7 +66,7 @@ def own_workload(workload: Workload, sharding: Sharding) -> Workload:
 
 
 def unlower_plan(plan: Plan, whole: Plan) -> Plan:
-    """What a plan of a local graph is for the whole one, of which ``whole`` is a plan with the same sharding."""
+    """Return a plan of a local graph as a plan of the whole graph, with the sharding of ``whole``."""
     return replace(
         plan,
         graph_hash=whole.graph_hash,
@@ -83,12 +83,12 @@ def unlower_plan(plan: Plan, whole: Plan) -> Plan:
 def lower_graph(
     graph: Graph, sharding: Sharding, recompute: Ranges, keeps: tuple[int, ...] = (), *, compiled: int = 0
 ) -> Graph:
-    """The local graph of one device: its share of every op, what it exchanges, computes again, and compiles.
+    """Return the local graph of one device: its shard of every op, its collectives, recompute, and compilation.
 
-    Of ranges that are computed again in which results are kept (``keeps``), it also keeps what the devices of a team
-    reduce-scatter and exchange all to all, as torchtitan's policy does (`spec.recompute_words`).
+    Recomputed ranges that keep some results (``keeps``) also keep the results of the group's reduce-scatters and
+    all-to-alls, as torchtitan's policy does (`spec.recompute_words`).
 
-    Raises PlanError for a sharding that the ops cannot take.
+    Raises PlanError for a sharding that the ops do not support.
     """
     again = Recompute(recompute, keeps)
     local = with_recompute(graph, *again) if sharding.is_whole else _split_graph(graph, sharding, again)
@@ -96,7 +96,7 @@ def lower_graph(
     return local if local.compiled == compiled else replace(local, compiled=compiled)
 
 
-# Why layers of a plan that compiles them run as they are.
+# The reason why a plan that compiles its layers runs them eagerly.
 STAYS_EAGER = (
     "The layers run eagerly: the schedule's backwards come in two parts, and a compiled layer has one backward for all "
     "of its gradients."
@@ -104,7 +104,7 @@ STAYS_EAGER = (
 
 
 def graph_of_program(graph: Graph, program: Program) -> Graph:
-    """The graph of a plan as its program runs it: not compiled where backwards come in two parts."""
+    """Return the graph of a plan as its program runs it: not compiled if backwards come in two parts."""
     return _eager(graph) if graph.compiled and program.splits_backwards else graph
 
 
@@ -124,7 +124,7 @@ def _split_graph(graph: Graph, sharding: Sharding, recompute: Recompute) -> Grap
 
 
 def _sums_of_gradients(sharded: ShardedGraph) -> Iterator[Collective]:
-    """What is summed once per step: gradients of parameters of which each rank of an axis has a part."""
+    """Yield the sums done once per step: gradients of parameters that each rank of an axis holds a part of."""
     reader: dict[int, int] = {}
     for index, op in enumerate(sharded.graph.ops):
         for tensor in op.inputs:
@@ -135,7 +135,7 @@ def _sums_of_gradients(sharded: ShardedGraph) -> Iterator[Collective]:
 
 
 def _move_recompute(graph: Graph, local: Graph, again: Recompute) -> Recompute:
-    """The same parts of the local graph: layers with the conversions that they got, other ranges from op to op."""
+    """Return the same parts of the local graph: layers with their added conversions, other ranges from op to op."""
     starts = {old.start: new.start for old, new in zip(graph.layers, local.layers, strict=True)}
     stops = {old.stop: new.stop for old, new in zip(graph.layers, local.layers, strict=True)}
     place = {op.name: index for index, op in enumerate(local.ops)}

@@ -1,23 +1,23 @@
-"""Updates of a plan whose optimizer is not on the device: down, step on the host, up, piece by piece.
+"""Updates of a plan whose optimizer is not on the device: copy down, step on the host, copy up, piece by piece.
 
-A piece is a part of a bucket that is summed, or, of parameters that no bucket has, a bucket's worth of them. For each
+A piece is a part of a bucket that is summed, or a bucket's worth of parameters that are in no bucket. For each piece,
 on every rank that holds it,
 
-    copy down   the gradients, or the rank's share of them: when they are summed, or, unsummed, when the last backward
-                has made them
-    read        the optimizer's states from the drives, where they are there: three pieces are on the host at most, one
-                that is read, one that steps and one that is written
-    host step   when the gradients are down and the states there, behind the last computation of the rank, as an
-                optimizer's step is called then, and behind what all ranks agree on
+    copy down   the gradients, or the rank's shard of them: when they are summed, or, if they are not summed, when the
+                last backward has made them
+    read        the optimizer's states from the drives, if they are there: at most three pieces are on the host, one
+                being read, one stepping and one being written
+    host step   when gradients and states have arrived, after the last computation of the rank, because the optimizer's
+                step is called then, and after everything that all ranks agree on
     copy up     the new parameters
     write       the new states to the drives
 
-Copies each way, steps, reads and writes have streams of their own, so that they overlap. The optimizer's step of a
-stage stands behind the pieces of all of its parameters: it makes the new version and clears the gradients. DeepSpeed's
-`PipelinedOptimizerSwapper` reads and writes one piece ahead and behind, Megatron-LM's `HybridDeviceOptimizer` copies
-both ways on streams of their own. Gradients that are scattered inside of backwards (zero 2 and 3) go down behind them,
-unless parameters are on the host, too: then both copies are made inside of passes (`simulator.state_shards`), and only
-states are read, stepped and written.
+Copies in each direction, steps, reads and writes have streams of their own, so that they overlap. The optimizer's step
+of a stage comes after the pieces of all of its parameters: it makes the new version and clears the gradients.
+DeepSpeed's `PipelinedOptimizerSwapper` reads and writes one piece ahead and behind, Megatron-LM's
+`HybridDeviceOptimizer` copies in both directions on separate streams. Gradients that are scattered inside backwards
+(zero 2 and 3) are copied down after them, unless parameters are on the host, too: then both copies are made inside
+passes (`simulator.state_shards`), and only states are read, stepped and written.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from meshwright.spec.slices import slice_graph
 
 Ids = NDArray[np.int64]
 
-# Pieces whose states are on the host at a time, where they lie on drives.
+# Most pieces whose states are on the host at a time, if they are kept on drives.
 PIECES_AT_HAND = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPiece:
-    """Parameters of one stage that are in no bucket. ``index`` counts on from the buckets; bytes of all gradients."""
+    """Parameters of one stage that are in no bucket. ``index`` continues that of buckets; bytes of all gradients."""
 
     index: int
     stage: int
@@ -57,9 +57,9 @@ class HostPiece:
 
 @lru_cache(maxsize=64)
 def host_pieces(graph: Graph, plan: Plan, buckets: tuple[Bucket, ...]) -> tuple[HostPiece, ...]:
-    """The trained parameters that are in none of the buckets, stage by stage from the last, in order of readiness.
+    """Return the trained parameters that are in no bucket, stage by stage from the last, in order of readiness.
 
-    What stages of one rank share belongs to the first of them, whose backward comes last.
+    Parameters that stages of one rank share belong to the first of them, whose backward comes last.
     """
     taken = {parameter for bucket in buckets for parameter in bucket.parameters}
     first_use = first_uses(graph)
@@ -81,8 +81,8 @@ def host_pieces(graph: Graph, plan: Plan, buckets: tuple[Bucket, ...]) -> tuple[
 class _Pieces(NamedTuple):
     """Pieces on ranks, columns of shape (pieces,), and which of them the step of each seat needs, shape (needs,).
 
-    ``ready`` is the handle at which the gradients are there, of which the rank has ``num_bytes`` to step with. They are
-    ``copied``, as new parameters are, unless both are on the host.
+    ``ready`` is the handle at which the gradients are ready; the rank steps with ``num_bytes`` of them. Gradients and
+    new parameters are ``copied`` unless both are on the host.
     """
 
     rank: Ids
@@ -103,9 +103,9 @@ def append_host_steps(
     plan: Plan,
     graph: Graph,
 ) -> None:
-    """Write down the updates of a step on the host, behind what the exchange has ``done``; of a fold, its whole plan's.
+    """Append the updates of a step on the host, after the exchange ``done``; for a fold, pass its whole plan.
 
-    Replicas share gradients and states out as that plan says.
+    That plan determines how replicas shard gradients and states.
     """
     rows = _join(_unsummed(builder, computations, done, pieces, plan), _summed(done, plan, graph))
     last = computations.handle[computations.offsets[1:] - 1][rows.rank]
@@ -144,7 +144,7 @@ def _append(
     num_bytes: Ids,
     lane: int = 0,
 ) -> Ids:
-    """One instruction per chosen piece on a stream of its rank; their handles."""
+    """Append one instruction per chosen piece on a stream of its rank; return their handles."""
     num_ranks = int(rows.rank.max(initial=-1)) + 1
     groups = np.array([builder.group((rank,)) for rank in range(num_ranks)], np.int64)
     return builder.extend(
@@ -161,7 +161,7 @@ def _append(
 
 
 def _join(first: _Pieces, second: _Pieces) -> _Pieces:
-    """The pieces of both, rank by rank, those of the first before those of the second."""
+    """Return the pieces of both, rank by rank, those of the first before those of the second."""
     second = second._replace(needed=second.needed + len(first.rank))
     rows = _Pieces(*(np.concatenate(columns) for columns in zip(first, second, strict=True)))
     order = np.argsort(rows.rank, kind="stable")
@@ -180,7 +180,7 @@ def _join(first: _Pieces, second: _Pieces) -> _Pieces:
 
 
 def _summed(done: ExchangeHandles, plan: Plan, graph: Graph) -> _Pieces:
-    """What is summed, or of that the rank's share; replicas may meet for nothing."""
+    """Return the summed pieces, or the rank's shard of them; without buckets of 0 bytes, which only synchronise."""
     rows, held = done.rows, done.held
     assert done.sums is not None
     kept = rows.num_bytes > 0
@@ -210,11 +210,11 @@ def _unsummed(
     pieces: tuple[HostPiece, ...],
     plan: Plan,
 ) -> _Pieces:
-    """The pieces that no bucket has, on every rank that has their stage."""
+    """Return the pieces that are in no bucket, on every rank that has their stage."""
     seats, first = done.seats, int(done.rows.part.max(initial=-1)) + 1
     ready = computations.handle[seats.last]
     if plan.exchange.zero >= 2 and done.sums is not None:
-        # Where replicas meet behind the backwards in which they scatter, that is when all is scattered.
+        # A bucket of 0 bytes, after the backwards that scatter, shows when everything is scattered.
         meeting = done.rows.num_bytes[done.held.row] == 0
         ready[done.held.seat[meeting]] = done.sums[done.held.row[meeting]]
     rows = [
@@ -238,5 +238,5 @@ def _unsummed(
 
 
 def _own_bytes(piece: HostPiece, plan: Plan) -> int:
-    """Of the gradients of a piece those that a rank copies."""
+    """Return the bytes of a piece's gradients that one rank copies."""
     return -(-piece.num_bytes // plan.exchange.num_parts(len(plan.stages[piece.stage].ranks)))

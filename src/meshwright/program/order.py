@@ -1,4 +1,4 @@
-"""What one rank computes, in order, and where in the user's own file each computation stands."""
+"""The order of one rank's computations, and the position of each in the user's own file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KINDS: dict[int, type[Computation]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What one rank computes, in order.
+    """The computations of one rank, in order.
 
-    ``lines`` say where in the user's file each stands (none for named schedules), ``places`` which action of its line
-    it is in a file of orders, from 1.
+    ``lines`` are the lines of the user's file where each is (empty for named schedules), ``places`` the number of the
+    action in its line of a file of orders, from 1.
     """
 
     rank: int
@@ -34,18 +34,18 @@ class Order:
         return len(self.columns)
 
     def item(self, place: int) -> Computation:
-        """The typed view of one computation."""
+        """Return the typed view of one computation."""
         columns = self.columns
         kind = KINDS[int(columns.opcode[place])]
         return kind(stage=int(columns.stage[place]), microbatch=int(columns.microbatch[place]))
 
     @property
     def items(self) -> tuple[Computation, ...]:
-        """All of them, typed."""
+        """All computations, typed."""
         return tuple(self.item(place) for place in range(len(self)))
 
     def where(self, plan: Plan, place: int) -> str:
-        """The place in the user's file where an item stands, for messages."""
+        """Return the position of an item in the user's file, for messages; '' for named schedules."""
         if not self.lines or not self.lines[place]:
             return ""
         parts = split_reference(plan.schedule)

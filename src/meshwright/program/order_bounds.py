@@ -1,4 +1,4 @@
-"""How short can an order be at all, for given times of the stages and so much memory?
+"""Lower bounds on the length of an order, for given stage times and memory limits.
 
 A rank starts after the head H of its stages, when the first microbatch can reach one of them. No order is shorter than
 
@@ -6,8 +6,8 @@ A rank starts after the head H of its stages, when the first microbatch can reac
     H + Σ (F + I) + the way back                  its last gradient has to travel to where the model begins
     H + Σ K τ / limit                             a byte of a microbatch is held for a round trip τ
 
-for any rank. Heads, ways back and round trips go along the longest way between the ends of stages, with the fastest
-replica of each, and with nothing for a transfer where both stages have a rank in common.
+for any rank. Heads, ways back and round trips go along the longest path between the ends of stages, with the fastest
+replica of each, and without transfer time where both stages have a rank in common.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 
 from meshwright.program.order_loops import NEEDS, Ints, OrderProblem
 
-# Less than any sum of times: there is no way.
+# Less than any sum of times: there is no path.
 _NO_WAY = -(2**62)
 
 
 class Bounds:
-    """What every order of a problem takes at least. Shapes (stages,), picoseconds."""
+    """Lower bounds for every order of a problem. Shapes (stages,), picoseconds."""
 
     def __init__(self, problem: OrderProblem) -> None:
         self._problem, self._num_stages = problem, len(problem.kept)
@@ -35,7 +35,7 @@ class Bounds:
 
     @cached_property
     def length(self) -> int:
-        """What no order is shorter than; see the module."""
+        """The lower bound of the length, as in the module's docstring."""
         problem = self._problem
         longest = 0
         for rank, (first, stop) in enumerate(pairwise(problem.seat_offsets)):
@@ -55,18 +55,18 @@ class Bounds:
 
     @cached_property
     def round_trips(self) -> Ints:
-        """From the start of a stage's forward to the end of its part for weights."""
+        """Least time from the start of a stage's forward to the end of its part for weights."""
         return np.ascontiguousarray(np.diagonal(self._ways[self._num_stages :])) + self._weights
 
     @cached_property
     def _heads(self) -> Ints:
-        """When a microbatch can reach each stage."""
+        """Earliest time at which a microbatch can reach each stage."""
         ends: Ints = self._ways[: self._num_stages].max(axis=1)
         return ends - self._forward
 
     @cached_property
     def _ways(self) -> Ints:
-        """The longest way from the start of each stage's forward to each end, that included: shape (ends, stages)."""
+        """The longest path from the start of each stage's forward through each end, shape (ends, stages)."""
         num_stages, needs = self._num_stages, self._needs
         ways = np.full((2 * num_stages, num_stages), _NO_WAY, np.int64)
         for end in range(num_stages):
@@ -83,7 +83,7 @@ class Bounds:
 
     @cached_property
     def _ways_back(self) -> Ints:
-        """From the end of a stage's part for inputs until all that needs it is done."""
+        """Least time from the end of a stage's part for inputs until everything that depends on it is done."""
         back = self._weights.copy()
         for stage in range(self._num_stages):
             for other, away in self._needs[self._num_stages + stage]:
@@ -92,7 +92,7 @@ class Bounds:
 
     @cached_property
     def _needs(self) -> list[list[tuple[int, int]]]:
-        """Of each end, the stages that it needs and what the transfer takes at least."""
+        """For each end, the stages that it needs and the least time of the transfer."""
         problem = self._problem
         seats = [problem.replica_seats[first:stop] for first, stop in pairwise(problem.replica_offsets)]
         ranks = [set(problem.seat_rank[own].tolist()) for own in seats]

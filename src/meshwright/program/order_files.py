@@ -1,9 +1,9 @@
-"""Files of orders: which rank has which line, and does the order keep the rules? And a plan's orders as such a file.
+"""Files of orders: assign their lines to ranks, check their rules, and write a plan's orders as such a file.
 
-Line i is rank i, its microbatches numbered as the plan numbers them; a plan without replicas is exactly what torch's
-pipelining reads (`torch_csv`). Data parallelism stands beside the pipeline there: of R pipelines that are alike, a file
-holds one. Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of
-pipeline r. Both are read; what is written holds one pipeline where it can.
+Line i is rank i, with microbatches numbered as in the plan; for a plan without replicas this is exactly the format of
+torch's pipelining (`torch_csv`). There, data parallelism is separate from the pipeline: for R identical pipelines, a
+file holds one. Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of
+pipeline r. Both forms are read; a written file holds one pipeline if possible.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderFile:
-    """What a file says, line by line."""
+    """The parsed lines of a file of orders."""
 
     path: Path
     lines: tuple[CsvLine, ...]
 
     def lines_of_stages(self) -> tuple[tuple[int, ...], ...]:
-        """The lines (from 0) of each stage; that with the first microbatch comes first, as replicas are numbered.
+        """Return the lines (from 0) of each stage; the line with the first microbatch comes first, as in replicas.
 
-        Raises ScheduleReferenceError if stages are left out.
+        Raises ScheduleReferenceError if stage numbers have gaps.
         """
         firsts: dict[int, list[tuple[int, int]]] = {}
         for index, line in enumerate(self.lines):
@@ -54,7 +54,7 @@ class OrderFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenOrders:
-    """A plan's orders as text; ``num_pipelines`` alike stand in it once. ``shared_stage``: one on several lines."""
+    """A plan's orders as text, once for ``num_pipelines`` identical ones. ``shared_stage``: one on several lines."""
 
     text: str
     num_lines: int
@@ -63,7 +63,7 @@ class WrittenOrders:
 
 
 def read_order_file(path: Path) -> bytes:
-    """The content of a file of orders. Raises ScheduleReferenceError if there is none or it is too large."""
+    """Return the content of a file of orders. Raises ScheduleReferenceError if it is missing or too large."""
     if not path.is_file():
         nearby = sorted(item.name for item in path.parent.glob("*.csv")) if path.parent.is_dir() else []
         raise ScheduleReferenceError(
@@ -73,14 +73,14 @@ def read_order_file(path: Path) -> bytes:
     content = read_regular(path, MAX_SOURCE_BYTES + 1, ScheduleReferenceError)
     if len(content) > MAX_SOURCE_BYTES:
         raise ScheduleReferenceError(
-            f"{path}: more than {MAX_SOURCE_BYTES} bytes, which is no order that could be simulated. Check the file."
+            f"{path}: more than {MAX_SOURCE_BYTES} bytes, too large for an order that can be simulated. Check the file."
         )
     return content
 
 
 @lru_cache(maxsize=8)
 def parse_order_file(path: Path, content: bytes) -> OrderFile:
-    """What a file says; kept by content. Raises ScheduleReferenceError with line and action."""
+    """Parse a file of orders, cached by content. Raises ScheduleReferenceError with line and action."""
     file = OrderFile(path=path, lines=parse_lines(content, path))
     file.lines_of_stages()
     return file
@@ -88,12 +88,12 @@ def parse_order_file(path: Path, content: bytes) -> OrderFile:
 
 @lru_cache(maxsize=2)
 def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
-    """The order of every rank of a plan, checked.
+    """Return the order of every rank of a plan, checked.
 
-    Raises ScheduleError for a file of another layout, and with line and action for what breaks a rule.
+    Raises ScheduleError for a file of another layout, and with line and action for an action that breaks a rule.
     """
     alike = find_pipelines(plan)
-    # Of each line its ranks, and of each rank the pipeline.
+    # For each line its ranks, each with its pipeline.
     placed: list[tuple[tuple[tuple[int, int], ...], CsvLine]]
     if len(file.lines) == plan.num_ranks:
         placed = [(((rank, 0),), line) for rank, line in enumerate(file.lines)]
@@ -108,7 +108,7 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
         each = f", or {len(alike[0])} for each of {len(alike)} pipelines" if alike and len(alike) > 1 else ""
         raise ScheduleError(
             f"{file.path} has {len(file.lines)} lines; the plan has {plan.num_ranks} ranks. Expected one line for each "
-            f"of them{each}. Give the file of this layout, or plan for as many ranks."
+            f"of them{each}. Give the file of this layout, or plan for that number of ranks."
         )
     orders: list[Order] = []
     for ranks, line in placed:
@@ -124,14 +124,14 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
 
 
 def write_orders(plan: Plan, orders: tuple[Order, ...]) -> WrittenOrders:
-    """The orders of a plan's ranks as the text of a file, of one pipeline where all are alike.
+    """Return the orders of a plan's ranks as the text of a file, of one pipeline if all are identical.
 
-    Raises PlanError for a schedule that never flushes: such files know neither versions of weights nor updates.
+    Raises PlanError for an asynchronous schedule, because such files have neither versions of weights nor updates.
     """
     if plan.is_asynchronous:
         raise PlanError(
-            f"The schedule {plan.schedule} never flushes: weights change between its actions, which a file of orders "
-            "cannot say. Write the orders of a schedule that flushes."
+            f"The schedule {plan.schedule} is asynchronous: weights change between its actions, which a file of orders "
+            "cannot say. Write the orders of a synchronous schedule, such as 1f1b."
         )
     alike = find_pipelines(plan) or ()
     local = [[_localize(orders[rank].columns, len(alike)) for rank in ranks] for ranks in alike]
@@ -145,10 +145,10 @@ def write_orders(plan: Plan, orders: tuple[Order, ...]) -> WrittenOrders:
 
 
 def find_pipelines(plan: Plan) -> tuple[tuple[int, ...], ...] | None:
-    """The ranks of each of the pipelines that a plan consists of, None if it does not consist of such that are alike.
+    """Return the ranks of each identical pipeline of a plan, None if the plan does not consist of such pipelines.
 
-    Alike: as many replicas of every stage, each rank in one pipeline, the same stages at the same place of each, and
-    as many microbatches.
+    Identical: every stage has the same number of replicas, each rank is in one pipeline, the pipelines have the same
+    stages at the same places, and the same number of microbatches.
     """
     counts = {len(stage.ranks) for stage in plan.stages}
     if plan.has_shares or len(counts) > 1 or plan.num_microbatches % (number := counts.pop()):
@@ -183,5 +183,5 @@ def _order(line: CsvLine, rank: int, step: int, replica: int) -> Order:
 
 
 def _localize(columns: OrderColumns, num_pipelines: int) -> OrderColumns:
-    """The columns with the microbatches of their pipeline numbered from 0."""
+    """Return the columns with the microbatches of their pipeline numbered from 0."""
     return make_columns(columns.opcode, columns.stage, columns.microbatch // num_pipelines, columns.joint)

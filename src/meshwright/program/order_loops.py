@@ -1,10 +1,10 @@
-"""Orders played with given times in a compiled loop: when does each computation start, and does memory suffice?
+"""Play orders with given times in a compiled loop: when each computation starts, and whether memory suffices.
 
-A *seat* is a stage on one of its ranks; its microbatches are first, first + step, ... . Computations of all ranks stand
-behind each other as columns (opcode, stage, microbatch), rank r at ``offsets[r]:offsets[r + 1]``. A forward needs the
+A *seat* is a stage on one of its ranks; its microbatches are first, first + step, ... . The computations of all ranks
+are concatenated as columns (opcode, stage, microbatch), rank r at ``offsets[r]:offsets[r + 1]``. A forward needs the
 forwards of all stages that feed its own, a backward (or its part for inputs) the backwards of all that its own feeds,
 each plus the time of the transfer between two ranks; a forward holds ``kept`` bytes until the part for weights (or the
-whole) ends. Stages are numbered so that each feeds later ones only; a chain is where it feeds the next.
+whole backward) ends. Stages are numbered so that each feeds later ones only; in a chain each feeds the next.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class OrderProblem(NamedTuple):
     ``replica_offsets`` and ``replica_seats``: the seats of each stage, microbatch m on the (m mod R)-th.
 
     The *ends* of stage s of S are s (forwards) and S + s (backwards). Links of end e are
-    ``link_offsets[:, e]:link_offsets[:, e + 1]``: what comes from or goes to the same end of the stages ``link_stage``
-    and takes ``link_ps`` between two ranks; row `NEEDS` what it needs, row `FEEDS` what needs it.
+    ``link_offsets[:, e]:link_offsets[:, e + 1]``: they connect it with the same end of the stages ``link_stage``
+    and take ``link_ps`` between two ranks; row `NEEDS` has the ends that it needs, row `FEEDS` those that need it.
     """
 
     seat_offsets: Ints
@@ -69,16 +69,16 @@ class Columns(NamedTuple):
 
 @compiled
 def seat_of(problem: OrderProblem, stage: int, microbatch: int) -> int:
-    """The seat that computes a microbatch of a stage."""
+    """Return the seat that computes a microbatch of a stage."""
     first = problem.replica_offsets[stage]
-    if problem.replica_offsets[stage + 1] - first == 1:  # a division takes as long as all the rest
+    if problem.replica_offsets[stage + 1] - first == 1:  # a division would double the time of this function
         return int(problem.replica_seats[first])
     return int(problem.replica_seats[first + microbatch % (problem.replica_offsets[stage + 1] - first)])
 
 
 @compiled
 def duration(problem: OrderProblem, opcode: int, seat: int) -> int:
-    """Picoseconds of a computation."""
+    """Return the picoseconds of a computation."""
     if opcode == FORWARD:
         return int(problem.forward[seat])
     if opcode == INPUT:
@@ -90,9 +90,9 @@ def duration(problem: OrderProblem, opcode: int, seat: int) -> int:
 
 @compiled
 def _arrival(problem: OrderProblem, done: Ints, kind: int, stage: int, microbatch: int, rank: int) -> int:
-    """When all that a forward (kind 0) or backward (1) needs is on its rank; -1 if that is not known yet.
+    """Return when everything that a forward (kind 0) or backward (1) needs is on its rank; -1 if not known yet.
 
-    ``done`` (kind, stage, microbatch): when each ends, -1 if not known.
+    ``done`` (kind, stage, microbatch): when each ends, -1 if not known yet.
     """
     end, latest = kind * len(problem.kept) + stage, 0
     for k in range(problem.link_offsets[NEEDS, end], problem.link_offsets[NEEDS, end + 1]):
@@ -108,7 +108,7 @@ def _arrival(problem: OrderProblem, done: Ints, kind: int, stage: int, microbatc
 
 @compiled
 def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
-    """Fill in when each computation starts; returns when the last one ends, -1 if the ranks wait in a circle."""
+    """Fill in when each computation starts; return when the last one ends, -1 if the ranks wait in a cycle."""
     num_ranks = len(columns.offsets) - 1
     done = np.full((2, len(problem.kept), problem.num_microbatches), -1, np.int64)
     place, free = columns.offsets[:-1].copy(), np.zeros(num_ranks, np.int64)
@@ -150,7 +150,7 @@ def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
 
 @compiled
 def fits(problem: OrderProblem, columns: Columns) -> bool:
-    """Whether every rank holds at most its limit all the time."""
+    """Whether every rank stays within its memory limit all the time."""
     for rank in range(len(columns.offsets) - 1):
         held = 0
         for i in range(columns.offsets[rank], columns.offsets[rank + 1]):

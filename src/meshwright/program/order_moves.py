@@ -1,4 +1,4 @@
-"""An order improved: computations that the length of the step depends on move to earlier places on their rank."""
+"""Improve an order: move computations on the critical path to earlier places on their rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from meshwright.program.order_loops import (
     seat_of,
 )
 
-# How far a computation is moved at once.
+# Distances by which a computation is moved at once; small ones are drawn more often.
 _SHIFTS = (1, 1, 2, 3, 5, 8)
 
 
 @compiled
 def improve(problem: OrderProblem, columns: Columns, rounds: int, enough: int, seed: int) -> int:
-    """Move computations on the critical path to earlier places, as long as nothing gets slower; the length in ps.
+    """Move computations on the critical path to earlier places, as long as nothing gets slower; return the length, ps.
 
-    Written back is the shortest order that was met; one of length ``enough`` ends the search. Nothing passes what it
-    needs on its own rank, nor its own kind of the same stage, and the limits of memory hold.
+    ``columns`` is set to the shortest order found; an order of length ``enough`` ends the search. A computation never
+    passes one that it needs on its own rank, nor one of its own kind and stage, and memory limits hold.
     """
     start, tried = np.empty(len(columns.opcode), np.int64), np.empty(len(columns.opcode), np.int64)
     now = best = play(problem, columns, start)
@@ -61,7 +61,7 @@ def improve(problem: OrderProblem, columns: Columns, rounds: int, enough: int, s
 
 @compiled
 def _critical(problem: OrderProblem, columns: Columns, start: Ints, length: int) -> list[tuple[int, int]]:
-    """(rank, place) of computations on one path of the whole length that wait for the one before them on their rank."""
+    """Return (rank, index) of computations on one critical path that wait for the one before them on their rank."""
     found = [(0, 0) for _ in range(0)]
     where = np.full((3, len(problem.kept), problem.num_microbatches), -1, np.int64)
     ranks = np.empty(len(start), np.int64)
@@ -96,7 +96,7 @@ def _length(problem: OrderProblem, columns: Columns, i: int) -> int:
 
 @compiled
 def _may_move(problem: OrderProblem, columns: Columns, rank: int, begin: int, i: int) -> bool:
-    """Whether the computation at ``i`` may stand at ``begin`` instead, on its own rank."""
+    """Whether the computation at ``i`` may move to ``begin``, on its own rank."""
     if begin >= i:
         return False
     opcode, stage, microbatch = columns.opcode[i], columns.stage[i], columns.microbatch[i]
@@ -120,7 +120,7 @@ def _may_move(problem: OrderProblem, columns: Columns, rank: int, begin: int, i:
 
 @compiled
 def _rotate(columns: Columns, begin: int, i: int) -> None:
-    """Put what stands at ``i`` at ``begin``; what was between moves on by one."""
+    """Move the entry at ``i`` to ``begin``; those in between shift by one."""
     for column in (columns.opcode, columns.stage, columns.microbatch):
         moved = column[i]
         for k in range(i, begin, -1):

@@ -1,8 +1,9 @@
 """The order of every rank's computations under a plan's schedule, and how many microbatches it keeps.
 
-A user's own schedule is not trusted. What it yields is held against the rules of `rank_rules` one by one, so a rank's
-order ends after three instructions per microbatch and stage at the latest. The function runs in a thread that is given
-up, with the line where it stands, when its time is over. A file of orders is data: `order_files` reads it.
+A user's own schedule is not trusted. Each computation that it yields is checked against the rules of `rank_rules`, so a
+rank's order ends after at most three instructions per microbatch and stage. The function runs in a thread that is
+abandoned when its time is over, with an error that names the current line. A file of orders is data: `order_files`
+reads it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from meshwright.spec.plan import Plan, SynchronousName
 
 T = TypeVar("T")
 
-# Some ten thousand instructions per second are yielded and checked even on a busy core (own measurement, a Xeon shared
-# by others); one that needs longer, after a start that is generous for such a machine, is taken to never end.
+# About ten thousand instructions per second are yielded and checked even on a busy core (own measurement, a shared
+# Xeon); a schedule that needs longer, after a generous start, is taken never to end.
 TIME_LIMIT_S = 10.0
 TIME_LIMIT_PER_INSTRUCTION_S = 1e-4
 
@@ -43,10 +44,10 @@ _Row = tuple[Opcode, int, int]
 
 
 def compute_orders(plan: Plan) -> tuple[Order, ...]:
-    """The order of every rank, by rank; of a schedule that never flushes, from its first microbatch to its last.
+    """Return the order of every rank, by rank; of an asynchronous schedule, from its first microbatch to its last.
 
-    Raises PlanError for a layout that the schedule does not take, ScheduleError if an own schedule breaks a rule on
-    this plan, ScheduleReferenceError if it is none or its file changed.
+    Raises PlanError for a layout that the schedule does not support, ScheduleError if an own schedule breaks a rule on
+    this plan, ScheduleReferenceError if it is not a schedule or its file changed.
     """
     schedule = find_schedule(plan)
     if isinstance(schedule, OrderFile):
@@ -60,11 +61,11 @@ def compute_orders(plan: Plan) -> tuple[Order, ...]:
 
 
 def named_orders(plan: Plan) -> RankOrders:
-    """The same for a named schedule that flushes, all ranks in one."""
+    """Return the orders of all ranks for a named synchronous schedule, as one `RankOrders`."""
     return SCHEDULES[cast("SynchronousName", plan.schedule)](plan)
 
 
-# Asked stage by stage and then by the program: kept for the plan at hand, not for more, since orders are large.
+# Requested stage by stage and then by the program: cached for the current plan only, because orders are large.
 @lru_cache(maxsize=2)
 def _read_orders(plan: Plan, schedule: OwnSchedule) -> tuple[Order, ...]:
     if isinstance(threading.current_thread(), _ScheduleThread):
@@ -79,7 +80,7 @@ def _read_orders(plan: Plan, schedule: OwnSchedule) -> tuple[Order, ...]:
         return tuple(reader.read(rank) for rank in range(plan.num_ranks))
 
     found = reader.in_time(read_all, limit_s)
-    # Every rank and every prediction asks for itself, so an order that is drawn anew would differ between them.
+    # Every rank and every prediction calls the schedule itself, so a random order would differ between them.
     again = reader.in_time(read_all, limit_s)
     differing = next((pair for pair in zip(found, again, strict=True) if pair[0].columns != pair[1].columns), None)
     if differing is not None:
@@ -95,13 +96,13 @@ def _two_orders(plan: Plan, first: Order, second: Order) -> str:
     return (
         f"{plan.schedule} gave two orders for rank {first.rank} when it was called twice: "
         f"at place {place} {given[0]} and then {given[1]}{where}. "
-        "Expected the same order every time, since every rank asks for its own; "
-        "seed what is random with something of the plan, as random.Random(plan.graph_hash) does."
+        "Expected the same order every time, because every rank asks for its own; "
+        "seed random choices with a value of the plan, as random.Random(plan.graph_hash) does."
     )
 
 
 def max_in_flight(plan: Plan, stage: int) -> int:
-    """Microbatches that a replica of ``stage`` holds at most at the same time: closed forms, or counted."""
+    """Return the most microbatches that a replica of ``stage`` holds at once: by closed forms, or counted."""
     local = max(plan.stages[stage].counts(plan.num_microbatches))
     if plan.schedule == "gpipe":
         return local
@@ -112,18 +113,18 @@ def max_in_flight(plan: Plan, stage: int) -> int:
 
 
 def count_in_flight(columns: OrderColumns, stage: int) -> int:
-    """The most forwards of a stage that are ahead of what releases them at any moment."""
+    """Return the most forwards of a stage whose memory is not yet released, over the whole order."""
     kinds = columns.opcode[columns.stage == stage]
     ahead = np.cumsum((kinds == Opcode.FORWARD).astype(np.int64) - np.isin(kinds, RELEASING))
     return int(ahead.max(initial=0))
 
 
 class _TimeIsOver(BaseException):
-    """Raised inside of the user's code."""
+    """Raised asynchronously inside the user's code to end it."""
 
 
 class _ScheduleThread(threading.Thread):
-    """Where own schedules run."""
+    """The type of thread in which own schedules run, to detect nested calls."""
 
 
 class _Reader:
@@ -137,7 +138,7 @@ class _Reader:
         self._file = str(self._path.resolve())
 
     def read(self, rank: int) -> Order:
-        """The checked order of one rank."""
+        """Return the checked order of one rank."""
         with self._reported(rank):
             result = self._schedule(self._plan, rank)
         try:
@@ -150,7 +151,7 @@ class _Reader:
         rules = RankRules({stage: local_microbatches(self._plan, stage, rank) for stage in self._plan.stages_of(rank)})
         rows: list[_Row] = []
         lines: list[int] = []
-        # Around the checks too: numbers that are none may raise whatever they like when they are looked at.
+        # The checks are inside, too, because values that are not numbers may raise anything when they are inspected.
         with self._reported(rank):
             for item in iterator:
                 line = self._line(iterator)
@@ -161,14 +162,14 @@ class _Reader:
         return Order(rank=rank, columns=gather_columns(rows), lines=tuple(lines))
 
     def in_time(self, call: Callable[[], T], limit_s: float) -> T:
-        """Run ``call`` in a thread of its own; ScheduleReferenceError, with the line where it stands, if it stays."""
+        """Run ``call`` in a thread. Raises ScheduleReferenceError, with the current line, after ``limit_s`` seconds."""
         results: list[T] = []
         errors: list[BaseException] = []
 
         def work() -> None:
             try:
                 results.append(call())
-            except BaseException as error:  # handed on below, in the thread that asked
+            except BaseException as error:  # raised again below, in the calling thread
                 errors.append(error)
 
         thread = _ScheduleThread(target=work, name="schedule", daemon=True)
@@ -182,7 +183,7 @@ class _Reader:
                 )
                 thread.join(1.0)
                 raise ScheduleReferenceError(
-                    f"{self._path}:{self._name} gave no complete order within {limit_s:.0f} s; it stood at {where}. "
+                    f"{self._path}:{self._name} gave no complete order within {limit_s:.0f} s; it was at {where}. "
                     "Expected two or three instructions per microbatch and stage, and then an end; look for a loop "
                     "that never ends."
                 )
@@ -192,17 +193,17 @@ class _Reader:
 
     @contextmanager
     def _reported(self, rank: int) -> Iterator[None]:
-        """Whatever the schedule raises becomes a ScheduleError with its line."""
+        """Turn any exception of the schedule into a ScheduleError with its line."""
         what = f"{self._path}:{self._name}(plan, rank={rank}) raised"
         try:
             with reported(self._path, what, ScheduleError):
                 yield
         except (KeyboardInterrupt, GeneratorExit) as error:
-            # Ctrl-C reaches the main thread alone: here the schedule itself raised it.
+            # Ctrl-C reaches the main thread only, so the schedule itself raised this.
             raise ScheduleError(f"{what} {type(error).__name__}. Let it yield instructions and return.") from error
 
     def _check(self, item: Any, rank: int, rules: RankRules, line: int) -> _Row:
-        """The item as plain numbers; ScheduleError if it may not come now."""
+        """Return the item as plain numbers. Raises ScheduleError if it may not come now."""
         if type(item) not in _OPCODES:
             what = f"{_describe(item)} was yielded; expected Forward, Backward, or BackwardInput and BackwardWeight"
             raise self._wrong(line, f"{what}, of meshwright.program", rank)
@@ -222,7 +223,7 @@ class _Reader:
         return ScheduleError(f"{where} — on rank {rank}, {what}. Correct the schedule.")
 
     def _line(self, iterator: Iterator[Any]) -> int:
-        """The line of the user's file whose yield was the last; 0 if not known."""
+        """Return the line of the user's file that yielded last; 0 if not known."""
         line = 0
         inner: Iterator[Any] | None = iterator
         while isinstance(inner, GeneratorType):
@@ -232,7 +233,7 @@ class _Reader:
         return line
 
     def _standing(self, frame: FrameType | None) -> str:
-        """The innermost line of the user's file on a stack."""
+        """Return the innermost line of the user's file on a stack."""
         while frame is not None:
             if frame.f_code.co_filename == self._file:
                 return source_line(self._path, frame.f_lineno)

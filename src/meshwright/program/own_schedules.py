@@ -1,7 +1,7 @@
-"""A user's own schedules: ``path/to/file.py:function`` or ``path/to/orders.csv`` is found and bound by a hash.
+"""A user's own schedules: find ``path/to/file.py:function`` or ``path/to/orders.csv``, and bind it by a hash.
 
-A plan keeps the reference and the hash of the file's content; a file that changed since is refused. What the file
-imports is not hashed. Relative paths are relative to the working directory, as those of models are.
+A plan keeps the reference and the hash of the file's content; a file that changed since is refused. Files that this
+file imports are not hashed. Relative paths are relative to the working directory, as for models.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import load_function, order_file, read_source, source_hash, split_reference
 from meshwright.spec.plan import SCHEDULE_NAMES, Plan, unknown_schedule
 
-# What a user writes: (plan, rank) → the rank's computations, one by one.
+# A user's function: (plan, rank) → the rank's computations, one by one.
 OwnSchedule = Callable[[Plan, int], Iterable[Computation]]
 
 EXPECTED = "yields the forwards and backwards of one rank: function(plan, rank)"
 
 
 def find_schedule(plan: Plan) -> OwnSchedule | OrderFile | None:
-    """The user's own schedule of a plan, a function or a file of orders; None for a named one.
+    """Return the user's own schedule of a plan, a function or a file of orders; None for a named one.
 
-    Raises ScheduleReferenceError if its file is gone, changed, or no longer has it.
+    Raises ScheduleReferenceError if its file is missing, has changed, or lacks the function.
     """
     if not plan.has_own_schedule:
         return None
@@ -40,19 +40,19 @@ def find_schedule(plan: Plan) -> OwnSchedule | OrderFile | None:
     if found != plan.schedule_hash:
         raise ScheduleReferenceError(
             f"{path} changed since the plan was made: its hash was {plan.schedule_hash} and is {found}. Plan again "
-            f"with --schedule {plan.schedule}, or put the file back as it was."
+            f"with --schedule {plan.schedule}, or restore the file."
         )
     return parse_order_file(path, content) if orders else _load(path.resolve(), path, name, content)
 
 
 def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
-    """The same plan under another schedule.
+    """Return the same plan under another schedule.
 
-    That is a name, a function in a file or its reference ``path/to/file.py:function``, or a file of orders,
+    ``schedule`` is a name, a function in a file or its reference ``path/to/file.py:function``, or a file of orders,
     ``path/to/orders.csv``.
 
-    Raises PlanError for an unknown name, ScheduleReferenceError if there is no such function or others could not
-    import it.
+    Raises PlanError for an unknown name, ScheduleReferenceError if the function does not exist or other processes could
+    not import it.
     """
     name, content_hash = name_schedule(schedule)
     exchange = plan.exchange.suited_to(name)
@@ -60,7 +60,7 @@ def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
 
 
 def name_schedule(schedule: str | OwnSchedule) -> tuple[str, str]:
-    """What a plan writes down: the name or reference, and the hash of the file ("" for a name). Runs the file once."""
+    """Return what a plan records: name or reference, and the file's hash ("" for a name). Runs the file once."""
     reference = schedule if isinstance(schedule, str) else _reference_of(schedule)
     if reference in SCHEDULE_NAMES:
         return reference, ""
@@ -89,7 +89,7 @@ def _split(reference: str) -> tuple[Path, str]:
 
 @lru_cache(maxsize=32)
 def _load(resolved: Path, path: Path, name: str, content: bytes) -> OwnSchedule:  # noqa: ARG001 - part of the key
-    """Run the file and take the function. Kept by content, so that one search runs a file once."""
+    """Run the file and return the function. Cached by content, so that one search runs a file once."""
     function = load_function(path, name, expected=EXPECTED, error=ScheduleReferenceError, content=content)
     _check_signature(function, path, name)
     return function
@@ -112,7 +112,7 @@ def _check_signature(function: Callable[..., Any], path: Path, name: str) -> Non
 
 
 def _reference_of(function: Callable[..., Any]) -> str:
-    """The reference of a Python function, for the plan's document: other processes find it there."""
+    """Return the reference of a Python function for the plan's document, by which other processes find it."""
     for known, named in SCHEDULES.items():
         if function is named:
             return known

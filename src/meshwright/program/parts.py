@@ -1,9 +1,9 @@
-"""What is exchanged, and in which order: buckets whole or in parts, as they become ready or in a given sequence.
+"""The parts of a gradient exchange and their order: whole buckets or pieces, as they become ready or in a sequence.
 
-A bucket of n elements is cut into ⌈n / s⌉ parts of nearly equal size, where s elements fit into the plan's
-``partition_bytes``, at least one. Parts are numbered in the order of the buckets. They leave in the plan's
-``sequence``, by default in the order of their numbers; every rank skips those that it does not hold, so that all meet
-the collectives in one order.
+A bucket of n elements is cut into ⌈n / s⌉ parts of nearly equal size, where s elements (at least one) fit into the
+plan's ``partition_bytes``. Parts are numbered in the order of the buckets. They are sent in the plan's
+``sequence``, by default in the order of their numbers; every rank skips those that it does not hold, so that all ranks
+reach the collectives in one order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ids = NDArray[np.int64]
 
 
 class Parts(NamedTuple):
-    """Columns of shape (parts,): the bucket of each part, the elements there, its bytes, and its place in the sequence.
+    """Columns of shape (parts,): bucket, first and last element, bytes, and place in the sequence of each part.
 
     Bucket b has the parts ``offsets[b]:offsets[b + 1]``.
     """
@@ -40,7 +40,7 @@ class PartRows(NamedTuple):
     """Every part on every rank that holds it: columns of shape (rows,).
 
     ``ready`` is the handle, of an instruction or a mark, at which the rank has its gradients; ``group`` the number of
-    all ranks that hold it.
+    the group of all ranks that hold it.
     """
 
     part: Ids
@@ -84,7 +84,7 @@ def append_rows(
 
 
 def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
-    """The parts of a plan's buckets. Raises PlanError if the plan's sequence is not one of them."""
+    """Return the parts of a plan's buckets. Raises PlanError if the plan's sequence is not a permutation of them."""
     whole = np.array([bucket.num_elements for bucket in buckets], np.int64)
     width = np.array([bucket.num_bytes for bucket in buckets], np.int64) // np.maximum(whole, 1)
     most = np.maximum(exchange.partition_bytes // np.maximum(width, 1), 1)
@@ -108,7 +108,7 @@ def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
 
 
 def parts_of(parts: Parts, buckets: Ids) -> tuple[Ids, Ids]:
-    """For buckets of shape (n,): all of their parts one behind the other, and the row among the n of each."""
+    """For buckets of shape (n,): return all of their parts, concatenated, and the index of each part's bucket."""
     counts = np.diff(parts.offsets)[buckets]
     row = np.repeat(np.arange(len(buckets)), counts)
     first = np.cumsum(counts) - counts

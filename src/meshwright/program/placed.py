@@ -2,8 +2,8 @@
 
 The order of a rank: the forwards of its stages, microbatch by microbatch, each in the order of the placement; in
 training then the backwards in the opposite order, last microbatch first, and one step of the optimizer over all of its
-parameters. The order of all ranks is part of one order in which nothing is read before it is made (`spec.placement`),
-so no ranks can wait for each other in a circle. Transfers are those of pipelines (`transfers`).
+parameters. The orders of all ranks are parts of one order in which nothing is read before it is made
+(`spec.placement`), so ranks cannot deadlock. Transfers are those of pipelines (`transfers`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
-# What the programs of placements have for a schedule.
+# The name of the schedule in programs of placements.
 PLACED = "placed"
 
 
 @lru_cache(maxsize=16)
 def build_placed_program(placement: Placement, graph: Graph) -> Program:
-    """The program of a placement. Raises PlanError if it does not fit the graph."""
+    """Return the program of a placement. Raises PlanError if it does not match the graph."""
     stages = slice_placement(graph, placement)
     orders = join_ranks(_order(placement, stages, rank) for rank in range(placement.num_ranks))
     builder = ProgramBuilder(placement.num_ranks)
@@ -44,7 +44,7 @@ def build_placed_program(placement: Placement, graph: Graph) -> Program:
 
 
 def trained_stages(placement: Placement, graph: Graph, rank: int) -> tuple[int, ...]:
-    """The stages of a rank that hold parameters to train; the optimizer's step is named after the first."""
+    """Return the stages of a rank with parameters to train; the optimizer's step is named after the first."""
     stages = slice_placement(graph, placement)
     if graph.mode != "training":
         return ()

@@ -1,13 +1,14 @@
-"""In which order should the parts of an exchange leave? ByteScheduler's core, as a pure function: data in, order out.
+"""Order the parts of a gradient exchange by priority: ByteScheduler's core, as a pure function.
 
-A part is ready at some moment, takes some time on the way that its group shares, and is the more urgent the nearer to
-the input it is needed. While credit is left, the most urgent ready part is admitted and leaves behind those that were
-admitted before; at its end it gives its bytes back. Nothing that was admitted is overtaken, so
+A part is ready at some moment, takes some time on the links that its group shares, and is the more urgent the nearer to
+the input it is needed. While credit is left, the most urgent ready part is admitted and sent after those that were
+admitted before; at its end it returns its bytes to the credit. No admitted part is overtaken, so
 
     in flight ≤ max(credit, one part)
 
-A small credit lets urgent parts pass early, a large one keeps the way busy where starting takes time. One clock decides
-for all ranks, so they meet the collectives in one order. Source: Peng et al. (SOSP 2019), sections 4.1 and 4.2.
+A small credit lets urgent parts pass early, a large one keeps the links busy where starting takes time. One clock
+decides for all ranks, so they reach the collectives in one order. Source: Peng et al. (SOSP 2019), sections 4.1 and
+4.2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyPart:
-    """One part: when its gradients are ready, how long it takes, and how urgent it is (the smaller the more)."""
+    """One part: when its gradients are ready, how long it takes, and how urgent it is (smaller is more urgent)."""
 
     index: int
     stage: int
@@ -30,7 +31,7 @@ class ReadyPart:
 
 
 def order_parts(parts: Sequence[ReadyPart], credit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """(moment of admission, index) of every part of one group, in the order in which they leave."""
+    """Return (moment of admission, index) of every part of one group, in the order in which they are sent."""
     coming = sorted(parts, key=lambda part: (part.ready_ps, part.urgency))[::-1]
     ready: list[tuple[int, int]] = []
     known = {part.index: part for part in parts}

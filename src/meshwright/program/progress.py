@@ -1,8 +1,8 @@
-"""Do the orders of all ranks fit together? They are played with a time for each computation, nothing else.
+"""Check that the orders of all ranks fit together, by playing them with a time for each computation and nothing else.
 
 A forward needs the forwards that feed its stage, a backward the backwards that its stage feeds, on whichever rank has
-the microbatch. Who waits for whom then leads into a circle, or everything ends; transfers and sums of gradients add no
-circles, for a rank receives in the order in which its partner sends and sums after its last backward.
+the microbatch. Either ranks wait in a cycle, or everything ends; transfers and gradient sums add no
+cycles, because a rank receives in the order in which its partner sends and sums after its last backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.program import Stream
 from meshwright.spec.timeline import Timeline
 
-# As papers draw it: a backward takes twice a forward, its two parts as long as a forward each.
+# As in papers: a backward takes twice the time of a forward, each of its two parts the time of a forward.
 SLOTS: Mapping[int, int] = {
     Opcode.FORWARD: 1,
     Opcode.BACKWARD: 2,
@@ -33,7 +33,7 @@ MAX_PICTURED = 500_000
 
 # (backward?, stage) → the stages whose computations of the same kind and microbatch must be done before.
 Needs = Callable[[bool, int], Sequence[int]]
-# (backward?, stage, microbatch) of what others may need; nobody needs gradients of weights.
+# (backward?, stage, microbatch) of what other computations may need; none needs gradients of weights.
 _Key = tuple[bool, int, int]
 _Row = tuple[int, int, int]
 
@@ -41,16 +41,16 @@ _Row = tuple[int, int, int]
 def play_orders(
     plan: Plan, orders: Sequence[Order], needs: Needs, slots: Mapping[int, int] = SLOTS
 ) -> list[list[tuple[int, int]]]:
-    """Start and end of every item of every rank, each as early as it can. Raises DeadlockError naming the circle."""
+    """Return start and end of every item of every rank, as early as possible. Raises DeadlockError with the cycle."""
     return _Play(plan, orders, needs, slots).run()
 
 
 def picture_schedule(plan: Plan) -> Timeline:
-    """The plan's schedule as papers draw it: a forward takes one slot, a backward two, transfers none.
+    """Return the plan's schedule as papers draw it: a forward takes one slot, a backward two, transfers none.
 
-    Times of the timeline are slots. Needs no graph: every stage feeds the next one, or those that the
-    plan says. Raises as `compute_orders`, and
-    DeadlockError if the ranks wait in a circle, PlanError if nobody could look at so many instructions.
+    Times of the timeline are slots. No graph is needed: every stage feeds the next one, or those that the
+    plan names. Raises as `compute_orders`, DeadlockError if the ranks wait in a cycle, and PlanError for more than
+    `MAX_PICTURED` instructions.
     """
     count = 2 * plan.num_microbatches * len(plan.stages)
     if count > MAX_PICTURED:
@@ -91,7 +91,7 @@ def picture_schedule(plan: Plan) -> Timeline:
 
 
 def without_backwards(order: Order, differentiated: NDArray[np.bool_]) -> Order:
-    """The order without the backwards of stages that have none; ``differentiated`` of shape (stages,)."""
+    """Return the order without backwards of stages that have none; ``differentiated`` of shape (stages,)."""
     kept = np.flatnonzero((order.columns.opcode == Opcode.FORWARD) | differentiated[order.columns.stage])
     lines, places = (
         tuple(told[place] for place in kept.tolist()) if told else () for told in (order.lines, order.places)
@@ -134,7 +134,7 @@ class _Play:
         return self._spans
 
     def _together(self, rank: int) -> list[_Row]:
-        """The next computation of a rank, and those that run together with it."""
+        """Return the next computation of a rank, and those that run together with it."""
         first = last = len(self._spans[rank])
         while self._orders[rank].columns.joint[last]:
             last += 1
@@ -148,7 +148,7 @@ class _Play:
         return [(backward, peer, microbatch) for peer in self._needs(backward, stage)]
 
     def _deadlock(self, stuck: list[int]) -> DeadlockError:
-        """Everyone who is stuck waits for someone who is: follow from the first until a rank comes again."""
+        """Return the error: every stuck rank waits for a stuck rank, so follow from the first until one repeats."""
         path: list[int] = []
         rank = stuck[0]
         while rank not in path:

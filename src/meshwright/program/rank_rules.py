@@ -1,7 +1,7 @@
-"""What a rank may compute next: the rules that orders from outside are held against, one computation after the other.
+"""The rules for one rank's order: which computations may come next, checked one after the other.
 
-Of each of the rank's stages, each of its microbatches runs once forward and once backward (whole, or first the part for
-inputs and later that for weights), the backward after its forward.
+For each of the rank's stages, each of its microbatches runs once forward and once backward (whole, or first the part
+for inputs and later that for weights), the backward after its forward.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.spec.instructions import COMPUTATIONS, Opcode
 
-# A backward is one instruction, or two that follow each other.
+# The two parts of a backward that is not one instruction.
 _PARTS = frozenset({Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT})
-# What gives back what a forward kept.
+# The instructions that release what a forward kept.
 RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 class RankRules:
-    """Takes the computations of one rank in order; ``microbatches`` are those of each stage that it holds."""
+    """Checks the computations of one rank in order; ``microbatches`` are those of each stage that it holds."""
 
     def __init__(self, microbatches: Mapping[int, Sequence[int]]) -> None:
         self.microbatches = microbatches
@@ -28,13 +28,13 @@ class RankRules:
         return microbatch in self.microbatches.get(stage, range(0))
 
     def expected(self) -> str:
-        """What the rank computes, for messages: ``stage 0 and a microbatch of 0 to 7; or stage 3 and ...``."""
+        """Return what the rank computes, for messages: ``stage 0 and a microbatch of 0 to 7; or stage 3 and ...``."""
         return "; or ".join(
             f"stage {stage} and a microbatch of {name_range(own)}" for stage, own in self.microbatches.items()
         )
 
     def take(self, opcode: Opcode, stage: int, microbatch: int) -> str:
-        """Take a computation that the rank knows; what is wrong with it now ("twice; ..."), "" if nothing is."""
+        """Record a computation of this rank; return what is wrong with it now ("twice; ..."), "" if it is valid."""
         done = {kind for kind in COMPUTATIONS if (kind, stage, microbatch) in self._run}
         if (
             opcode in done
@@ -50,7 +50,7 @@ class RankRules:
         return ""
 
     def missing(self) -> str:
-        """What has not been taken, "" if nothing is: ``Forward(stage=0, microbatch=3) (2 of 8 instructions ...)``."""
+        """Return what is missing, "" for nothing: ``Forward(stage=0, microbatch=3) (2 of 8 instructions ...)``."""
         pairs = [(stage, microbatch) for stage, own in self.microbatches.items() for microbatch in own]
         missing = [("Forward", *pair) for pair in pairs if (Opcode.FORWARD, *pair) not in self._run]
         missing += [("Backward", *pair) for pair in pairs if not any((kind, *pair) in self._run for kind in RELEASING)]
@@ -65,7 +65,7 @@ class RankRules:
 
 
 def name_range(microbatches: Sequence[int]) -> str:
-    """``0, 1, 2``, or ``0 to 30 in steps of 2``, or ``0, 1, 3, ..., 30``."""
+    """Return text such as ``0, 1, 2``, or ``0 to 30 in steps of 2``, or ``0, 1, 3, ..., 30``."""
     if len(microbatches) <= 4:
         return ", ".join(map(str, microbatches))
     if not isinstance(microbatches, range):

@@ -1,4 +1,4 @@
-"""A program with its body repeated, as one section: microbatches and versions counted on, late waits found."""
+"""Repeat a program's body as one section: increase microbatches and versions, and resolve late waits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Ids = NDArray[np.int64]
 class Repeated:
     """The section, and for each of its n instructions and m marks where it comes from.
 
-    ``source`` (n,) and ``mark_source`` (m,) are rows in the columns of prologue, body and epilogue, one behind the
-    other; ``step`` (n,) numbers the repetitions of the body (the prologue counts to the first, the epilogue to the
-    last).
+    ``source`` (n,) and ``mark_source`` (m,) are rows in the concatenated columns of prologue, body and epilogue;
+    ``step`` (n,) numbers the repetitions of the body (the prologue counts as the first, the epilogue as the last).
     """
 
     section: Section
@@ -30,7 +29,7 @@ class Repeated:
 
 
 def repeat_body(program: Program, num_steps: int) -> Repeated:
-    """Prologue, ``num_steps`` repetitions of the body, and epilogue."""
+    """Return prologue, ``num_steps`` repetitions of the body, and epilogue as one section."""
     made = [section for _, section in program.sections()]
     which = [0, *[1] * num_steps, 2]
     steps = [0, *range(num_steps), num_steps - 1]
@@ -69,7 +68,7 @@ def _behind_each_other(which: list[int], counts: list[int]) -> Ids:
 
 
 def _updates_per_body(program: Program, num_stages: int) -> Ids:
-    """How many versions of each stage's weights a repetition of the body makes."""
+    """Return the number of weight versions that a repetition of the body makes for each stage."""
     body = program.body
     steps = np.flatnonzero(np.isin(body.opcode, UPDATES))
     streams = np.repeat(np.arange(len(program.streams)), np.diff(body.stream_offsets))[steps]

@@ -1,15 +1,15 @@
-"""Copies of activations in a program: what layers keep for their backward goes to the host and comes back.
+"""Copies of activations in a program: values that layers save for their backward go to the host and come back.
 
 For each microbatch, and each unit of a stage that copies something (`cost.memory.away`),
 
-    saved down  behind the unit's forward, of which the stage's forward raises the mark -1 - layer
-    saved up    when the stage's backward comes to the unit behind it (that something comes up for), of which it raises
-                such a mark
+    saved down  after the unit's forward, at the mark -1 - layer of the stage's forward
+    saved up    prefetched when the stage's backward reaches the copying unit before it in backward order, at a mark of
+                the backward named in the same way
 
-A forward ends when all of its copies have ended, so that those up need not wait for them. Copies each way have a stream
-of their own, with those of gradients and parameters. What units wait for copies stands within forwards and backwards
-(`simulator.saved_waits`). Bytes are those that the kernels of processors keep, for which graphs are captured; others
-are estimated by what theirs keep.
+A forward ends when all of its copies have ended, so copies up need not wait for them. Copies in each direction have one
+stream, together with those of gradients and parameters. The time that units wait for copies is inside forwards and
+backwards (`simulator.saved_waits`). Bytes are those that the kernels of CPUs save, for which graphs are captured; for
+other devices they are an estimate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.spec.slices import StageSlice
 
 
 def stage_away(graph: Graph, plan: Plan, stage: StageSlice) -> Away:
-    """What of a stage is away by the program; of a plan that was lowered."""
+    """Return the activations of a stage that the program copies to the host; ``plan`` and ``graph`` are lowered."""
     kept = as_kept(graph, plan.workload.numbers, "cpu")
     return find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes, "cpu")
 
@@ -40,11 +40,11 @@ def append_saved(
     plan: Plan,
     graph: Graph,
 ) -> None:
-    """Write down the copies of a step. Raises PlanError for backwards in two parts."""
+    """Append the copies of a step. Raises PlanError for backwards in two parts."""
     if np.isin(computations.opcode, (Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)).any():
         raise PlanError(
-            f"The plan keeps {plan.offload.describe()} under {plan.schedule}, whose backwards come in two parts, of "
-            "which both read what layers kept; expected whole backwards. Choose 1f1b, or leave activations=host out."
+            f"The plan keeps {plan.offload.describe()} under {plan.schedule}, whose backwards come in two parts, which "
+            "both read what layers kept; expected whole backwards. Choose 1f1b, or leave activations=host out."
         )
     away_of = [stage_away(graph, plan, stage) for stage in stages]
     _append(builder, computations, away_of, forward=True)
@@ -52,7 +52,7 @@ def append_saved(
 
 
 def _append(builder: ProgramBuilder, computations: Computations, away_of: list[Away], *, forward: bool) -> None:
-    """The copies one way."""
+    """Append the copies in one direction."""
     stages, opcode = computations.stage, Opcode.FORWARD if forward else Opcode.BACKWARD
     tables = [_copies(away, forward=forward) for away in away_of]
     counts = np.array([len(table) for table in tables], np.int64)
@@ -81,7 +81,7 @@ def _append(builder: ProgramBuilder, computations: Computations, away_of: list[A
 
 
 def _copies(away: Away, *, forward: bool) -> NDArray[np.int64]:
-    """Layer and bytes of the copies one way, in their order, shape (copies, 2)."""
+    """Return layer and bytes of the copies in one direction, in their order, shape (copies, 2)."""
     chosen = away.leaving if forward else away.coming
     rows = [
         (unit.layer, unit.down_bytes if forward else unit.up_bytes)

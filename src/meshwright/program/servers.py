@@ -1,15 +1,16 @@
-"""Sums by parameter servers: every rank pushes its parts to the servers that hold them, and pulls the sums.
+"""Gradient sums by parameter servers: every rank pushes its parts to the servers that hold them, and pulls the sums.
 
-A server adds up a part when all ranks have pushed it, and answers each of them; what lies on its own rank does not
-travel. Ranks then make their optimizer steps, as with any other sum. Servers may be ranks that train, or machines of
-their own. Part by part goes to the server that has least of its share. With n ranks that train, all of which serve, and
-k further machines, shares are those that keep every network card busy in both directions until the end, BytePS':
+A server adds up a part when all ranks have pushed it, and replies to each of them; a part on its own rank is not
+sent. Ranks then make their optimizer steps, as with any other sum. Servers may be ranks that train, or machines of
+their own. Each part goes to the server with the least load relative to its share. With n training ranks, all of which
+serve, and k further machines, shares are those of BytePS, which keep every network card busy in both directions until
+the end:
 
     a machine of its own   2 (n - 1) / (n² + k n - 2 k)          a rank that trains   (n - k) / (n² + k n - 2 k)
 
-and else equal. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); Jiang
-et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (OSDI
-2020), section 4.1.
+Otherwise shares are equal. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI
+2014); Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
+Clusters" (OSDI 2020), section 4.1.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from meshwright.spec.instructions import Opcode, StreamName
 
 Ids = NDArray[np.int64]
 
-# To one server. Links are shared among those who send, so one that holds twice as much is reached by twice as many.
+# Most connections to one server. Senders share links, so a server with twice the bytes needs twice the connections.
 MAX_CONNECTIONS = 16
-# Nearer than this, more connections cost more than they even out: each has to fill first.
+# Below this error of the ratio, more connections cost more than they balance, because each must fill first.
 _NEAR = 0.1
 
 
 def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.float64]:
-    """The share of each server of all bytes, shape (servers,); ranks 0 to ``num_training`` - 1 train."""
+    """Return the share of each server of all bytes, shape (servers,); ranks 0 to ``num_training`` - 1 train."""
     n, k = num_training, sum(server >= num_training for server in servers)
     both = 0 < k <= n and len(servers) == n + k and n > 1
     if not both:
@@ -41,7 +42,7 @@ def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.flo
 
 
 def assign_parts(num_bytes: Ids, shares: NDArray[np.float64]) -> Ids:
-    """The place among the servers of each part's: one part after another goes to the one with least of its share."""
+    """Return each part's index among the servers: parts go in order to the server with least of its share."""
     load, chosen = np.zeros(len(shares)), np.empty(len(num_bytes), np.int64)
     for part, size in enumerate(num_bytes.tolist()):
         filled = np.divide(load, shares, out=np.full(len(shares), np.inf), where=shares > 0)
@@ -51,9 +52,9 @@ def assign_parts(num_bytes: Ids, shares: NDArray[np.float64]) -> Ids:
 
 
 def append_servers(builder: ProgramBuilder, rows: PartRows, num_training: int, exchange: GradientExchange) -> Ids:
-    """Write pushes, sums and pulls; for each row the handle at which its rank has the sum.
+    """Append pushes, sums and pulls; return, for each row, the handle at which its rank has the sum.
 
-    With credit, a rank pushes a part when the sums of all but that many bytes before it are there.
+    With credit, a rank pushes a part when the sums of all but that many bytes before it have arrived.
     """
     # One row of each part, in the sequence of parts.
     one = np.unique(rows.part, return_index=True)[1]
@@ -87,7 +88,7 @@ def append_servers(builder: ProgramBuilder, rows: PartRows, num_training: int, e
 
 
 def _deal_connections(chosen: Ids, shares: NDArray[np.float64]) -> Ids:
-    """By which connection to its server each part goes: they take turns, and larger shares have more of them."""
+    """Return the connection of each part to its server: they take turns, and larger shares have more of them."""
     count = _count_connections(shares)
     connection = np.empty(len(chosen), np.int64)
     for server in range(len(shares)):
@@ -97,7 +98,7 @@ def _deal_connections(chosen: Ids, shares: NDArray[np.float64]) -> Ids:
 
 
 def _count_connections(shares: NDArray[np.float64]) -> Ids:
-    """Connections of each server in the ratio of the shares: the fewest that come within 10 % of it, or nearest."""
+    """Return connections of servers in the ratio of the shares: the fewest within 10 % of it, or the nearest."""
     ratio = np.where(shares > 0, shares / shares[shares > 0].min(), 1.0)
     counts = [np.rint(scale * ratio) for scale in range(1, MAX_CONNECTIONS + 1)]
     known = [np.clip(count, 1, MAX_CONNECTIONS).astype(np.int64) for count in counts if count.max() <= MAX_CONNECTIONS]
@@ -115,7 +116,7 @@ def _take(rows: PartRows, chosen: Ids) -> PartRows:
 def _append_messages(
     builder: ProgramBuilder, rows: PartRows, opcode: Opcode, stream: StreamName, other: Ids, connection: Ids
 ) -> Ids:
-    """Messages to each other rank by each connection, in a lane of their own, in the sequence of parts."""
+    """Append messages to each other rank by each connection, in a lane of their own, in the sequence of parts."""
     handles, lanes = np.empty(len(rows.part), np.int64), other * MAX_CONNECTIONS + connection
     for lane in np.unique(lanes).tolist():
         own = np.flatnonzero(lanes == lane)
@@ -128,19 +129,19 @@ def _append_messages(
 
 
 def _pair_up(builder: ProgramBuilder, source: Ids, target: Ids, chosen: Ids) -> Ids:
-    """The numbers of the groups (source, target) of some rows."""
+    """Return the numbers of the groups (source, target) of some rows."""
     pairs = list(zip(source[chosen].tolist(), target[chosen].tolist(), strict=True))
     number = {pair: builder.group(pair) for pair in sorted(set(pairs))}
     return np.array([number[pair] for pair in pairs], np.int64)
 
 
 def _wait_for_credit(builder: ProgramBuilder, rows: PartRows, pushes: Ids, pulls: Ids, credit_bytes: int) -> None:
-    """Let a push wait until, of what its rank pushed before, no more than the credit less itself is not back."""
+    """Make a push wait until the bytes pushed before and not yet returned, with its own, are within the credit."""
     rank, num_bytes = rows.rank, rows.num_bytes
     order = np.lexsort((rows.place, rank))
     for own in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1):
         pushed = np.cumsum(num_bytes[own])
-        # Of row i all before j have to be back where the bytes from j to i are more than the credit.
+        # Row i waits for all rows before j, where the bytes from j to i would exceed the credit.
         first = np.minimum(np.searchsorted(pushed - num_bytes[own], pushed - credit_bytes), np.arange(len(own)))
         for i in np.flatnonzero(first > 0).tolist():
             for j in range(int(first[i - 1]), int(first[i])):

@@ -1,7 +1,7 @@
-"""From instructions in the order in which they came to streams: columns are moved, waits dealt out.
+"""Sort instructions from the order in which they came into streams: move columns, and distribute waits.
 
-Instructions come in chunks, and a chunk in pieces: runs of instructions of one stream. So few numbers say where
-everything goes, and columns are moved piece by piece.
+Instructions come in chunks, and a chunk consists of pieces: runs of instructions of one stream. So few numbers describe
+where everything goes, and columns are moved piece by piece.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TYPES: tuple[type[np.generic], ...] = (np.int8, np.int32, np.int32, np.int32, n
 
 
 class Chunk(NamedTuple):
-    """Instructions that came together; piece k are ``lengths[k]`` of them, of the stream ``keys[k]``.
+    """Instructions that came together; piece k has ``lengths[k]`` of them, of the stream ``keys[k]``.
 
     With ``form``, of shape (n,), only microbatches and groups are given one by one: all else is that of the form.
     """
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Instructions stream by stream: ``keys[s]`` has ``offsets[s]:offsets[s + 1]``; ``position``: where each went."""
+    """Instructions by stream: ``keys[s]`` has ``offsets[s]:offsets[s + 1]``; ``position``: the new index of each."""
 
     keys: Ids
     offsets: Ids
@@ -54,7 +54,7 @@ class Sorted(NamedTuple):
 
 
 def make_rows(count: int, **columns: ArrayLike) -> InstructionRows:
-    """Columns of the right types; a single value stands for all instructions, or forms."""
+    """Return columns of the right types; a single value is used for all instructions, or forms."""
     # There may be more forms than instructions.
     count = max(count, *(np.size(column) for column in columns.values()))
     made: list[NDArray[Any]] = [
@@ -65,7 +65,7 @@ def make_rows(count: int, **columns: ArrayLike) -> InstructionRows:
 
 
 def sort_chunks(chunks: list[Chunk]) -> Sorted:
-    """Put all pieces in the order of their streams; those of a stream stay in the order in which they came."""
+    """Sort all pieces by stream; the pieces of a stream stay in the order in which they came."""
     keys = np.concatenate([np.zeros(0, np.int64), *(chunk.keys for chunk in chunks)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(chunk.lengths for chunk in chunks)])
     order = np.argsort(keys, kind="stable")
@@ -88,9 +88,9 @@ def sort_chunks(chunks: list[Chunk]) -> Sorted:
 
 
 def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
-    """Offsets and waits, in CSR form, of pairs (who waits, for which handle), in order of the instructions.
+    """Return offsets and waits, in CSR form, from pairs (waiting instructions, handles), by instruction.
 
-    Handles of marks, below 0, become numbers behind those of instructions.
+    Handles of marks, below 0, become numbers after those of instructions.
     """
     offsets = np.zeros(len(position) + 1, np.int64)
     for waiting, _ in waits:
@@ -102,7 +102,7 @@ def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids
     return offsets, dealt
 
 
-# Elements are copied one by one: slices compile for seconds, for what they say of shapes that differ.
+# Elements are copied one by one: slices take seconds to compile, for their check of shapes.
 
 
 @compiled
@@ -142,7 +142,7 @@ def _look_up(lengths: Ids, places: Ids, forms: Column, given: InstructionRows, m
 
 @compiled
 def _note_positions(lengths: Ids, places: Ids, position: Column) -> int:
-    """Write down where each instruction went, and return their number."""
+    """Record the new index of each instruction; return their number."""
     begin = 0
     for k in range(len(places)):
         for i in range(lengths[k]):
@@ -153,14 +153,14 @@ def _note_positions(lengths: Ids, places: Ids, position: Column) -> int:
 
 @compiled
 def _count(position: Column, waiting: Ids, counts: Ids) -> None:
-    """Count the waits of each instruction, one place further."""
+    """Count the waits of each instruction, shifted by one."""
     for k in range(len(waiting)):
         counts[position[waiting[k]] + 1] += 1
 
 
 @compiled
 def _deal_out(position: Column, waiting: Ids, handles: Ids, place: Ids, dealt: Ids) -> None:
-    """Write down what instructions wait for, behind what they already do; ``place`` is where the next one goes."""
+    """Append waits to those of each instruction; ``place`` is where the next one goes."""
     for k in range(len(waiting)):
         i, handle = position[waiting[k]], handles[k]
         dealt[place[i]] = position[handle] if handle >= 0 else len(position) - 1 - handle

@@ -1,13 +1,13 @@
-"""Orders as torch.distributed.pipelining writes them: one line per rank, its actions in order, with commas between.
+"""Orders in the format of torch.distributed.pipelining: one line per rank, its actions in order, separated by commas.
 
     0F3                                     stage 0, forward, microbatch 3; B: a whole backward, I: its part for inputs,
                                             W: that for weights
     (0F3;1B2)OVERLAP_F_B                    a forward and a backward that run together
-    0SEND_F3, 1RECV_F3, 1SEND_B3, 0RECV_B3  what crosses between ranks                      "compute_comms" only
+    0SEND_F3, 1RECV_F3, 1SEND_B3, 0RECV_B3  messages between ranks                          "compute_comms" only
     0UNSHARD, 0RESHARD, 0REDUCE_GRAD        gathers and sums of parameters, without number  the same
 
-An empty action is a step in which the rank does nothing. Messages are checked and left out: a program lays out its own
-(`transfers`); the last three do nothing for stages whose parameters are not sharded, as those of a plan are not.
+An empty action is a step in which the rank is idle. Messages are checked and then omitted, because a program makes its
+own (`transfers`); the last three do nothing for stages whose parameters are not sharded, as in a plan.
 
 Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 """
@@ -32,14 +32,14 @@ _LETTERS = {Opcode.FORWARD: "F", Opcode.BACKWARD: "B", Opcode.BACKWARD_INPUT: "I
 _OPCODES = {letter: opcode for opcode, letter in _LETTERS.items()}
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _PARAMETERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-# More digits than any plan has stages or microbatches.
+# Limits numbers to more digits than any plan has stages or microbatches.
 _ACTION = re.compile(rf"([0-9]{{1,7}})({'|'.join((*_OPCODES, *_MESSAGES, *_PARAMETERS))})([0-9]{{0,7}})")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _FORMS = "expected one such as 0F3, 0B3, 0I3, 0W3, 0SEND_F3, 0UNSHARD or (0F3;1B2)OVERLAP_F_B"
 
 
 class CsvLine(NamedTuple):
-    """The computations of one line; ``number`` is the line's, ``places`` the action that each stands in, from 1."""
+    """The computations of one line; ``number`` is the line's, ``places`` the number of each one's action, from 1."""
 
     number: int
     columns: OrderColumns
@@ -47,7 +47,7 @@ class CsvLine(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A send or receive: where it stands, and how many computations of its line stand before it."""
+    """A send or receive: its line, its action, and the number of computations before it in its line."""
 
     number: int
     place: int
@@ -59,7 +59,7 @@ _Key = tuple[str, int, int]
 
 
 def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
-    """The lines of a file, without messages. Raises ScheduleReferenceError with the line and the action."""
+    """Return the lines of a file, without messages. Raises ScheduleReferenceError with the line and the action."""
     found: list[CsvLine] = []
     messages: dict[_Key, _Message] = {}
     for number, cells in _rows(content, path):
@@ -86,19 +86,19 @@ def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
 
 
 def describe_action(path: Path, number: int, place: int, cell: str, what: str) -> str:
-    """What is wrong with one action, with its place in the file."""
+    """Return what is wrong with one action, with its place in the file."""
     return f"{path}:{number}: action {place}, {cell[:60]!r}, {what}. Correct the file."
 
 
 def write_lines(orders: Iterable[OrderColumns]) -> str:
-    """The text of a file, to the byte as torch's `_dump_csv` writes it ("compute_only")."""
+    """Return the text of a file, byte for byte as torch's `_dump_csv` writes it ("compute_only")."""
     text = io.StringIO(newline="")
     csv.writer(text).writerows(_cells(columns) for columns in orders)
     return text.getvalue()
 
 
 def name_action(opcode: int, stage: int, microbatch: int) -> str:
-    """``0F3``."""
+    """Return an action's name, such as ``0F3``."""
     return f"{stage}{_LETTERS[Opcode(opcode)]}{microbatch}"
 
 
@@ -114,12 +114,12 @@ def _cells(columns: OrderColumns) -> Iterator[str]:
 
 
 def _rows(content: bytes, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of each line; empty lines at the end are none."""
+    """Yield number and cells of each line, without empty lines at the end."""
     try:
         text = content.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise ScheduleReferenceError(f"{path}:{line}: no text in UTF-8. Give a file of orders (.csv).") from None
+        raise ScheduleReferenceError(f"{path}:{line}: not text in UTF-8. Give a file of orders (.csv).") from None
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         for cells in reader:
@@ -129,7 +129,7 @@ def _rows(content: bytes, path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_cell(cell: str) -> list[tuple[str, int, int, bool]]:
-    """(kind, stage, microbatch, runs together with the next one) of the actions of a cell; ValueError for none."""
+    """Return (kind, stage, microbatch, runs together with the next) of a cell's actions; ValueError if invalid."""
     pair = _PAIR.fullmatch(cell)
     if pair is None:
         return [(*_read_action(cell), False)]
@@ -143,16 +143,16 @@ def _read_cell(cell: str) -> list[tuple[str, int, int, bool]]:
 def _read_action(text: str) -> tuple[str, int, int]:
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"is no action; {_FORMS}")
+        raise ValueError(f"is not an action; {_FORMS}")
     stage, kind, microbatch = match.groups()
     if (kind in _PARAMETERS) == bool(microbatch):
         given, wanted = ("a number", "none") if microbatch else ("no number", "that of a microbatch")
-        raise ValueError(f"has {given} behind {kind}; expected {wanted}")
+        raise ValueError(f"has {given} after {kind}; expected {wanted}")
     return kind, int(stage), int(microbatch or -1)
 
 
 def _check_messages(lines: list[CsvLine], messages: dict[_Key, _Message], path: Path) -> None:
-    """Every send has its receive, stands behind what makes its values, and a receive before what needs them."""
+    """Check that every send has its receive, after its value is made, and that receives come before their readers."""
     if not messages:
         return
     places: dict[int, dict[tuple[bool, int, int], int]] = {}
@@ -174,7 +174,7 @@ def _check_messages(lines: list[CsvLine], messages: dict[_Key, _Message], path: 
         elif own is None:
             what = "is of a stage or microbatch that its line does not compute"
         elif (own < message.after) != sends:
-            what = "stands before what it sends" if sends else "stands behind what needs it"
+            what = "stands before what it sends" if sends else "stands after what needs it"
         if what:
             cell = f"{stage}{kind}{microbatch}"
             raise ScheduleReferenceError(describe_action(path, message.number, message.place, cell, what))

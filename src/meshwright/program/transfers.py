@@ -1,13 +1,13 @@
-"""From the orders of all ranks to columns: computations, what each sends and must have received, who waits for whom.
+"""Lay out the transfers of all ranks as columns: what each computation sends and must have received, and its waits.
 
 Streams of a rank: `compute` in the order of its schedule, `send` in the order in which values are made, `receive` in
-the order in which each sender sends (transports without tags deliver so). A receive is issued `RECEIVE_LOOKAHEAD`
-computations before its consumer, so that its transfer overlaps with computation while few buffers are held; where a
-later message of the same sender is needed earlier, everything before it comes that early too. What a rank hands to
-itself is not sent: its order has the maker before the consumer.
+the order in which each sender sends (transports without tags deliver in this order). A receive is issued
+`RECEIVE_LOOKAHEAD` computations before its consumer, so that its transfer overlaps with computation while few buffers
+are held; where a later message of the same sender is needed earlier, everything before it is issued that early, too. A
+value for a stage on the same rank is not sent, because the rank's order has its producer before its consumer.
 
 All loops are compiled: a pipeline of a trillion parameters has 200,000 instructions, and is laid out in milliseconds.
-What sorts is numpy's own, since numba's sorts take seconds to compile.
+Sorting uses numpy, because numba's sorts take seconds to compile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from meshwright.spec.instructions import Opcode
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 
-# Compute instructions that may run while a receive is under way: two hide a transfer behind the instruction before
-# the consumer even when the sender was late, and hold at most two received microbatches.
+# Compute instructions that may run while a receive is in flight: two hide a transfer behind the instruction before
+# the consumer even if the sender was late, and hold at most two received microbatches.
 RECEIVE_LOOKAHEAD = 2
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
@@ -33,7 +33,7 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
 
 
 class StageRoutes(NamedTuple):
-    """What stages send each other with every microbatch: columns of shape (routes,), and which leave and arrive where.
+    """Messages between stages with every microbatch: columns of shape (routes,), and the routes of each stage.
 
     ``leaving_offsets`` and ``arriving_offsets``, of shape (2·stages + 1,), index the routes that leave after, or must
     have arrived before, the forwards (first half) and the backwards (second half) of each stage.
@@ -50,8 +50,8 @@ class StageRoutes(NamedTuple):
 class Computations(NamedTuple):
     """Computations of all ranks, rank by rank: rank r has ``offsets[r]:offsets[r + 1]``.
 
-    ``replica_offsets`` and ``replicas``: the ranks of each stage. ``turn_offsets`` and ``turns``: the places in
-    ``replicas`` that compute microbatch after microbatch of each stage, and then begin anew. ``joint``: see
+    ``replica_offsets`` and ``replicas``: the ranks of each stage. ``turn_offsets`` and ``turns``: the indices into
+    ``replicas`` that compute the microbatches of each stage in turn, repeated cyclically. ``joint``: see
     `schedules.OrderColumns`. ``handle``: in the builder.
     """
 
@@ -70,7 +70,7 @@ class Computations(NamedTuple):
 class Sends(NamedTuple):
     """Sends of all ranks, rank by rank; columns of shape (sends,), ``offsets`` (ranks + 1,).
 
-    ``target`` is the rank that receives, ``after`` the handle of the maker.
+    ``target`` is the rank that receives, ``after`` the handle of the producer.
     """
 
     offsets: Ids
@@ -83,8 +83,8 @@ class Sends(NamedTuple):
 class Receives(NamedTuple):
     """Receives of all ranks, rank by rank; columns of shape (receives,), ``offsets`` (ranks + 1,).
 
-    ``before`` is the handle of the consumer, ``send`` the place among the sends; ``gate`` the handle of what must have
-    ended before, -1 for nothing.
+    ``before`` is the handle of the consumer, ``send`` the index among the sends; ``gate`` the handle of the instruction
+    that must have ended before, -1 for none.
     """
 
     offsets: Ids
@@ -96,7 +96,7 @@ class Receives(NamedTuple):
 
 
 def lay_out_transfers(computations: Computations, routes: StageRoutes) -> tuple[Sends, Receives]:
-    """Who sends and receives what, and when."""
+    """Return the sends and receives of all ranks, with what they wait for."""
     offsets = np.zeros((2, len(computations.offsets)), np.int64)
     leaving, arriving = _count(computations, routes)
     sends = Sends(
@@ -125,14 +125,14 @@ def lay_out_transfers(computations: Computations, routes: StageRoutes) -> tuple[
 
 
 def _cut(columns: Sends | Receives) -> list[Any]:
-    """The columns without the room for what stays on its rank."""
+    """Return the columns without the unused room of values that stay on their rank."""
     count = columns.offsets[-1]
     return [columns.offsets, *(column[:count] for column in columns[1:])]
 
 
 @compiled
 def _end(opcode: int, stage: int, num_stages: int) -> int:
-    """Which end of a stage a computation uses: of its forwards, of its backwards, or none (-1)."""
+    """Return the end of a stage that a computation uses: of its forwards, of its backwards, or -1 for neither."""
     if opcode == _FORWARD:
         return stage
     return -1 if opcode == _WEIGHT else num_stages + stage
@@ -140,17 +140,17 @@ def _end(opcode: int, stage: int, num_stages: int) -> int:
 
 @compiled
 def _seat(turn_offsets: Column, turns: Column, stage: int, microbatch: int) -> int:
-    """The place in ``replicas`` of the rank that computes a microbatch of a stage."""
+    """Return the index in ``replicas`` of the rank that computes a microbatch of a stage."""
     first = turn_offsets[stage]
     count = turn_offsets[stage + 1] - first
-    if count == 1:  # a division takes as long as all the rest
+    if count == 1:  # a division would double the time of this function
         return int(turns[first])
     return int(turns[first + microbatch % count])
 
 
 @compiled
 def find_last_backwards(computations: Computations) -> Ids:
-    """The place of the last backward of each stage on each of its ranks, in the order of ``replicas``; else -1."""
+    """Return the index of the last backward of each stage on each of its ranks, ordered as ``replicas``; else -1."""
     _, _, opcode, stage, microbatch, _, _, replicas, turn_offsets, turns = computations
     last = np.full(len(replicas), -1, np.int64)
     for i in range(len(opcode)):
@@ -161,7 +161,7 @@ def find_last_backwards(computations: Computations) -> Ids:
 
 @compiled
 def find_first_forwards(computations: Computations) -> Ids:
-    """The place of the first forward of each stage on each of its ranks, in the order of ``replicas``; else -1."""
+    """Return the index of the first forward of each stage on each of its ranks, ordered as ``replicas``; else -1."""
     _, _, opcode, stage, microbatch, _, _, replicas, turn_offsets, turns = computations
     first = np.full(len(replicas), -1, np.int64)
     for i in range(len(opcode) - 1, -1, -1):
@@ -172,7 +172,7 @@ def find_first_forwards(computations: Computations) -> Ids:
 
 @compiled
 def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
-    """Who sends to whom, in order of both, and which of these pairs each message is of."""
+    """Return the pairs of sender and receiver, in order of both, and the pair of each message."""
     num_ranks = len(sends.offsets) - 1
     sources, targets, number = np.empty_like(sends.target), np.empty_like(sends.target), np.empty_like(sends.target)
     met, number_of = np.full(num_ranks, -1, np.int32), np.empty(num_ranks, np.int32)
@@ -183,7 +183,7 @@ def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
             target = sends.target[k]
             if met[target] != source:
                 met[target], place = source, count
-                while place > first and targets[place - 1] > target:  # a rank sends to few others
+                while place > first and targets[place - 1] > target:  # short, because a rank sends to few others
                     targets[place] = targets[place - 1]
                     place -= 1
                 targets[place] = target
@@ -197,7 +197,7 @@ def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
 
 @compiled
 def _count(computations: Computations, routes: StageRoutes) -> tuple[int, int]:
-    """How many messages leave and arrive, those that stay on their rank too."""
+    """Count the messages that leave and arrive, including those that stay on their rank."""
     _, _, opcode, stage, _, _, replica_offsets, _, _, _ = computations
     _, _, leaving_offsets, _, arriving_offsets, _ = routes
     leaving = arriving = 0
@@ -211,7 +211,7 @@ def _count(computations: Computations, routes: StageRoutes) -> tuple[int, int]:
 
 @compiled
 def _send(computations: Computations, routes: StageRoutes, sends: Sends, sent: Column) -> None:
-    """Fill in the sends, and the place of each by route and microbatch."""
+    """Fill in the sends, and the index of each by route and microbatch."""
     # Arrays are taken out of the tuples once: loops that look them up there take several times as long.
     offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
     _, target_stage, leaving_offsets, leaving, _, _ = routes
@@ -241,9 +241,9 @@ def _receive(
     sender: Column,
     is_ordered: NDArray[np.bool_],
 ) -> None:
-    """Fill in the receives in the order of their consumers, and say for which ranks that is the order of sending.
+    """Fill in the receives in the order of their consumers, and mark the ranks where that is the order of sending.
 
-    ``gate`` holds the places of the consumers, ``sender`` the ranks that send.
+    ``gate`` gets the indices of the consumers, ``sender`` the ranks that send.
     """
     offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
     source_stage, _, _, _, arriving_offsets, arriving = routes
@@ -265,7 +265,7 @@ def _receive(
                 send = sent[route, microbatch[i]]
                 is_ordered[rank] = is_ordered[rank] and send > latest[source]
                 latest[source] = send
-                # Of two that run together the first waits for what the second needs.
+                # Of two computations that run together, the first waits for what the second needs.
                 begun = i - (i > begin and joint[i - 1])
                 receive_route[place], receive_microbatch[place], receive_send[place] = route, microbatch[i], send
                 before[place], gate[place], sender[place] = handle[begun], begun, source
@@ -276,13 +276,13 @@ def _receive(
 
 
 def _sort_by_sender(receives: Receives, senders: Column, is_ordered: NDArray[np.bool_]) -> None:
-    """Each sender's messages in its order of sending, all of them by when they, or any behind them, are needed."""
+    """Sort messages by when they, or later ones of the same sender, are needed; each sender's stay in sending order."""
     offsets, route, microbatch, send, before, gate = receives
     rank = np.repeat(np.arange(len(is_ordered)), np.diff(offsets))
     places = np.flatnonzero(~is_ordered[rank])
     order = places[np.lexsort((send[places], senders[places], rank[places]))]
     begins = (np.diff(rank[order], prepend=-1) != 0) | (np.diff(senders[order], prepend=-1) != 0)
-    # Every sender's consumers are moved behind those of the senders before it, so that one minimum goes over all.
+    # Every sender's consumers are shifted beyond those of the senders before it, so that one running minimum suffices.
     shift = np.cumsum(begins) * (int(gate[places].max()) + 1)
     needed = np.minimum.accumulate((gate[order] + shift)[::-1])[::-1] - shift
     final = np.lexsort((needed, rank[order]))
@@ -292,7 +292,7 @@ def _sort_by_sender(receives: Receives, senders: Column, is_ordered: NDArray[np.
 
 
 def _look_ahead(computations: Computations, receives: Receives) -> None:
-    """Turn the consumers that ``gate`` holds into what must have ended before their receives."""
+    """Replace the consumers in ``gate`` by the computations that must have ended before their receives are issued."""
     gate = receives.gate[: receives.offsets[-1]]
     ahead = gate - 1 - RECEIVE_LOOKAHEAD
     is_there = ahead >= np.repeat(computations.offsets[:-1], np.diff(receives.offsets))

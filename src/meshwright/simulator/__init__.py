@@ -1,16 +1,16 @@
 """Program × costs → Timeline and peak memory, on a virtual clock.
 
-`simulate_plan` lowers a plan to what one device of each team does (`teams`), builds its program and estimates its costs
-(`program_estimate`: stages by `stage_costs` and `stage_bytes`, what replicas share by `state_shards`), then runs it:
-`unroll` lays the sections behind each other, the repetitions of programs that never flush as one, `engine` finds when
-each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several want are granted one by one
-(`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have happened; `deadlock` tells
-why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a controller what to add while a
-program runs. `folding` finds replicas that are alike, of which one is simulated; `many` simulates many plans
-on all cores. `allocation` follows one rank's memory op by op, `op_spans` tells what happens inside each computation,
-`overflow` where there is more than fits, `host_memory` what hosts and drives keep.
-`exchange_order` finds in which order parts of gradients leave, `scenarios` what becomes of a plan on other machines.
-`explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
+`simulate_plan` reduces a plan to the work of one device of each tensor-parallel group (`teams`), builds its program and
+estimates its costs (`program_estimate`: stages by `stage_costs` and `stage_bytes`, sharded states by `state_shards`).
+Then it runs the program: `unroll` concatenates the sections (all repetitions as one for asynchronous programs),
+`engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Contended links are granted
+one request at a time (`engine`) or shared fairly (`fair`, `sharing`); `joins` continue when some of their waits have
+happened; `deadlock` explains why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a
+controller what to add while a program runs. `folding` finds identical replicas, of which only one is simulated; `many`
+simulates many plans on all cores. `allocation` follows one rank's memory op by op, `op_spans` gives the ops inside each
+computation, `overflow` explains which ranks run out of memory, `host_memory` counts the bytes on hosts and drives.
+`exchange_order` finds the order in which gradient parts are sent, `scenarios` simulates a plan on changed machines.
+`explain_step` finds what bounds a step (`critical_path`) and what would shorten it (`levers`).
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank, predict_reserved

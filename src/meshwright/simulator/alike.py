@@ -1,4 +1,4 @@
-"""Which instructions cost the same? Loops over all of them, so that only distinct ones are estimated."""
+"""Find instructions of equal cost by loops over all of them, so that only distinct ones are estimated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec.instructions import UPDATES
 
 Ids = NDArray[np.int64]
 
-# Place of a backward among those of its stage before an update; a single one is both, one in the middle neither.
+# Position of a backward among those of its stage before an update; a single one is both, one in the middle neither.
 FIRST, LAST = 1, 2
 _BACKWARD, _WEIGHT, _STEP = int(Opcode.BACKWARD), int(Opcode.BACKWARD_WEIGHT), int(Opcode.OPTIMIZER_STEP)
 # Odd, with its bits well spread: 2^64 over the golden ratio, halved (Knuth, The Art of Computer Programming 3, 6.4).
@@ -19,7 +19,7 @@ _SPREAD = 0x4F1BBCDCBFA53E0B
 
 
 def find_distinct(keys: Ids) -> tuple[Ids, Ids]:
-    """Numbers of equal columns, shape (n,), and the first column with each number; ``keys`` of shape (rows, n)."""
+    """Number equal columns of ``keys``, shape (rows, n). Return the numbers (n,) and the first column of each."""
     size = 1024
     number, first = np.empty(keys.shape[1], np.int64), np.empty(0, np.int64)
     while (count := _number(keys, np.full(size, -1, np.int64), number, first := np.empty(size // 2, np.int64))) < 0:
@@ -29,7 +29,7 @@ def find_distinct(keys: Ids) -> tuple[Ids, Ids]:
 
 @compiled
 def _number(keys: Ids, table: Ids, number: Ids, first: Ids) -> int:
-    """Fill in numbers and first columns, and return how many there are; -1 if they are more than half of the table."""
+    """Fill in ``number`` and ``first`` and return the count; -1 if it exceeds half of the table."""
     count, rows = 0, keys.shape[0]
     for i in range(keys.shape[1]):
         hashed = np.int64(0)
@@ -55,13 +55,16 @@ def _number(keys: Ids, table: Ids, number: Ids, first: Ids) -> int:
 
 @compiled
 def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray[np.int32], num_stages: int) -> Ids:
-    """See `place_of_backward`. A rank with several stages updates them together, behind their backwards."""
+    """Mark each backward as FIRST or LAST of its stage before an update.
+
+    A rank with several stages updates them together, after all their backwards.
+    """
     place, latest = np.zeros(len(opcode), np.int64), np.full(num_stages, -1, np.int64)
     for stream in range(len(stream_offsets) - 1):
         begin = stream_offsets[stream]
         for i in range(begin, stream_offsets[stream + 1] + 1):
             if i == stream_offsets[stream + 1] or opcode[i] == _STEP:
-                # What came before is closed; streams without backwards have nothing to close.
+                # Close the backwards since the last update; streams without backwards have nothing to close.
                 for k in range(begin, i):
                     if (opcode[k] == _BACKWARD or opcode[k] == _WEIGHT) and latest[stage[k]] == k:
                         place[k] |= LAST
@@ -75,7 +78,7 @@ def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray
 
 
 def first_updates(stream_offsets: Ids, opcode: NDArray[np.int8]) -> Ids:
-    """Updates that do not follow another one of their stream."""
+    """Return the updates that do not directly follow another one of their stream."""
     updates = np.isin(opcode, UPDATES)
     follows = np.append(False, updates[:-1])
     begins = stream_offsets[:-1]

@@ -1,8 +1,8 @@
-"""What a rank's allocator makes of its part of a plan: bytes in whole blocks, and what it reserves from the driver.
+"""What a rank's allocator does with the tensors of its stage: bytes in whole blocks, and reserved from the driver.
 
-Every tensor of every op is taken and freed in the order of the rank's program (`cost.memory.trace_stage`), and a GPU's
-caching allocator is followed (`cost.memory.follow_allocator`). The peak before rounding is that of the simulation, but
-for messages that come early or leave late.
+Every tensor of every op is allocated and freed in the order of the rank's program (`cost.memory.trace_stage`), and a
+GPU's caching allocator is followed (`cost.memory.follow_allocator`). The peak before rounding is that of the
+simulation, except for messages that arrive early or leave late.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from meshwright.program.buckets import Bucket
     from meshwright.spec import Cluster, Graph, Plan, StageSlice
 
-# Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it.
+# Microbatches beyond the number in flight at once repeat what was there before; one more shows it.
 _MORE_MICROBATCHES = 1
-# Microbatches in flight that are followed for what an allocator holds without use.
+# Microbatches in flight that are followed to find what an allocator holds unused.
 _FOLLOWED = 2
-# Plans that need a little too much are compared with each other; of others it is enough that they do not fit.
+# Plans that need slightly too much are compared with each other; for others it is enough that they do not fit.
 _FAR_BEYOND = 1.1
-# Computations of ops in a step; so many take about five seconds to follow.
+# Limit on op computations in a step; following this number takes about five seconds.
 MAX_VISITS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAllocation:
-    """Bytes of one rank: its peak by part and when, in whole blocks of its allocator, and reserved from the driver.
+    """Memory of one rank: its peak by part and moment, bytes in whole allocator blocks, and bytes reserved.
 
-    ``reserved_bytes`` is None where the device's allocator keeps nothing for later.
+    ``reserved_bytes`` is None where the device's allocator does not cache freed memory.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankAllocation:
     reserved_bytes: int | None
 
     def row(self) -> dict[str, Any]:
-        """Plain values: ``rank``, ``allocated_bytes``, ``reserved_bytes``, ``owner`` and ``moment`` of the peak."""
+        """Return ``rank``, ``allocated_bytes``, ``reserved_bytes``, and ``owner`` and ``moment`` of the peak."""
         return {
             "rank": self.rank,
             "allocated_bytes": self.allocated_bytes,
@@ -59,16 +59,15 @@ class RankAllocation:
         }
 
     def explain(self) -> str:
-        """One sentence."""
+        """Return one sentence on the moment of the peak and its largest owner."""
         return f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}; most of it are {self.peak.owner}."
 
 
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
     """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does.
 
-    None for a rank of several stages or backwards in two parts, for states that replicas share out or that are not on
-    the device, for a graph without a loss or with a backward of its own, and where more than `MAX_VISITS` ops are in
-    flight.
+    Returns None for a rank of several stages, for backwards in two parts, for states that are sharded over replicas or
+    offloaded, for a graph without a loss or with its own backward ops, and if a step has more than `MAX_VISITS` ops.
     """
     check_plan(plan, graph, cluster)
     stages = plan.stages_of(rank)
@@ -102,15 +101,15 @@ def predict_reserved(
     *,
     only_fitting: bool = False,
 ) -> tuple[int, ...]:
-    """Bytes that each rank's allocator reserves for a peak, one per rank.
+    """Return the bytes that each rank's allocator reserves for a peak, one per rank.
 
         reserved = peak + what the allocator holds beyond the peak of the rank's stages, followed op by op
 
-    The stages are followed as if their parameters and states were on the device, and with up to `_FOLLOWED`
-    microbatches in flight: what is unused lies between the temporary values of an op and gradients. Ranks on CPUs
-    reserve their peak, as do those of graphs that cannot be followed, and those with less than half of their limit
-    in use, but for the fullest rank, and with ``only_fitting`` those whose peak alone is a tenth above their limit.
-    A ``cost`` model remembers what it has followed.
+    The stages are followed as if their parameters and states were on the device, with at most `_FOLLOWED` microbatches
+    in flight, because unused memory lies between the temporary values of an op and the gradients. The peak itself is
+    returned for ranks on CPUs, for graphs that cannot be followed, for ranks that use less than half of their limit
+    (except the fullest rank), and with ``only_fitting`` for ranks whose peak alone is a tenth above their limit.
+    A ``cost`` model caches the results.
     """
     reserved = list(peaks)
     if not _can_follow(graph):
@@ -142,9 +141,9 @@ def predict_reserved(
 
 
 def _followed_order(plan: Plan, stage: int, *, has_backward: bool) -> list[tuple[bool, int]]:
-    """Forwards and backwards of a stage with a few microbatches in flight."""
+    """Return forwards and backwards of a stage with few microbatches in flight."""
     count = max(plan.stages[stage].counts(plan.num_microbatches))
-    # Whatever the schedule: how many there are matters little for what is unused.
+    # The exact count of the schedule matters little for unused memory.
     in_flight = count if plan.schedule == "gpipe" else num_active(plan, stage)
     kept = min(in_flight, count, _FOLLOWED)
     if not has_backward:
@@ -163,7 +162,7 @@ def _unused_bytes(
     shards: StateShards,
     order: Sequence[tuple[bool, int]],
 ) -> int:
-    """What the allocator holds beyond the peak of a stage that computes in an order."""
+    """Return the bytes that the allocator holds beyond the peak of a stage that computes in ``order``."""
     events = trace_rank(plan, graph, stage, buckets, order, "cuda", shards)
     return max(follow_allocator(events).reserved_bytes - find_peak(events).num_bytes, 0)
 
@@ -181,7 +180,7 @@ def trace_rank(
     device: Backend,
     shards: StateShards = ALONE,
 ) -> MemoryEvents:
-    """Events of a rank's stage over two steps, in the order given (`cost.memory.trace_stage`)."""
+    """Return the events of a rank's stage over two steps, in the given order (`cost.memory.trace_stage`)."""
     held = [bucket for bucket in buckets if stage.index in bucket.stages]
     bucketed = frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters)
     return trace_stage(
@@ -201,7 +200,7 @@ def trace_rank(
 
 
 def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
-    """The order of the first microbatches: the most that are in flight at once, and one more."""
+    """Return the order of the first microbatches: the largest number in flight at once, and one more."""
     in_flight = most = 0
     for is_backward, _ in order:
         in_flight += -1 if is_backward else 1

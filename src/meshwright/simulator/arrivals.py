@@ -1,4 +1,4 @@
-"""When was each instruction ready to start, in a run that is over? Found from the ends of all."""
+"""Find when each instruction of a finished run was ready to start, from the ends of all."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshwright.simulator.waiters import Times
 
 
 def uses_shared_links(network: Network) -> NDArray[np.bool_]:
-    """Which instructions want a link that others want too, shape (n,)."""
+    """Mark the instructions that use a shared link, shape (n,)."""
     return routes(network) >= network.num_private
 
 
 @compiled
 def find_arrivals(network: Network, end_ps: Times, chosen: NDArray[np.bool_]) -> Times:
-    """When the instruction before each chosen one, and all that it waits for, was done; shape (n,), 0 elsewhere."""
+    """When the predecessor and all waits of each chosen instruction were done, in ps; shape (n,), 0 elsewhere."""
     arrival_ps = np.zeros(len(end_ps), np.int64)
     for stream in range(len(network.stream_offsets) - 1):
         first, last = network.stream_offsets[stream], network.stream_offsets[stream + 1]
@@ -35,7 +35,7 @@ def find_arrivals(network: Network, end_ps: Times, chosen: NDArray[np.bool_]) ->
 
 
 def links_of(network: Network, instructions: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The links of some instructions that hold any, and for each the place of its user among them."""
+    """Return the links used by the given instructions, and for each link the index of its user among them."""
     route = routes(network)[instructions]
     counts = np.diff(network.route_offsets)[route]
     places = np.repeat(network.route_offsets[:-1][route] - (np.cumsum(counts) - counts), counts)

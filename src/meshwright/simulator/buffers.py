@@ -1,10 +1,10 @@
-"""What messages take on a rank beside what computing does: buffers of receives, and gradients that are being sent.
+"""Memory of messages on a rank, besides that of its computations: receive buffers, and gradients being sent.
 
-The runtime holds both longer than their transfers take, by the order of its computations alone:
+The runtime holds both longer than their transfers take, in the order of its computations:
 
     receives   are issued `RECEIVE_LOOKAHEAD` computations before their consumer and held until the microbatch's
-               backward is done; buffers go back to a pool by size and are never given up (runtime/transport.py), so
-               what was most of each size is there all the time
+               backward is done; buffers go back to a pool by size and are never freed (runtime/transport.py), so the
+               largest number of each size stays allocated
     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/messages.py)
 """
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-# As runtime/messages.py has it; under an own schedule, or placed, nothing is waited for before the step's end.
+# As in runtime/messages.py; with an own schedule or a placement, sends are waited for only at the end of the step.
 MAX_GRADIENT_SENDS = 4
 
 
 def _choose(*opcodes: Opcode) -> NDArray[np.bool_]:
-    """Which opcodes are among some: to look up by opcode, shape (opcodes,)."""
+    """Return a mask over opcodes that is true for the given ones, shape (opcodes,)."""
     chosen = np.zeros(len(Opcode), np.bool_)
     chosen[list(opcodes)] = True
     return chosen
 
 
 _COMPUTES, _FORWARD = _choose(*COMPUTATIONS), _choose(Opcode.FORWARD)
-# Which half of a backward in two parts is the last to read what was received, and which one needs its own gradient.
+# Which half of a backward in two parts is the last to read received values, and which one needs a received gradient.
 _RELEASING = _choose(Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 _RECEIVING_GRADIENTS = _choose(Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
 _ENDING = _choose(Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 def compute_orders(program: Program) -> list[Ints]:
-    """What each rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
+    """Return what each rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
     parts: list[list[Ints]] = [[np.zeros((0, 3), np.int64)] for _ in range(program.num_ranks)]
     for _, section in program.sections():
         table = np.stack([section.opcode, section.stage, section.microbatch], axis=1, dtype=np.int64)
@@ -58,7 +58,7 @@ def compute_orders(program: Program) -> list[Ints]:
 
 
 def served_bytes(program: Program) -> list[int]:
-    """What each rank keeps as a server: the sum of every part that it adds up."""
+    """Return the bytes that each rank keeps as a parameter server: the sum of every part that it adds up."""
     sums = np.flatnonzero(program.body.opcode == Opcode.SUM)
     streams = np.searchsorted(program.body.stream_offsets, sums, side="right") - 1
     ranks = np.array([stream.rank for stream in program.streams], np.int64)[streams]
@@ -68,7 +68,7 @@ def served_bytes(program: Program) -> list[int]:
 
 
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
-    """Bytes of the pool of buffers in which a rank receives for one of its stages."""
+    """Return the bytes of the buffer pool in which a rank receives for one of its stages."""
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
     returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
     here = order[:, 1] == stage.index
@@ -90,7 +90,10 @@ def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice
 def sent_gradient_bytes(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints, microbatch_bytes: int
 ) -> int:
-    """Bytes of earlier gradients still being sent when most is in use, each microbatch in flight keeping so much."""
+    """Return the bytes of gradients still being sent at the peak.
+
+    Each microbatch in flight holds ``microbatch_bytes``.
+    """
     returning = [
         channel
         for channel in stage.incoming
@@ -111,7 +114,7 @@ def sent_gradient_bytes(
 
 
 def _places(order: Ints, here: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Ints:
-    """The place of each microbatch's computation of some kinds (of several, the last); -1 where there is none."""
+    """Return the position of each microbatch's last computation of the chosen kinds; -1 for none."""
     places = np.flatnonzero(here & chosen[order[:, 0]])
     found = np.full(order[:, 2].max(initial=-1) + 1, -1, np.int64)
     found[order[places, 2]] = places
@@ -119,7 +122,7 @@ def _places(order: Ints, here: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> 
 
 
 def _held(count: int, first: Ints, last: Ints) -> Ints:
-    """How many are held at each place, each from so many places before its first to its last."""
+    """Count buffers held at each position, each from `RECEIVE_LOOKAHEAD` positions before its first to its last."""
     changes = np.zeros(count + 1, np.int64)
     np.add.at(changes, np.maximum(first - RECEIVE_LOOKAHEAD, 0), 1)
     np.subtract.at(changes, last + 1, 1)

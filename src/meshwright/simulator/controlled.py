@@ -1,8 +1,9 @@
-"""Program, costs and a controller in, predicted Timeline and the log of decisions out.
+"""Simulate a program that a controller extends: predict its Timeline and log the decisions.
 
-The streams of the program run until an event has come up (`control.py`), the controller decides, what it issues goes
-behind the streams (`growing.py`), and so on until nothing happens any more. The result is that of the decided program
-(`meshwright.program.decided`): it has its timeline, and its costs can be simulated again without the controller.
+The streams of the program run until an event occurs (`control.py`); the controller decides, and the instructions that
+it issues are appended to the streams (`growing.py`). This repeats until nothing is left to run. The result equals that
+of the decided program (`meshwright.program.decided`): the timeline is the same, and the costs returned can be simulated
+with it without the controller.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, R
 from meshwright.spec.decision_log import DecisionLog, Replay, make_log
 from meshwright.spec.instructions import STREAM_NAMES, Instruction
 
-# What an issue costs: from the issue and its handle to its cost class and route (-1: none) in the costs.
+# Cost of an issue: from the issue and its handle to its cost class and route (-1: none) in the costs.
 EstimateIssue = Callable[[Issue, int], tuple[int, int]]
-# Instructions that a message names.
+# Most instructions that a message names.
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlledRun:
-    """What happened under a controller, what it decided and knew at the end, and what the decided program costs."""
+    """The timeline, the log of decisions, the controller's last state, and the costs of the decided program."""
 
     timeline: Timeline
     log: DecisionLog
@@ -57,24 +58,24 @@ def simulate_controlled(
 ) -> ControlledRun:
     """Simulate a program that a controller extends while it runs, or replay the log of such a run.
 
-    The program is a body, which runs once; `ProgramBuilder(num_ranks).build(...)` makes one of nothing.
+    The program is a body that runs once; `ProgramBuilder(num_ranks).build(...)` makes an empty one.
     ``estimate_issue`` gives each issue a cost class and a route of ``costs``, whose classes may hold a duration for
-    every instruction; the members of a collective get the same two.
+    every instruction; all members of a collective get the same two.
 
-    Raises DeadlockError if what was decided can never finish; ProgramError for a decision that breaks the rules of
-    `spec.control`, for costs that do not fit, and for a log of which an event or a moment is another.
+    Raises DeadlockError if the decided program can never finish; ProgramError if a decision breaks the rules of
+    `spec.control`, if the costs do not match the program, or if an event or its time differs from the log.
     """
     check_contention(contention)
     check_costs(program, costs)
     if costs.host_ps.any():
         raise ProgramError(
-            "The costs charge processor time for transfers; a controlled run cannot, for what is decided depends on "
-            "it. Set `host_ps` to zero."
+            "The costs charge processor time for transfers, which a controlled run does not support, because decisions "
+            "depend on it. Set `host_ps` to zero."
         )
     if costs.issue is not None:
         raise ProgramError(
-            "The costs have hosts that issue beside their devices; how far ahead one is depends on what is decided. "
-            "Give `costs.with_hosts_ahead()`."
+            "The costs have asynchronous hosts, which a controlled run does not support, because decisions depend on "
+            "how far ahead hosts are. Give `costs.with_hosts_ahead()`."
         )
     if isinstance(controller, DecisionLog):
         check_fit(program, controller)
@@ -90,7 +91,7 @@ def simulate_controlled(
     if network.is_done:
         book.check_end()
     else:
-        # What stopped may have stopped before receives were issued; with them it can be looked at as a program.
+        # The run may have stopped before receives were issued; add them, so that it can be examined as a program.
         missing = book.unreceived()
         decided.append((Rang(next_handle=book.next_handle, number=0), decided[-1][1], missing))
         issued.given += [(0, -1)] * len(missing.issues)
@@ -101,7 +102,7 @@ def simulate_controlled(
 def _decide_all(
     program: Program, controller: Controller[Any], book: IssueBook, costs: _IssuedCosts, network: GrowingNetwork
 ) -> tuple[list[tuple[Event, int, Decision]], Any]:
-    """Run from event to event: events, moments and decisions, and the last state."""
+    """Run from event to event. Return events, their times in ps, the decisions, and the last state."""
     state, now_ps = controller.initial, 0
     event: Event = Started(next_handle=book.next_handle)
     ranks = rank_of_streams(program)
@@ -147,7 +148,7 @@ def _refuse_length() -> NoReturn:
 
 
 class _IssuedCosts:
-    """Asks for the costs of what is issued, and keeps them."""
+    """Requests the costs of issued instructions, checks and records them."""
 
     def __init__(self, costs: ProgramCosts, estimate_issue: EstimateIssue) -> None:
         self._durations, self._num_routes = costs.duration_ps.tolist(), len(costs.route_offsets) - 1
@@ -156,7 +157,7 @@ class _IssuedCosts:
         self.given: list[tuple[int, int]] = []
 
     def estimate(self, filed: Filed) -> IssueCost:
-        """Class and route. Raises ProgramError for what the costs have not, or members of a collective that differ."""
+        """Return class and route. Raises ProgramError if the costs lack them, or members of a collective differ."""
         given: Any = self._estimate_issue(filed.issue, filed.handle)
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, int) for part in given)):
             raise ProgramError(
@@ -178,20 +179,20 @@ class _IssuedCosts:
             )
         if filed.issue.abandonable and self._has_links[route]:
             raise ProgramError(
-                f"{filed.issue.instruction} is abandonable and got route {route}; expected -1, for what holds links "
-                "cannot be given up."
+                f"{filed.issue.instruction} is abandonable and got route {route}; expected -1, because a transfer that "
+                "holds links cannot be abandoned."
             )
         self.given.append(given)
         return IssueCost(filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1)
 
 
 def _have_links(costs: ProgramCosts) -> NDArray[np.bool_]:
-    """Which routes have links, and last, for -1, that none has not; to the engine a route without links is none."""
+    """Mark the routes that have links, with False appended for route -1; the engine treats others as no route."""
     return np.append(np.diff(costs.route_offsets) > 0, False)
 
 
 def _body_network(program: Program, costs: ProgramCosts) -> Network:
-    """The body for an engine in which every rank has all streams, and the controller one; routes as in the costs."""
+    """The body as a network in which every rank has all streams, and the controller has one; routes as in the costs."""
     unrolled, num_routes = unroll(program, costs, 1), len(costs.route_offsets) - 1
     network, part = unrolled.network, unrolled.layout.made[1]
     keys = np.array([stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams], np.int64)
@@ -218,7 +219,7 @@ def _finish(
     given: list[tuple[int, int]],
     network: GrowingNetwork,
 ) -> ControlledRun:
-    """The result in the order of the decided program. Raises DeadlockError if it was not finished."""
+    """Return the result in the order of the decided program. Raises DeadlockError if the run did not finish."""
     order = static_order(program, log)
     made = write_decided(program, log, np.full(log.issued.num_instructions, -1))
     cost_class, route = np.array(given, np.int32).reshape(-1, 2).T
@@ -245,7 +246,7 @@ def _finish(
 def _with_abandoned(
     costs: ProgramCosts, cost_class: NDArray[np.int32], took_ps: dict[int, int], num_body: int
 ) -> tuple[ProgramCosts, NDArray[np.int32]]:
-    """Costs in which each abandoned instruction has a class of its own, for what it took."""
+    """Add a class of its own for each abandoned instruction, with the time that it took."""
     if not took_ps:
         return costs, cost_class
     rows = np.array(list(took_ps)) - num_body
@@ -267,7 +268,7 @@ def _with_abandoned(
 def _raise_deadlock(
     program: Program, unrolled: Unrolled, end_ps: NDArray[np.int64], watched: NDArray[np.bool_]
 ) -> None:
-    """Raise DeadlockError, which names what the controller still waits for and streams that wait for it."""
+    """Raise DeadlockError that names what the controller waits for, and the streams that wait for the controller."""
     offsets = unrolled.network.stream_offsets
     ended = np.bincount(unrolled.stream[end_ps >= 0], minlength=len(offsets) - 1)
     try:
@@ -280,7 +281,7 @@ def _raise_deadlock(
         streams = [f"rank {stream.rank}, {stream.name}" for stream in idle]
         raise DeadlockError(
             f"{error} The controller waits for {_list([describe(program, unrolled, i) for i in missing])}"
-            + (f", and for the controller wait the streams that have ended: {_list(streams)}." if idle else ".")
+            + (f", and these ended streams wait for the controller: {_list(streams)}." if idle else ".")
         ) from None
 
 

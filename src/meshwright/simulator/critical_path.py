@@ -1,27 +1,27 @@
-"""Which chain of instructions makes a step as long as it is? Exact, in picoseconds, from the times of a simulation.
+"""Find the chain of instructions that determines the length of a step. Exact, in ps, from the times of a simulation.
 
-Every instruction i starts at the moment s(i) at which the last thing that it needs happens: the one before it in its
+Every instruction i starts at the moment s(i) at which the last of its preconditions happens: its predecessor in its
 stream ends, an awaited instruction ends, a mark is raised inside one, the last member of its collective arrives, or the
 transfer that holds its links ends. What happens at s(i) is *tight* for i. The chain is walked back from the instruction
 that ends last, each time to a tight one, until it reaches the beginning of the window:
 
     length = Σ (until(k) - max(s(k), begin)) = end - begin,     until(k) = s(k + 1)
 
-so its segments leave no gap and add up to the window. A mark cuts the instruction that raises it: what it does
-afterwards is not on the path. For a join that needs k of its waits the k-th that happens is tight, and no later one.
+so its segments leave no gap and add up to the window. A mark cuts the instruction that raises it: the work after the
+mark is not on the path. For a join that needs k of its waits the k-th that happens is tight, and no later one.
 
-Under ``fair`` contention nobody waits for a link: transfers that share one take longer, and so they stand on the path.
-How far such a transfer was when it raised a mark is not kept, so that its marks are tight when nothing else is.
+Under ``fair`` contention no transfer waits for a link: transfers that share one take longer, and so they are on the
+path. The progress of such a transfer when it raised a mark is not kept, so its marks are tight only if nothing else is.
 
-Where hosts issue beside their devices (`host_issue`), an instruction that ends later than the device could make it was
-issued late. Then the path follows the host: from that end back to the moment at which the host began with the
-instruction, and on through what it issued before, in the order of the stream, until it had waited for the device. Those
-segments are the host's.
+Where hosts issue asynchronously (`host_issue`), an instruction that ends later than the device alone would need was
+issued late. Then the path follows the host: from that end back to the moment at which the host began to issue the
+instruction, and through the instructions issued before, in the order of the stream, until the host had waited for the
+device. Those segments are the host's.
 
-Where several are tight, the order is total: the one before in the stream, then what is awaited, then the holder of a
-link; among equals the lowest instruction id. A collective stands on the path as the lowest of its members with a
-tight one. The search takes time linear in the number of instructions. Source: the critical path method (Kelley and
-Walker 1959), here on a schedule that is known, so that one walk suffices.
+Where several instructions are tight, the order is total: the predecessor in the stream, then awaited instructions, then
+the holder of a link; among equals the lowest instruction id. A collective is on the path as the lowest of its members
+with a tight instruction. The search takes time linear in the number of instructions. Source: the critical path method
+(Kelley and Walker 1959), here on a known schedule, so that one walk suffices.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Bound(IntEnum):
     HOST = 5
 
 
-# The compiled loops read plain numbers.
+# The compiled loops need plain numbers.
 BY_STREAM, BY_WAIT, BY_MARK, BY_LINK, BY_HOST = (
     int(b) for b in (Bound.STREAM, Bound.WAIT, Bound.MARK, Bound.LINK, Bound.HOST)
 )
@@ -70,9 +70,9 @@ class _Index(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CriticalPath:
-    """Segments in order of time: instruction ids, from when to when (ps), and the `Bound` of each; all of shape (k,).
+    """Segments in order of time: instruction ids, start and end (ps), and the `Bound` of each; all of shape (k,).
 
-    Each segment starts where the one before it ends. ``on_host`` (k,): whether it is its host that issues.
+    Each segment starts where the one before it ends. ``on_host`` (k,): whether the segment is the host's.
     """
 
     instruction: Ids
@@ -85,11 +85,11 @@ class CriticalPath:
 def find_critical_path(
     network: Network, start_ps: Times, end_ps: Times, window: tuple[int, int], hosts: IssuedRun | None = None
 ) -> CriticalPath:
-    """The critical path between two moments (ps), the second of which is the end of an instruction.
+    """Return the critical path between two moments (ps), the second of which is the end of an instruction.
 
-    ``start_ps`` and ``end_ps`` (n,) are the spans that the network's instructions took; ``hosts`` issued them. Raises
-    ProgramError if they are not those of this network: something starts when nothing that it needs has happened, or
-    nothing ends then.
+    ``start_ps`` and ``end_ps`` (n,) are the times of the network's instructions, ``hosts`` those of their hosts, if
+    any. Raises ProgramError if the times do not belong to this network: an instruction starts when none of its
+    preconditions happens, or none ends at the window's end.
     """
     begin, stop = window
     last = np.flatnonzero(end_ps == stop)[:1]
@@ -193,7 +193,7 @@ def _walk(
 
 @compiled
 def _is_late(network: Network, hosts: IssuedRun, end_ps: Times, i: int, until: int) -> bool:
-    """Whether its host decided when an instruction ended, or raised a mark."""
+    """Whether the host, not the device, determined the time of the end, or of the mark, of an instruction."""
     if until == end_ps[i]:
         return bool(hosts.is_late[i])
     for m in range(len(network.mark_instruction)):
@@ -204,7 +204,7 @@ def _is_late(network: Network, hosts: IssuedRun, end_ps: Times, i: int, until: i
 
 @compiled
 def _tight_member(network: Network, index: _Index, start_ps: Times, end_ps: Times, i: int) -> tuple[int, int, int]:
-    """``i``, or the lowest member of its collective with a tight instruction; that instruction, -1 for none; why."""
+    """Return ``i`` or the lowest member of its collective with a tight instruction; that one (-1: none); its bound."""
     c = network.resource[i] - (len(network.route_offsets) - 1)
     for is_known in (True, False):
         if c < 0:
@@ -221,9 +221,9 @@ def _tight_member(network: Network, index: _Index, start_ps: Times, end_ps: Time
 
 @compiled
 def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: bool) -> tuple[int, int]:
-    """What happens when ``i`` starts and lets it go on: the one before it, or what it waits for; -1 for none.
+    """Return the tight instruction of ``i``, its predecessor or one that it awaits, and the bound; -1 for none.
 
-    Of marks only those whose moment is known, or only those that may have been raised then.
+    Of marks, consider only those whose time is known (``is_known``), or only those whose time is not.
     """
     start = start_ps[i]
     stream = np.searchsorted(network.stream_offsets, i, side="right") - 1
@@ -242,7 +242,7 @@ def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: b
         if is_tight and (found < 0 or awaited < found):
             found, bound = awaited, BY_MARK if shift < 0 else BY_WAIT
         earlier += latest < start
-    # A join that had enough before it started did not wait for this one.
+    # A join that had enough waits before it started did not wait for this one.
     if found >= 0 and earlier >= need_of(network, i):
         return -1, BY_WAIT
     return found, bound
@@ -250,7 +250,7 @@ def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: b
 
 @compiled
 def _holder(network: Network, index: _Index, start: int, end_ps: Times, i: int) -> int:
-    """The lowest instruction that holds a link of ``i`` until ``start``; -1 for none."""
+    """Return the lowest instruction that holds a link of ``i`` until ``start``; -1 for none."""
     found, r = -1, route_of(network, i)
     if r < 0:
         return found

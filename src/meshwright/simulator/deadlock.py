@@ -1,10 +1,10 @@
-"""Why does a program stop? Names the shortest circle of instructions that wait for each other.
+"""Explain why a program stops: name the shortest cycle of instructions that wait for each other.
 
-A stream that stopped stands before an instruction p. It waits for each instruction a that p awaits and that never
-ended, and, where p is a member of a collective, for each member a that was never reached. If a is not what the stream
-of a stands before, it comes after that in stream order. So there is an edge from a stopped stream to the stream of
-each a, which has stopped too; from a join to all that it still waits for, for of these too few ever happen. No stopped
-stream is without one, and there are finitely many: they contain a circle.
+A stopped stream has a next instruction p. It waits for each instruction a that p awaits and that never
+ended, and, where p is a member of a collective, for each member a that was never reached. If a is not the next
+instruction of its stream, it comes later in that stream. So there is an edge from a stopped stream to the stream of
+each a, which has stopped too; from a join to all its open waits, because too few of these ever happen. Every stopped
+stream has an edge, and there are finitely many streams: they contain a cycle.
 The shortest is found by breadth-first search from each stream; among equals the one through the lowest stream.
 """
 
@@ -20,7 +20,7 @@ from meshwright.spec import DeadlockError, Program, instruction_name
 
 Ids = NDArray[np.int64]
 
-# Instructions of a circle that a message names; of a longer one it names the first.
+# Most instructions of a cycle that a message names; of a longer cycle it names the first ones.
 _MOST_NAMED = 16
 
 
@@ -29,7 +29,7 @@ def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: 
     offsets = unrolled.network.stream_offsets
     num_stuck = int((position < offsets[1:]).sum())
     if num_stuck:
-        # Every rank has a stream of each name, most of them for nothing.
+        # Every rank has a stream of each name, most of them empty.
         num_used = int((np.diff(offsets) > 0).sum())
         circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
         raise DeadlockError(
@@ -40,10 +40,10 @@ def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: 
 
 
 def find_circle(network: Network, stream_of: NDArray[np.int32], end_ps: Ids, position: Ids) -> list[tuple[int, int]]:
-    """The shortest circle as pairs (waiting, awaited) of instruction ids.
+    """Return the shortest cycle as pairs (waiting, awaited) of instruction ids.
 
-    ``waiting`` is what a stream stands before. ``awaited`` belongs to the stream of the next pair's ``waiting`` and is
-    that instruction or comes after it. At least one stream must have stopped before its end.
+    ``waiting`` is the next instruction of a stopped stream. ``awaited`` belongs to the stream of the next pair's
+    ``waiting`` and is that instruction or comes after it. At least one stream must have stopped before its end.
     """
     stuck = np.flatnonzero(position < network.stream_offsets[1:])
     number = np.full(len(position), -1)
@@ -57,12 +57,12 @@ def find_circle(network: Network, stream_of: NDArray[np.int32], end_ps: Ids, pos
 
 
 def _awaited(network: Network, end_ps: Ids, stopped: Ids) -> list[Ids]:
-    """For each instruction before which a stream stopped, what it waits for."""
+    """Return what each next instruction of a stopped stream waits for."""
     awaited = []
     for i in stopped.tolist():
         ids = awaited_instructions(network, network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]])
         left = ids[end_ps[ids] < 0]
-        # A join that had enough is stopped by what comes after its waits.
+        # A join with enough waits is not stopped by the others, but by its collective.
         awaited.append(left if len(ids) - len(left) < need_of(network, i) else left[:0])
     arrived = stopped[[not len(ids) for ids in awaited]]
     collective = collectives(network)
@@ -74,7 +74,7 @@ def _awaited(network: Network, end_ps: Ids, stopped: Ids) -> list[Ids]:
 
 @compiled
 def _shortest_circle(offsets: Ids, targets: Ids) -> Ids:
-    """The edges, in order, of a shortest circle of a graph in CSR form in which every node has an edge."""
+    """Return the edges, in order, of a shortest cycle of a graph in CSR form in which every node has an edge."""
     num_nodes = len(offsets) - 1
     best = np.empty(0, np.int64)
     queue, seen = np.empty(num_nodes, np.int64), np.full(num_nodes, -1, np.int64)
@@ -105,7 +105,7 @@ def _shortest_circle(offsets: Ids, targets: Ids) -> Ids:
 
 
 def _tell(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids, circle: list[tuple[int, int]]) -> str:
-    """'A waits for B, which comes after C, which waits for ... A'."""
+    """Return 'A waits for B, which comes after C, which waits for ... A'."""
     network = unrolled.network
     first = circle[0][0]
     text = describe(program, unrolled, first)
@@ -125,7 +125,7 @@ def _tell(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids, circ
 
 
 def _tell_need(program: Program, unrolled: Unrolled, end_ps: Ids, i: int) -> str:
-    """What a join needs, has and still waits for."""
+    """Return how many waits a join needs and has, and which are open; '' for other instructions."""
     network = unrolled.network
     ids = awaited_instructions(network, network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]])
     left = ids[end_ps[ids] < 0].tolist()
@@ -137,7 +137,7 @@ def _tell_need(program: Program, unrolled: Unrolled, end_ps: Ids, i: int) -> str
 
 
 def describe(program: Program, unrolled: Unrolled, i: int) -> str:
-    """The name of an instruction, its rank and its stream."""
+    """Return the name of an instruction, its rank and its stream."""
     stream, row = program.streams[unrolled.stream[i]], int(unrolled.source[i])
     for _, section in program.sections():
         if row < section.num_instructions:

@@ -1,7 +1,7 @@
-"""When does each instruction of ordered streams end? A worklist with a lazy heap; exact, int64 picoseconds.
+"""Find when each instruction of ordered streams ends, by a worklist with a lazy heap; exact, int64 picoseconds.
 
-The model, ``queued`` contention: an instruction may start when the one before it in its stream has ended and all
-that it waits for has happened (an instruction's end, or a mark: a moment inside its span). It then *requests* the
+The model, ``queued`` contention: an instruction may start when its predecessor in its stream has ended and all
+its waits have happened (an instruction's end, or a mark: a moment inside its span). It then *requests* the
 links of its route, all at once. Each link serves requests by (request time, stream); streams are numbered rank by
 rank. It starts at max(request, all links free) and holds them for its duration. A collective is one instruction per
 member; it requests when its last member has arrived, in the name of the lowest stream among the members, and all
@@ -9,24 +9,24 @@ members end together. A start is fixed at the request, so a link may idle while 
 for another.
 
 How it is computed:
-1. Run each stream until it meets a wait that is not known, an incomplete collective or a *shared* link.
+1. Run each stream until it meets a wait whose time is unknown, an incomplete collective or a *shared* link.
    Compute, waits, marks and private links need no order in time.
 2. A request for a shared link goes into a heap keyed (time, stream).
-3. Only when the worklist is empty, the smallest request is granted, and streams run on.
+3. Only when the worklist is empty, the smallest request is granted, and streams continue.
 
 Why that is exact: when the worklist is empty, every future event follows from some heap entry, so it cannot be
 earlier than the smallest key. The condition: holding a link, and a mark raised meanwhile, takes at least 1 ps
-(`check_costs` sees to it). A link is private when one stream takes part in every request for it (`unroll.py`), for
+(`check_costs` enforces it). A link is private when one stream takes part in every request for it (`unroll.py`), because
 then its requests form a chain. Source: our own experiments with worklist, event heap and recorded link order; tests
 compare with a plain event-driven simulation.
 
-An instruction that needs only k of its waits is a *join* (`joins.py`); open ones stand in the same heap. The ends that
+An instruction that needs only k of its waits is a *join* (`joins.py`); open ones are in the same heap. The ends that
 a controller watches have a heap of their own (`control.py`): the loop returns when the smallest of both is one of them.
 
-Where hosts issue beside their devices, an instruction ends no earlier than they allow (`host_issue.py`); both depend on
-what comes before in the stream, and are known when the stream comes to it.
+Where hosts issue asynchronously, an instruction ends no earlier than they allow (`host_issue.py`); the times of host
+and device depend only on earlier instructions of the stream, so both are known when the stream reaches it.
 
-``fair`` contention (`fair.py`) differs in what happens to requests for shared links, and in nothing else.
+``fair`` contention (`fair.py`) differs only in how requests for shared links are served.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ CONTENTIONS: tuple[Contention, ...] = get_args(Contention)
 
 
 def check_contention(contention: str) -> None:
-    """Raise ProgramError unless this is a model of contention."""
+    """Raise ProgramError if the model of contention is unknown."""
     if contention not in CONTENTIONS:
         raise ProgramError(
-            f"The model of contention {contention!r} was asked for{suggest(contention, CONTENTIONS)}; expected "
+            f"Unknown model of contention {contention!r}{suggest(contention, CONTENTIONS)}; expected "
             f"{' or '.join(CONTENTIONS)}."
         )
 
@@ -70,9 +70,9 @@ def check_contention(contention: str) -> None:
 class EngineRun(NamedTuple):
     """When each instruction ended, in ps, shape (n,), and where each stream stopped, shape (streams,).
 
-    A stream that stopped before its last instruction waits for ever; ends that are not known are negative.
-    ``shared_start_ps`` (n,) is when a transfer began that shared its links, else -1; None under ``queued``. ``network``
-    is the one that ran, in which waiting for hosts is a part of what instructions took.
+    A stream that stopped before its last instruction waits for ever; unknown ends are negative.
+    ``shared_start_ps`` (n,) is the start of each transfer that shared its links, else -1; None under ``queued``.
+    ``network`` is the one that ran; its durations include waiting for hosts.
     """
 
     end_ps: Times
@@ -81,7 +81,7 @@ class EngineRun(NamedTuple):
     network: Network
 
     def start_ps(self) -> Times:
-        """When each instruction began, shape (n,); it means nothing for those that never end."""
+        """Return when each instruction began, shape (n,); meaningless for those that never end."""
         start_ps = durations(self.network)
         np.subtract(self.end_ps, start_ps, out=start_ps)
         if self.shared_start_ps is None:
@@ -90,10 +90,10 @@ class EngineRun(NamedTuple):
 
 
 def run_network(network: Network, num_links: int, contention: Contention = "queued") -> EngineRun:
-    """Simulate until nothing happens any more."""
+    """Simulate until every stream has ended or stopped."""
     hosts, given = prepare_hosts(network), network
     if hosts is not None:
-        # Where in an instruction its marks lie depends on its host.
+        # The position of marks inside an instruction depends on its host.
         network = network._replace(mark_shift_ps=network.mark_shift_ps.copy())
     shift_ps, joins, sharing, num_marks = network.mark_shift_ps, prepare_joins(network), None, 0
     if contention == "fair":
@@ -108,7 +108,7 @@ def run_network(network: Network, num_links: int, contention: Contention = "queu
 
 
 def _start_ps(network: Network, end_ps: Times, hosts: Hosts) -> Times:
-    """When each instruction began: what a host issues when the device could begin."""
+    """Return when each instruction began; one issued by a host began when the device was ready for it."""
     is_issued = network.earliest_ps[network.cost_class] > 0
     return np.where(is_issued, hosts.ready_ps, end_ps - durations(network))
 
@@ -122,9 +122,9 @@ def run_streams(  # noqa: C901
     control: Control | None,
     hosts: Hosts | None,
 ) -> None:
-    """Let streams run until nothing happens any more, or a controller is to decide."""
-    # One loop, with arrays taken out of the tuples once: an array that is handed to a function in the innermost loop
-    # has its references counted each time, which made the loop ten times as slow. It is compiled apart with and without
+    """Run streams until all have ended or stopped, or a controller has to decide."""
+    # One loop, with arrays taken out of the tuples once: an array passed to a function in the innermost loop has its
+    # references counted each time, which made the loop ten times as slow. It is compiled separately with and without
     # sharing, joins, control and hosts: a network without them does not pay for them.
     offsets, cost_class, class_ps, wait_offsets, waits, mark_instruction, mark_shift, resource, num_private = network[
         :9
@@ -195,7 +195,7 @@ def run_streams(  # noqa: C901
                         begin = max(begin, time)
                     clock[stream] = begin + issue_ps[kind]
                     usual_end = time + class_ps[kind]
-                    # A sum that wraps around is found by its sign (`simulate`).
+                    # A sum that overflows is found by its sign (`simulate`).
                     time = max(usual_end, begin + earliest_ps[kind]) if usual_end >= 0 else usual_end
                     for place in range(first_mark[i], first_mark[i + 1]):
                         mark = marks[place]
@@ -242,7 +242,7 @@ def run_streams(  # noqa: C901
 
 @compiled
 def _take_links(offsets: Ids, links: Column, free: Times, route: int, time: int, duration: int) -> int:
-    """Hold the links of a route for a duration from the first moment at which all are free; return its end."""
+    """Hold the links of a route for ``duration`` from the first moment at which all are free; return its end."""
     for q in range(offsets[route], offsets[route + 1]):
         time = max(time, free[links[q]])
     time += duration

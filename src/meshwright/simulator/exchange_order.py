@@ -1,9 +1,9 @@
-"""Write the sequence of an exchange into a plan: priorities on the virtual clock of the estimated program.
+"""Find the order in which a plan's gradient parts are sent, on the virtual clock of the estimated program.
 
-When the parts of a step are ready follows from the backwards alone, for all forwards of a step come before. So one
-simulated step tells it, and the sequence found for it is that of every step. The policy (`program.priorities`, or
-a function of the user's) gets what the clock says, its answer is data of the plan, and both interpreters read the
-program made from it.
+All forwards of a step come before its backwards, so the times at which parts are ready follow from the backwards alone.
+One simulated step gives them, and the sequence found for it holds for every step. The policy (`program.priorities`, or
+a user's function) receives these times; its answer becomes data of the plan (``exchange.sequence``), and simulator and
+runtime both read the program made from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.simulator.simulate import SimulatedRun, run_program
 from meshwright.spec import Cluster, Graph, Plan, PlanError, Program
 from meshwright.spec.instructions import SUMS
 
-# What a user writes: parts of one group → their indices in the order in which they are to leave.
+# A user's function: parts of one group → their indices in the order in which they are to be sent.
 OwnOrder = Callable[[Sequence[ReadyPart]], Iterable[int]]
 
 
@@ -37,11 +37,11 @@ def schedule_exchange(
     cost: CostModel | None = None,
     own_order: OwnOrder | None = None,
 ) -> Plan:
-    """The plan with the sequence of its exchange: the nearest to the input first, or as ``own_order`` has it.
+    """Return the plan with the sequence of its exchange: nearest to the input first, or by ``own_order``.
 
-    ``credit_bytes`` may be under way at once; 0 admits one part after the other. With servers, parts are taken to leave
-    as fast as all-reduces would sum them. Raises PlanError as `build_program`, and if an own order has not every part
-    once.
+    At most ``credit_bytes`` are in flight at once; 0 sends one part after the other. With servers, parts are assumed to
+    take as long as all-reduces of them. Raises PlanError as `build_program`, and if ``own_order`` does not return every
+    part once.
     """
     parts = ready_parts(plan, graph, cluster, cost=cost)
     groups: dict[tuple[int, ...], list[ReadyPart]] = {}
@@ -61,7 +61,7 @@ def schedule_exchange(
 
 
 def _follow(own_order: OwnOrder, parts: list[ReadyPart]) -> list[tuple[int, int]]:
-    """(moment, index) of each part in a user's order, one after the other as they are ready."""
+    """Return (moment, index) of each part in a user's order, sent one after the other as they become ready."""
     known = {part.index: part for part in parts}
     answer: Any = own_order(tuple(parts))
     order = list(answer) if isinstance(answer, Iterable) else None
@@ -79,7 +79,7 @@ def _follow(own_order: OwnOrder, parts: list[ReadyPart]) -> list[tuple[int, int]
 
 
 def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> list[ReadyPart]:
-    """When each part of the plan's exchange is ready on all of its ranks, and what it takes."""
+    """Return when each part of the plan's exchange is ready on all of its ranks, and its duration."""
     first = replace(plan, exchange=replace(plan.exchange, sequence=(), across_steps=False, servers=()))
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(first, graph)
@@ -93,7 +93,7 @@ def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel |
     ready_ps, duration_ps = np.zeros(len(parts.bucket), np.int64), np.zeros(len(parts.bucket), np.int64)
     np.maximum.at(ready_ps, body.peer[sums], ready)
     duration_ps[body.peer[sums]] = costs.duration_ps[costs.body.cost_class[sums]]
-    # A stage's first buckets to be ready are those of its last layers.
+    # The first buckets of a stage to be ready are those of its last layers.
     order = sorted(range(len(buckets)), key=lambda index: (min(buckets[index].stages), -index))
     urgency = np.empty(len(buckets), np.int64)
     urgency[order] = np.arange(len(buckets))
@@ -111,7 +111,7 @@ def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel |
 
 
 def _ready_ps(program: Program, run: SimulatedRun, sums: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When all that each of some instructions waits for has happened; a body alone keeps its ids."""
+    """Return when all waits of each given instruction have happened; ids are those of the body, the only section."""
     body, network = program.body, run.network
     marks = run.end_ps[network.mark_instruction] + network.mark_shift_ps
     moments = np.concatenate([run.end_ps, marks])

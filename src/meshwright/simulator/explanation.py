@@ -1,7 +1,7 @@
-"""Why does a step of a plan take as long as it does, and what would help? Its critical path, and its levers.
+"""Explain why a step of a plan takes as long as it does, by its critical path, and what would shorten it, by levers.
 
-The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last. Of a
-schedule that never flushes it is the last one before the pipeline empties; `simulate_plan` tells the mean of several.
+The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last. For an
+asynchronous schedule it is the last one before the pipeline empties; `simulate_plan` gives the mean of several.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshwright.spec import Cluster, Graph, Placement, Plan, Program, Timeline, 
 class StepExplanation:
     """What bounds a step.
 
-    ``path`` holds the spans of the critical path in order of time, cut to what is on it, from time 0 to the step time;
-    ``bounds[k]`` says what span k waited for last. ``levers`` are the classes of work on it.
+    ``path`` holds the spans on the critical path in order of time, cut to the parts that are on it, from time 0 to the
+    step time; ``bounds[k]`` says what span k waited for last. ``levers`` are the classes of work on the path.
     """
 
     step_time_s: float
@@ -64,7 +64,7 @@ def explain_program(
     check_contention(contention)
     check_costs(program, costs)
     steps, drains = steady_steps(program)[0], program.epilogue.num_instructions > 0
-    # Hosts that are fast enough are ahead of a steady step.
+    # Fast enough hosts run ahead of a steady step, so it is simulated without them first.
     for given in (costs.with_hosts_ahead(), costs):
         unrolled = unroll(program, given, steps)
         network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, contention)
@@ -72,7 +72,7 @@ def explain_program(
         if given is costs or not hosts_bind(program, costs, stop - begin):
             break
     columns = instruction_columns(program, unrolled)
-    # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
+    # A receive's span shows the arrival of its bytes; the receive itself runs when they have arrived.
     start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
     hosts = issued_run(unrolled.network, network, start_ps)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop), hosts)

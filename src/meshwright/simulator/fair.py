@@ -1,23 +1,24 @@
-"""``fair`` contention: transfers that share links are under way together, at max-min fair rates.
+"""``fair`` contention: transfers that share links run at the same time, at max-min fair rates.
 
 The model, in whole picoseconds. A transfer that takes d alone (its duration under ``queued``) has the work d. It begins
-at its request, when its stream, or the last member of its collective, has arrived: nobody queues. At rate x
+at its request, when its stream, or the last member of its collective, has arrived, without queueing. At rate x
 (`sharing.py`) it does the work x t in the time t, and it ends when the work is done; a mark with the offset o into it
 is raised when the work o is done:
 
     left(t + dt) = left(t) - x dt;    end: the first whole ps with left <= 0;    mark: the first with left <= d - o.
 
-A **moment** is a time at which something happens to a shared link. In it, ends and marks come first, then all that
-follows at the same time, then the transfers that begin; at last the rates, once, from the set of those under way. So
-what happens at one time needs no order, and the result is the same for any numbering of ranks, streams and links.
+A **moment** is a time at which something happens to a shared link. In it, ends and marks come first, then everything
+that follows at the same time, then the transfers that begin; finally the rates are computed once, from the set of
+running transfers. So events at one time need no order, and the result does not depend on the numbering of ranks,
+streams and links.
 
-Work is counted in 1 / `UNITS` ps as a pair (whole ps, parts), rates are whole multiples of 1 / UNITS: nothing is
-rounded but rates (down, see `sharing.py`) and moments (up to the next ps).
+Work is counted in 1 / `UNITS` ps as a pair (whole ps, parts), rates are whole multiples of 1 / UNITS: only rates are
+rounded (down, see `sharing.py`) and moments (up to the next ps).
 
-What is computed when: streams run ahead through computations and waits like under ``queued`` (`engine.py`); their
-requests wait in the same heap. A second heap holds when each transfer next ends or raises a mark, at the present rates;
-entries that a new rate made wrong are dropped when they come up. A mark of a shared transfer is an instruction of its
-own for those who wait, number n + k behind the n instructions.
+Streams run ahead through computations and waits as under ``queued`` (`engine.py`); their requests wait in the same
+heap. A second heap holds the *stops*: when each transfer next ends or raises a mark, at the present rates; entries that
+a new rate made wrong are dropped when they reach the top. A mark of a shared transfer is an instruction of its own for
+its waiters, number n + k after the n instructions.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from meshwright.simulator.sharing import (
 )
 from meshwright.simulator.waiters import Ids, Times, finish, resume
 
-# Stops of a transfer that the heap may hold on average before stale ones are thrown out.
+# Stops of a transfer that the heap may hold on average before stale ones are removed.
 _STOPS_PER_STREAM = 4
 _NO_STOP = -1
-# Places in `Sharing.clock`.
+# Indices into `Sharing.clock`.
 NOW, NUM_STOPS = 0, 1
 
 
 class Sharing(NamedTuple):
-    """What is under way, and what is to come of it.
+    """The running transfers and their coming stops.
 
-    ``start_ps`` (n,) is when an instruction with a shared route began, else -1. ``mark_transfer`` and ``mark_left`` say
-    of which instruction mark k is, and how much work is left when it is raised; ordered by both, most work first.
+    ``start_ps`` (n,) is when an instruction with a shared route began, else -1. ``mark_transfer[k]`` is the instruction
+    that raises mark k, ``mark_left[k]`` the work left then; sorted by both, most work first.
     ``stops_time`` and ``stops_stream`` are the heap of stops; ``clock`` holds the moment and the size of that heap.
-    Mark k is number ``first_mark`` + k for those who wait.
+    Waiters see mark k as instruction ``first_mark`` + k.
     """
 
     start_ps: Times
@@ -71,7 +72,7 @@ class Sharing(NamedTuple):
 
 
 def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]:
-    """The network with marks of shared transfers as instructions of their own, and nothing under way yet."""
+    """Return the network with marks of shared transfers as instructions of their own, and an empty `Sharing`."""
     num_streams = len(network.stream_offsets) - 1
     capacities, leader = np.zeros(num_streams, np.int64), np.zeros(len(network.collective_size), np.int64)
     _find_transfers(network, capacities, leader)
@@ -91,7 +92,7 @@ def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]
 
 @compiled
 def _find_transfers(network: Network, capacities: Ids, leader: Ids) -> None:
-    """The most links of a shared transfer of each stream, and the member of each collective in whose name it is."""
+    """Find the most links of a shared transfer of each stream, and the member that leads each collective."""
     offsets, num_routes = network.stream_offsets, len(network.route_offsets) - 1
     for stream in range(len(capacities)):
         for i in range(offsets[stream], offsets[stream + 1]):
@@ -104,9 +105,9 @@ def _find_transfers(network: Network, capacities: Ids, leader: Ids) -> None:
 
 
 def _number_marks(network: Network, leader: Ids) -> tuple[Network, Ids, Times]:
-    """Marks of shared transfers that are awaited get numbers from n on; of which transfer, and work left, in order.
+    """Number the awaited marks of shared transfers from n on. Return the transfer and the work left of each, sorted.
 
-    A collective is known by its leader.
+    The transfer of a collective is its leader's instruction.
     """
     num_routes, raiser = len(network.route_offsets) - 1, network.mark_instruction
     collective = network.resource[raiser] - num_routes
@@ -137,9 +138,9 @@ def run_moments(
     control: Control | None,
     num_requests: int,
 ) -> tuple[int, int]:
-    """Go from moment to moment until streams can run on; return their number and that of the requests left.
+    """Advance from moment to moment until streams can continue; return their number and that of the requests left.
 
-    No streams: nothing is under way any more, or a controller is to decide at the moment that has come.
+    The first is 0 if no transfer runs any more, or a controller has to decide at the present moment.
     """
     start_ps, mark_transfer, mark_left, stops_time, stops_stream, clock, flows, first_mark = sharing
     transfers, links, crossings, changed, reached, connected, counts = flows
@@ -192,7 +193,7 @@ def run_moments(
 
 @compiled
 def _raise_mark(state: NetworkState, joins: Joins | None, mark: int, now: int, top: int) -> int:
-    """Let those run on who wait for a mark; return the new top of the stack."""
+    """Resume the waiters of a mark; return the new top of the stack."""
     if joins is None:
         return finish(state.end_ps, mark, now, state.next_waiter, state.stack, top)
     return finish_for_joins(joins, state.end_ps, mark, now, state.next_waiter, state.stack, top)
@@ -202,7 +203,7 @@ def _raise_mark(state: NetworkState, joins: Joins | None, mark: int, now: int, t
 def _close_joins(
     network: Network, state: NetworkState, joins: Joins | None, now: int, num_requests: int, top: int
 ) -> tuple[int, int]:
-    """Let the joins go on whose time has come; they stand before the requests of the same time."""
+    """Close the joins whose time has come; they come before the requests of the same time."""
     if joins is not None:
         position, cursor, ready_ps, _, stack, heap_time, heap_stream = state[1:8]
         while num_requests > 0 and heap_time[0] == now and heap_stream[0] < 0:
@@ -222,7 +223,7 @@ def _find_moment(
     heap_time: Times,
     num_requests: int,
 ) -> bool:
-    """Set the clock to the next moment, if there is one, and say whether anything but an event happens at it."""
+    """Set the clock to the next moment, if any; return whether it is a moment of links, not a controller's event."""
     while clock[NUM_STOPS] > 0 and transfers[stops_stream[0]]["stop_ps"] != stops_time[0]:
         clock[NUM_STOPS] = pop(stops_time, stops_stream, clock[NUM_STOPS])
     moment = heap_time[0] if num_requests > 0 else NEVER
@@ -241,7 +242,7 @@ def _find_moment(
 def _note_start(
     start_ps: Times, collective: int, stream: int, now: int, position: Ids, members: Ids, next_waiter: Ids
 ) -> None:
-    """A transfer, or all members of a collective, begin now."""
+    """Record that a transfer, or all members of a collective, begin now."""
     member = stream if collective < 0 else members[collective]
     while member >= 0:
         start_ps[position[member]] = now
@@ -250,7 +251,7 @@ def _note_start(
 
 @compiled
 def _begin(transfer: Record, i: int, work_ps: int, now: int, mark_transfer: Ids) -> None:
-    """All work is left; the rate comes at the end of the moment."""
+    """Start a transfer with all its work left; its rate is set at the end of the moment."""
     transfer["left_ps"], transfer["left_parts"] = work_ps, 0
     transfer["since_ps"], transfer["speed"] = now, 0
     transfer["next_mark"] = np.searchsorted(mark_transfer, i) if len(mark_transfer) else 0
@@ -258,7 +259,7 @@ def _begin(transfer: Record, i: int, work_ps: int, now: int, mark_transfer: Ids)
 
 @compiled
 def _change_speed(transfer: Record, now: int, i: int, mark_transfer: Ids, mark_left: Times) -> None:
-    """Work on at the rate of the last filling."""
+    """Continue at the rate of the last filling."""
     _work(transfer, now)
     transfer["speed"] = transfer["rate"]
     _find_stop(transfer, i, mark_transfer, mark_left)
@@ -266,9 +267,9 @@ def _change_speed(transfer: Record, now: int, i: int, mark_transfer: Ids, mark_l
 
 @compiled
 def _work(transfer: Record, now: int) -> None:
-    """Do the work from `since_ps` until now."""
+    """Subtract the work done from `since_ps` until now."""
     passed, speed = now - transfer["since_ps"], transfer["speed"]
-    # In two parts, so that no product leaves 64 bits however long a transfer is.
+    # In two parts, so that no product exceeds 64 bits for any length of transfer.
     parts = speed * (passed % UNITS)
     left_parts = transfer["left_parts"] - parts % UNITS
     transfer["left_ps"] -= speed * (passed // UNITS) + parts // UNITS + (left_parts < 0)
@@ -284,7 +285,7 @@ def _is_left(transfer: Record) -> bool:
 
 @compiled
 def _marks_raised(transfer: Record, i: int, mark_transfer: Ids, mark_left: Times) -> int:
-    """The number of the first mark that is not raised, of this transfer or the next."""
+    """Return the index of the first mark that is not yet raised, of this transfer or the next."""
     left = transfer["left_ps"] + (transfer["left_parts"] > 0)
     k = transfer["next_mark"]
     while k < len(mark_left) and mark_transfer[k] == i and left <= mark_left[k]:
@@ -294,7 +295,7 @@ def _marks_raised(transfer: Record, i: int, mark_transfer: Ids, mark_left: Times
 
 @compiled
 def _find_stop(transfer: Record, i: int, mark_transfer: Ids, mark_left: Times) -> None:
-    """When does a transfer end or raise its next mark at its present rate?"""
+    """Compute when a transfer ends or raises its next mark at its present rate."""
     k, until = transfer["next_mark"], 0
     if k < len(mark_left) and mark_transfer[k] == i:
         until = mark_left[k]
@@ -306,7 +307,7 @@ def _find_stop(transfer: Record, i: int, mark_transfer: Ids, mark_left: Times) -
 
 @compiled
 def _push_stop(transfers: Records, stops_time: Times, stops_stream: Ids, clock: Ids, stream: int) -> None:
-    """Put the stop of a transfer into the heap; if that is full, build it anew from the stops that hold."""
+    """Push the stop of a transfer onto the heap; if the heap is full, rebuild it from the valid stops."""
     if clock[NUM_STOPS] < len(stops_time):
         stop_ps = transfers[stream]["stop_ps"]
         clock[NUM_STOPS] = push(stops_time, stops_stream, clock[NUM_STOPS], stop_ps, stream)

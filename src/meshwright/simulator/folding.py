@@ -1,18 +1,18 @@
-"""Which pipelines of a plan are alike, so that one of each kind is simulated for all (`program.folding`)?
+"""Find identical pipelines of a plan, so that only one of each class is simulated (`program.folding`).
 
-Two pipelines p and q are alike when everything that the simulator asks of a rank or a link has one answer for both:
+Two pipelines p and q are identical if every fact that the simulator reads of a rank or a link is the same for both:
 
     devices      stage by stage, the same kind of device in the same kind of node
     messages     pair by pair of stages: inside a node or not, and how far apart there (`cost.collectives.groups`)
     links        the messages of p share links among each other where those of q do
-    sums         the rings of the same sums of gradients lie on a link of p and on that link's counterpart in q
-    work         as many microbatches
+    sums         the rings of the same gradient sums use a link of p and that link's counterpart in q
+    work         the same number of microbatches
 
-and for all pipelines of a plan: no two of them send over one link, so that none delays another, and their ranks are in
-one order (a link that is wanted by two at the same picosecond goes to the lower rank). Pipelines then differ in nothing
-while all is symmetric, and remain so by induction over the requests for links. One thing breaks the symmetry, and
-shows only when the clock runs: a message and a sum of gradients that want one link at the same picosecond, for the sum
-asks in the name of its lowest rank alone. `breaks_symmetry` finds that, and then nothing is folded.
+and for all pipelines of a plan: no two of them send over one link, so that none delays another, and their ranks have
+the same order (a link that two request at the same picosecond goes to the lower rank). Pipelines then behave the same
+while everything is symmetric, and remain so by induction over the requests for links. One case breaks the symmetry, and
+shows only in the run: a message and a gradient sum that request one link at the same picosecond, because the sum
+requests in the name of its lowest rank alone. `breaks_symmetry` finds that, and then nothing is folded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from meshwright.spec import Cluster, Graph, Plan, slice_graph
 
 Ids = NDArray[np.int64]
 
-# Their pipelines meet in sums of gradients alone, and the rank of a computation does not matter to its order.
+# In these schedules pipelines interact in gradient sums alone, and the order of computations does not depend on ranks.
 _FOLDED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe-v")
 
 
 def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
-    """The fold of a plan that fits graph and cluster; None where no two pipelines are alike."""
+    """Return the fold of a plan that matches graph and cluster; None if no two pipelines are identical."""
     counts = {len(stage.ranks) for stage in plan.stages}
     if (
         plan.schedule not in _FOLDED
@@ -64,7 +64,7 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
         columns.node_kind[ranks],
         columns.kind[ranks],
         np.where(inside, targets - sources, 0),
-        # Where the link of each message was met first.
+        # The position at which the link of each message occurs first.
         np.where(links >= 0, (first // ranks.shape[1])[inverse], -1),
         _sums_on_links(plan, graph, cluster, known)[inverse],
         np.arange(ranks.shape[1])[None] < plan.num_microbatches % ranks.shape[1],
@@ -77,20 +77,20 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
 
 
 def _meets_in_sums_alone(plan: Plan) -> bool:
-    """Whether all ranks that hold a bucket meet at once, whoever they are."""
+    """Whether all ranks that hold a bucket are reduced in one collective, regardless of their numbers."""
     is_hybrid = plan.exchange.shard_optimizer and plan.exchange.shard_size > 0
     return not plan.exchange.servers and plan.exchange.algorithm != "hierarchical" and not is_hybrid
 
 
 def _order_of_ranks(ranks: Ids) -> Ids | None:
-    """The place of each stage's rank among those of its pipeline; None if a rank is in two, or their orders differ."""
+    """Return each stage rank's order within its pipeline; None if a rank is in two pipelines, or the orders differ."""
     apart = len(np.unique(ranks)) == sum(len(np.unique(column)) for column in ranks.T)
     order = np.stack([np.unique(column, return_inverse=True)[1] for column in ranks.T], axis=1)
     return order if apart and bool((order == order[:, :1]).all()) else None
 
 
 def _messages(plan: Plan, graph: Graph, ranks: Ids) -> tuple[Ids, Ids]:
-    """Who sends to whom in each pipeline, with every microbatch: two arrays of shape (messages, replicas)."""
+    """Return sources and targets of each pipeline's messages per microbatch: two arrays (messages, replicas)."""
     pairs: list[tuple[int, int]] = []
     for channel in (channel for stage in slice_graph(graph, plan.bounds) for channel in stage.outgoing):
         pairs.append((channel.source, channel.target))
@@ -101,7 +101,7 @@ def _messages(plan: Plan, graph: Graph, ranks: Ids) -> tuple[Ids, Ids]:
 
 
 def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> Ids:
-    """A number for the set of rings of groups that sum gradients on each of some links, shape (links,); 0 for none."""
+    """Number the set of groups whose gradient rings use each given link, shape (links,); 0 for the empty set."""
     buckets = gradient_buckets(graph, plan) if graph.mode == "training" else ()
     groups = [np.array(ranks) for ranks in dict.fromkeys(bucket.ranks for bucket in buckets)]
     sets = np.zeros(len(links), np.int64)
@@ -122,7 +122,7 @@ def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> Id
 
 
 def breaks_symmetry(network: Network, end_ps: Times, num_links: int) -> bool:
-    """Whether a message and a sum of gradients requested one link at the same picosecond."""
+    """Whether a message and a gradient sum requested one link at the same picosecond."""
     shared = uses_shared_links(network)
     wanting = np.flatnonzero(shared)
     collective, arrival_ps = collectives(network)[wanting], find_arrivals(network, end_ps, shared)[wanting]

@@ -1,9 +1,9 @@
 """A network that a controller extends: instructions are appended to its streams between runs of the engine.
 
-Instruction ids are handles (`spec.control`); under ``fair``, ids of marks stand between those of the body and of what
-is issued. Every column has room for more than is there, and is copied into one of twice the length when it is full.
-All routes count as shared, for nobody knows what will want them; that changes no time. The last stream is the
-controller's own and always empty: it is there to run whenever the loop goes on, so that links are given where nothing
+Instruction ids are handles (`spec.control`); under ``fair``, ids of marks lie between those of the body and those of
+issued instructions. Every column has spare room, and is copied into one of twice the length when it is full.
+All routes count as shared, because later issues may use any of them; that changes no time. The last stream is the
+controller's own and always empty: it runs whenever the loop continues, so that links are granted even if nothing
 was issued.
 """
 
@@ -29,13 +29,13 @@ from meshwright.simulator.waiters import GRANTED, Column, Times
 from meshwright.spec.control import Decision
 
 Number = TypeVar("Number", bound=np.generic)
-# A named tuple of columns.
+# A named tuple of array columns.
 Columns = TypeVar("Columns", bound=Any)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssueCost:
-    """What was filed, with its cost class and route."""
+    """A filed issue, with its cost class and route."""
 
     filed: Filed
     cost_class: int
@@ -43,7 +43,7 @@ class IssueCost:
 
 
 class _Sizes(NamedTuple):
-    """How much of everything there is, or there is room for; ``need`` is the most that a join needs of its waits."""
+    """Number of entries used or reserved of each kind; ``need`` is the most waits that a join needs."""
 
     instructions: int
     waits: int
@@ -54,12 +54,12 @@ class _Sizes(NamedTuple):
 
 
 class GrowingNetwork:
-    """Streams that run until the next event, and can be extended then. ``network`` has room for the controller's."""
+    """Streams that run until the next event and can be extended then. ``network`` includes the controller's stream."""
 
     def __init__(self, network: Network, num_links: int, contention: Contention) -> None:
         num_body, num_waits = len(network.cost_class), len(network.waits)
         num_marks, num_streams = len(network.mark_instruction), len(network.stream_offsets) - 1
-        # Waits of nobody for every mark: under `fair` they get numbers, by which what is issued waits for them.
+        # Waits without a waiter for every mark: under `fair` marks get numbers by which issued instructions await them.
         every_mark = ~np.arange(num_marks, dtype=np.int32)
         network = network._replace(waits=np.concatenate([network.waits, every_mark]), num_private=0)
         self._joins = make_joins(network)
@@ -82,7 +82,7 @@ class GrowingNetwork:
         self._last = np.where(is_empty, -1, last).tolist()
         state = fresh_state(network, num_links, self._count - num_body)
         state.position[is_empty] = NO_MORE
-        # A stream has one request or open join; joins may stand there with times that have changed since.
+        # A stream has one request or open join; joins may be there several times, with times that have changed since.
         heap_time, heap_stream = np.empty((2, 2 * num_streams), np.int64)
         self._state = state._replace(heap_time=heap_time, heap_stream=heap_stream)
         self._network = network._replace(stream_offsets=np.full(num_streams + 1, NO_MORE))
@@ -100,7 +100,7 @@ class GrowingNetwork:
         self._runnable = np.flatnonzero(~is_empty)[::-1].tolist()
 
     def extend(self, estimated: Sequence[IssueCost], decision: Decision, now_ps: int) -> None:
-        """Carry a decision out: watch instructions of the body, set timers, append what was issued."""
+        """Carry out a decision: watch instructions of the body, set timers, append issued instructions."""
         if decision.watch or decision.timers or decision.abandon:
             more = len(decision.watch) + len(decision.timers) + len(decision.abandon)
             self._reserve(self._used._replace(events=self._used.events + more))
@@ -114,7 +114,7 @@ class GrowingNetwork:
             self._issue(estimated, now_ps)
 
     def run(self) -> None:
-        """Go on until the next event has come, or nothing happens any more."""
+        """Continue until the next event, or until every stream has ended or stopped."""
         controllers_own = len(self._last) - 1
         runnable = [controllers_own, *self._runnable]
         self._state.stack[: len(runnable)] = runnable
@@ -123,9 +123,9 @@ class GrowingNetwork:
         run_streams(self._network, self._state, self._sharing, self._joins, self._control, None)
 
     def next_event(self) -> tuple[int, int] | None:
-        """Take the event that has come: its moment, and the handle that ended, or ``FIRST_TIMER`` + k for timer k.
+        """Pop the present event: its moment, and the handle that ended, or ``FIRST_TIMER`` + k for timer k.
 
-        Streams run on meanwhile from ends that nobody is asked about.
+        Ends that the controller does not watch only let their streams continue.
         """
         control, state = self._control, self._state
         while control.counts[EVENTS]:
@@ -136,25 +136,25 @@ class GrowingNetwork:
             stream = number + len(state.position)
             if self._is_computing(stream) and state.ready_ps[stream] == time:
                 self._runnable.append(stream)
-            # An end that was brought forward has kept the loop from going on, too.
+            # An end that was brought forward has stopped the loop, too.
             self.run()
         return None
 
     def durations(self) -> dict[int, int]:
-        """What abandoned computations took, in ps, by handle."""
+        """Return the durations of abandoned computations in ps, by handle."""
         class_ps, cost_class = self._network.class_ps, self._network.cost_class
         return {self._handle(i): int(class_ps[cost_class[i]]) for i in self._abandoned}
 
     def ends(self) -> Times:
-        """When each instruction ended, by handle; negative for what never did."""
+        """Return when each instruction ended, by handle; negative for those that never did."""
         return self._by_handle(self._state.end_ps)
 
     def cost_classes(self) -> Column:
-        """By handle."""
+        """Return the cost class of each instruction, by handle."""
         return self._by_handle(self._network.cost_class)
 
     def starts(self) -> Times:
-        """When each instruction began, by handle; it means nothing for those that never end."""
+        """Return when each instruction began, by handle; meaningless for those that never end."""
         start_ps: Times = self.ends() - self._network.class_ps[self.cost_classes()]
         if self._sharing is None:
             return start_ps
@@ -163,14 +163,14 @@ class GrowingNetwork:
 
     @property
     def is_done(self) -> bool:
-        """Whether every stream has come to its end."""
+        """Whether every stream has reached its end."""
         return bool((self._state.position == NO_MORE).all())
 
     @property
     def has_overflown(self) -> bool:
-        """Whether an instruction ended later than times can say, or streams stopped that may have waited for one.
+        """Whether a time exceeded 64 bits, or streams stopped that may have waited for such a time.
 
-        What has not ended has who waits for it there, in 32 bits.
+        The end of an unfinished instruction holds its first waiter instead, which is negative as an overflow is.
         """
         if self.is_done:
             return bool((self.ends() < 0).any())
@@ -194,7 +194,7 @@ class GrowingNetwork:
         return i != NO_MORE and bool(self._control.is_open[i]) and state.cursor[stream] == GRANTED
 
     def _abandon(self, i: int, now_ps: int) -> None:
-        """Let a computation end now, or take no time when its turn comes."""
+        """End a computation now, or let it take no time when its turn comes."""
         state, network, stream = self._state, self._network, self._stream_of[i]
         if state.end_ps[i] >= 0:
             return
@@ -246,7 +246,7 @@ class GrowingNetwork:
         self._last[filed.stream] = i
 
     def _join_collective(self, item: IssueCost) -> int:
-        """Count a member in; the lowest gives the collective its route. Returns what stands for it as a resource."""
+        """Add a member; the lowest gives the collective its route. Return the resource number of the collective."""
         number = self._num_body_collectives + item.filed.collective
         network = self._network
         if number >= self._num_collectives:
@@ -258,7 +258,7 @@ class GrowingNetwork:
         return len(network.route_offsets) - 1 + number
 
     def _reserve(self, used: _Sizes) -> None:
-        """Make room for so much."""
+        """Grow the columns, if necessary, to hold ``used`` entries."""
         self._used = used
         if all(map(le, used, self._room)):
             return
@@ -282,7 +282,7 @@ class GrowingNetwork:
 
 
 def _longer(columns: Columns, size: int, *names: str, fill: int = 0) -> Columns:
-    """The same with room for ``size`` entries in some columns; what is new holds ``fill``."""
+    """Return the tuple with at least ``size`` entries in the named columns; new entries hold ``fill``."""
     grown = {}
     for name in names:
         column = getattr(columns, name)
@@ -294,7 +294,7 @@ def _longer(columns: Columns, size: int, *names: str, fill: int = 0) -> Columns:
 
 
 def _with_needs(joins: Joins, need: int) -> Joins:
-    """The same with room for the ``need`` smallest moments of the open join of each stream."""
+    """Return the joins with room for the ``need`` smallest moments of the open join of each stream."""
     sizes = np.diff(joins.smallest_offsets, append=len(joins.smallest_ps))
     need = max(need, int(sizes.max()))
     smallest_ps = np.empty((len(sizes), need), np.int64)
@@ -304,7 +304,7 @@ def _with_needs(joins: Joins, need: int) -> Joins:
 
 
 def _share_all(network: Network, num_links: int) -> tuple[Network, Sharing]:
-    """As `prepare_sharing`, for streams to which a transfer over any route may be appended."""
+    """Like `prepare_sharing`, for streams to which a transfer over any route may be appended."""
     longest = int(np.diff(network.route_offsets).max(initial=0))
     network, sharing = prepare_sharing(network, num_links)
     return network, sharing._replace(flows=make_flows(np.full(len(sharing.flows.transfers), longest), num_links))

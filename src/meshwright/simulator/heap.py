@@ -30,7 +30,7 @@ def push(times: NDArray[np.int64], streams: NDArray[np.int64], size: int, time: 
 
 @compiled
 def pop(times: NDArray[np.int64], streams: NDArray[np.int64], size: int) -> int:
-    """Remove the first entry; read it from position 0 before."""
+    """Remove the first entry; read it from index 0 before the call."""
     size -= 1
     time = times[size]
     stream = streams[size]

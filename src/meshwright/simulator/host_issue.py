@@ -1,18 +1,18 @@
-"""Hosts that issue what their devices compute, beside them: when is an instruction issued, and when does it end then?
+"""Hosts that issue work to their devices asynchronously: when is an instruction issued, and when does it end then?
 
-One thread of a rank's host issues all that the rank computes, in the order of its compute stream, and waits for the
-device only where the program says so (`program_estimate`: where an update depends on a number that the host reads). Let
-an instruction take the host H and the device D, and let it end E after the host began with it at the earliest
+One thread of a rank's host issues everything that the rank computes, in the order of its compute stream. It waits for
+the device only where the program requires it (`program_estimate`: where an update depends on a number that the host
+reads). Let an instruction take the host H and the device D, and let it end at least E after the host began with it
 (`span_parts`). Then, with the moment ``ready`` at which the device could begin,
 
     begin  = end of the host's last issue             (not before ``ready`` where the host waits for the device)
-    end    = max(ready + D, begin + E)                the host goes on at begin + H
+    end    = max(ready + D, begin + E)                the host continues at begin + H
 
-which is what a replay op by op gives. Marks inside of it follow the same rule with their own D and E. A span begins at
-``ready``, so that what it is longer than D is waiting for the host. Transfers follow computations, which end after they
-were issued; that they are issued themselves is not counted.
+which equals a replay op by op. Marks inside the instruction follow the same rule with their own D and E. A span begins
+at ``ready``, so its excess over D is waiting for the host. Transfers follow computations, which end after they were
+issued; the issue of transfers themselves is not counted.
 
-CUDA's queue of some 1,024 launches, which makes a host wait that is further ahead, is not modelled.
+CUDA's queue of about 1,024 launches, which stops a host that is further ahead, is not modelled.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from meshwright.spec import Program
 
 
 class Hosts(NamedTuple):
-    """What changes while hosts issue: by stream when the last issue ended, by instruction when the device could begin.
+    """State of issuing hosts: per stream the end of the last issue, per instruction when the device could begin.
 
-    Marks of instruction i are ``marks[first_mark[i] : first_mark[i + 1]]``.
+    The marks of instruction i are ``marks[first_mark[i] : first_mark[i + 1]]``.
     """
 
     clock_ps: Times
@@ -44,9 +44,9 @@ class Hosts(NamedTuple):
 
 
 class IssuedRun(NamedTuple):
-    """What hosts did in a run, by instruction: when one began, and whether with no wait behind the one before.
+    """Times of the hosts in a run, per instruction: when its issue began, and whether right after the issue before.
 
-    ``is_late`` and, by mark, ``is_mark_late``: whether that came later than if all had been issued before.
+    ``is_late`` and, per mark, ``is_mark_late``: whether it came later than if everything had been issued before.
     """
 
     begin_ps: Times
@@ -56,7 +56,7 @@ class IssuedRun(NamedTuple):
 
 
 def prepare_hosts(network: Network) -> Hosts | None:
-    """Hosts that have issued nothing yet; None where devices have none beside them."""
+    """Return hosts that have issued nothing yet; None if the network has no asynchronous hosts."""
     if not network.has_hosts:
         return None
     count = len(network.cost_class)
@@ -71,12 +71,12 @@ def prepare_hosts(network: Network) -> Hosts | None:
 
 
 def as_run(network: Network, start_ps: Times, end_ps: Times, mark_shift_ps: Times) -> Network:
-    """The network in which each instruction takes what it took, and waiting for hosts is a part of that."""
+    """Return the network with the durations of the run, which include waiting for hosts."""
     return with_durations(network.with_hosts_ahead(), end_ps - start_ps, mark_shift_ps)
 
 
 def issued_run(network: Network, ran: Network, ready_ps: Times) -> IssuedRun | None:
-    """What hosts did in a run of a network, which ``ran`` so; None where devices have none beside them."""
+    """Return the times of the hosts in a run; ``ran`` is the network as it ran. None without asynchronous hosts."""
     if not network.has_hosts:
         return None
     begin_ps, follows = np.zeros(len(ready_ps), np.int64), np.zeros(len(ready_ps), np.bool_)
@@ -88,7 +88,7 @@ def issued_run(network: Network, ran: Network, ready_ps: Times) -> IssuedRun | N
 
 @compiled
 def _follow_hosts(network: Network, ready_ps: Times, begin_ps: Times, follows: NDArray[np.bool_]) -> None:
-    """When each host began with each instruction, and whether as soon as it was done with the one before."""
+    """Fill in when each host began with each instruction, and whether directly after the one before."""
     for stream in range(len(network.stream_offsets) - 1):
         clock = 0
         for i in range(network.stream_offsets[stream], network.stream_offsets[stream + 1]):
@@ -101,8 +101,8 @@ def _follow_hosts(network: Network, ready_ps: Times, begin_ps: Times, follows: N
 def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
     """Whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
 
-    Devices never make a host wait, so that it gets further ahead with each step if it needs less time for one than they
-    do; else they go on at its pace. Not so where it waits for them.
+    Devices never stop a host, so a host that needs less time per step than they do gets further ahead with each step;
+    otherwise the devices run at its pace. A host that waits for its device always binds.
     """
     if costs.issue is None:
         return False
@@ -111,7 +111,7 @@ def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
 
 
 def issued_ps(program: Program, costs: ProgramCosts) -> Times:
-    """How long the host of each rank issues in one repetition of the body, in ps, (ranks,)."""
+    """Return the time for which each rank's host issues in one repetition of the body, in ps, shape (ranks,)."""
     if costs.issue is None:
         return np.zeros(program.num_ranks, np.int64)
     ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))
@@ -121,9 +121,9 @@ def issued_ps(program: Program, costs: ProgramCosts) -> Times:
 
 
 def with_faster_hosts(network: Network, share: float) -> Network:
-    """The network with hosts that take a share of their time, 0 to 1; between these, ends come a little late.
+    """Return the network with the hosts' time multiplied by ``share``, 0 to 1. In between, ends are slightly too late.
 
-    E is convex in that share, so that it lies on or below the line from D to what it was.
+    E is convex in that share, so it lies on or below the line from D to its old value.
     """
     done_ps = network.class_ps
     moment_ps = (durations(network)[network.mark_instruction] + network.mark_shift_ps).astype(np.int64)

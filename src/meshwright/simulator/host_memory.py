@@ -1,7 +1,8 @@
-"""What the ranks of a plan keep in the memory of their hosts and on drives, and whether a node has it.
+"""Memory that the ranks of a plan use on their hosts and drives, and whether it fits each node.
 
-What each rank keeps is counted by `program.count_host_needs`, for a run, too. All devices of a node together
-have to find room. Where ranks are teams, it is of one device of each, and the node what falls to those (`spec.teams`).
+`program.count_host_needs` counts the bytes of each rank, here as for a real run. All devices of a node share its host
+and drives. Where ranks are tensor-parallel groups, the bytes are those of one device of each group, and the node's
+limits are the share of these devices (`spec.teams`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshwright.spec.offload import ON_DEVICE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """Bytes on one node's host and drives, and what these have; ``ranks`` are those of the plan that are there."""
+    """Bytes used on one node's host and drives, with their limits; ``ranks`` are the plan's ranks on that node."""
 
     name: str
     ranks: tuple[int, ...]
@@ -29,17 +30,17 @@ class NodeMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room."""
+        """Whether host and drives have enough room."""
         return self.host_bytes <= self.host_limit_bytes and self.nvme_bytes <= self.nvme_limit_bytes
 
     @property
     def share(self) -> float:
-        """The part of the host or of the drives that is taken, whichever is fuller."""
+        """The used fraction of the host or of the drives, whichever is fuller."""
         nvme = self.nvme_bytes / self.nvme_limit_bytes if self.nvme_bytes else 0.0
         return max(self.host_bytes / self.host_limit_bytes, nvme)
 
     def describe(self) -> str:
-        """For people: ``the host of node0 keeps 37 GiB of 1.86 TiB, its drives 31.7 GiB of 13.6 TiB``."""
+        """Return text such as ``the host of node0 keeps 37 GiB of 1.86 TiB, its drives 31.7 GiB of 13.6 TiB``."""
         host = f"the host of {self.name} keeps {format_bytes(self.host_bytes)} of {format_bytes(self.host_limit_bytes)}"
         if not self.nvme_bytes:
             return host
@@ -47,7 +48,7 @@ class NodeMemory:
 
 
 def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
-    """A sentence on the fullest of some nodes; none where nothing is away from the devices."""
+    """Return a sentence on the fullest node; an empty list for no nodes."""
     if not nodes:
         return []
     fullest, over = max(nodes, key=lambda node: node.share), sum(not node.fits for node in nodes)
@@ -58,7 +59,7 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
 
 
 def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
-    """What each node that a plan uses keeps away from its devices; none where everything is on them."""
+    """Return the host memory of each node that a plan uses; empty if the plan keeps everything on devices."""
     if isinstance(plan, Placement) or plan.offload == ON_DEVICE:
         return ()
     ranks: dict[int, list[int]] = defaultdict(list)

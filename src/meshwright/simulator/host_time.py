@@ -1,11 +1,11 @@
-"""Processor time that transfers take from computations which run meanwhile on the same rank.
+"""Host processor time that transfers take from computations of the same rank.
 
 On a CPU, copies and sockets of a transfer run on the cores that compute. Let transfer T hold its links during an
-interval of length d and need h of processor time from each rank that takes part. A computation that overlaps with T for
+interval of length d and need h of processor time from each participating rank. A computation that overlaps with T for
 a time o grows by h o / d; while a rank waits, T takes nothing from it. Marks inside a computation move in proportion.
 
-Overlaps depend on the times and the times on overlaps, so the simulation is repeated with what the round before
-found, until nothing changes or `HOST_ROUNDS` are over.
+Overlaps depend on the times and the times on overlaps, so the simulation is repeated with the result of the round
+before, until nothing changes or `HOST_ROUNDS` are over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Times = NDArray[np.int64]
 
 
 def charge_host_time(program: Program, unrolled: Unrolled, host_ps: Times, start_ps: Times, end_ps: Times) -> Network:
-    """The network with computations longer by what transfers took from them at the times given."""
+    """Return the network with computations lengthened by the transfers that overlap them at the given times."""
     network = unrolled.network
     ranks = rank_of_streams(program)[unrolled.stream]
     senders = np.flatnonzero(host_ps[unrolled.cost_class] > 0)
@@ -49,7 +49,7 @@ def charge_host_time(program: Program, unrolled: Unrolled, host_ps: Times, start
 
 
 def _compute_ranges(program: Program, network: Network) -> Times:
-    """First and last instruction of each rank's compute stream, shape (num_ranks, 2)."""
+    """Return begin and end ids of each rank's compute stream, shape (num_ranks, 2)."""
     ranges = np.zeros((program.num_ranks, 2), np.int64)
     for index, stream in enumerate(program.streams):
         if stream.name == "compute":
@@ -61,7 +61,7 @@ def _compute_ranges(program: Program, network: Network) -> Times:
 def _take_time(
     ranks: Times, starts: Times, ends: Times, host: Times, compute: Times, start_ps: Times, end_ps: Times
 ) -> NDArray[np.float64]:
-    """Per instruction, the time that the transfers (rank, start, end, host time) take from it."""
+    """Return, per instruction, the time that the transfers (rank, start, end, host time) take from it."""
     taken = np.zeros(len(start_ps))
     for k in range(len(ranks)):
         first, last = compute[ranks[k], 0], compute[ranks[k], 1]

@@ -1,16 +1,16 @@
-"""k-of-n joins: an instruction that goes on when k of the moments that it waits for have come.
+"""k-of-n joins: an instruction that continues when k of its waits have happened.
 
-The moment of a join is the k-th smallest of those that it waits for, and it *closes* at that moment or when the one
-before it in its stream has ended, whichever is later. Streams run ahead of time, so a moment that becomes known late
-may be an early one. A join whose known moments are k or more therefore waits in the heap of requests, with the k-th
-smallest as its time: when it comes up, nothing earlier can come any more (`engine.py`). At equal times joins come
-before requests, so that what follows from them is there when links are given. A join closes at once when all its
-moments are known, or when the k-th smallest is not later than the end of the instruction before it.
+The moment of a join is the k-th smallest of those of its waits, and it *closes* at that moment or when its predecessor
+in its stream has ended, whichever is later. Streams run ahead of time, so a moment that becomes known late
+may be an early one. A join with k or more known moments therefore waits in the heap of requests, with the k-th
+smallest as its time: when it reaches the top, nothing earlier can come any more (`engine.py`). At equal times joins
+come before requests, so that their consequences are known when links are granted. A join closes at once when all its
+moments are known, or when the k-th smallest is not later than the end of its predecessor.
 
-Each wait of a join has a *slot*, numbered in the order in which joins are opened. What has not ended keeps a list of
-those who wait for it, in which ``num_streams + slot`` stands for a slot (`waiters.py`). A join that has closed leaves
-its slots in such lists; they are passed over. A stream has one open join at most, the k smallest moments of which it
-keeps in a heap with the largest on top.
+Each wait of a join has a *slot*, numbered in the order in which joins are opened. An unfinished instruction keeps a
+list of its waiters, in which ``num_streams + slot`` means a slot (`waiters.py`). A closed join leaves its slots in such
+lists; they are skipped. A stream has one open join at most, and keeps the k smallest moments of that join in a heap
+with the largest on top.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NONE = -1
 
 
 class Joins(NamedTuple):
-    """Joins of a network and what is known of them; columns are reached through the tuple, which counts no references.
+    """Joins of a network and their state; columns are read through the tuple, which avoids reference counting.
 
-    ``need`` (n,) is 0 for all that is no join. Per slot: the next waiter of the same list, the stream, and the wait as
-    in `Network` (not kept where nothing raises marks, whose ``mark_shift_ps`` are those of the network). ``next`` (1,)
-    is the first slot that is not taken. Per stream: the first slot of the open join (-1: none is open), how many of its
-    waits it needs and how many moments are known, as which time it stands in the heap of requests (-1: it does not),
-    whether the stream is on the stack to look at it again, and where its smallest moments begin.
+    ``need`` (n,) is 0 for instructions that are not joins. Per slot: the next waiter of the same list, the stream, and
+    the wait as in `Network` (not kept without marks; ``mark_shift_ps`` is that of the network). ``next`` (1,) is the
+    first free slot. Per stream: the first slot of the open join (-1: none is open), the number of waits that it needs
+    and of known moments, its time in the heap of requests (-1: not in the heap), whether the stream is on the stack to
+    check the join again, and where its smallest moments begin.
     """
 
     need: Column
@@ -55,15 +55,15 @@ class Joins(NamedTuple):
 
 
 def prepare_joins(network: Network) -> Joins | None:
-    """No join open yet; None for a network without joins, which then runs through a loop that knows none.
+    """Return the joins, none of them open; None for a network without joins, for which a faster loop is compiled.
 
-    Raises ProgramError for more waits of joins than 32 bits number.
+    Raises ProgramError if joins have more waits than 32 bits can number.
     """
     return make_joins(network) if len(network.join_instruction) else None
 
 
 def make_joins(network: Network) -> Joins:
-    """No join open yet. Raises as `prepare_joins`."""
+    """Return the joins, none of them open. Raises as `prepare_joins`."""
     num_streams, ids = len(network.stream_offsets) - 1, network.join_instruction.astype(np.int64)
     need = np.zeros(len(network.cost_class), np.int32)
     need[ids] = network.join_need
@@ -92,7 +92,7 @@ def make_joins(network: Network) -> Joins:
 
 @compiled
 def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -> None:
-    """Take the moments that are known, and ask to be told of the others."""
+    """Open the join ``i``: take the known moments, and register slots as waiters of the others."""
     first, begin = joins.next[0], network.wait_offsets[i]
     num_streams, num_waits = len(joins.first), network.wait_offsets[i + 1] - begin
     joins.first[stream], joins.next[0] = first, first + num_waits
@@ -112,7 +112,7 @@ def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -
 
 @compiled
 def _take(joins: Joins, stream: int, moment: int) -> None:
-    """One more moment of a stream's open join is known: into its heap if it is among the smallest."""
+    """Record one more known moment of a stream's open join; keep it in the heap if it is among the smallest."""
     top, size, need = joins.smallest_offsets[stream], joins.known[stream], joins.needed[stream]
     joins.known[stream] += 1
     if size < need:
@@ -135,9 +135,9 @@ def _take(joins: Joins, stream: int, moment: int) -> None:
 
 @compiled
 def look_at_join(joins: Joins, stream: int, num_waits: int, time: int) -> tuple[int, bool, bool]:
-    """The time at which the open join of a stream closes if no earlier moment comes; whether it does; whether to wait.
+    """Check the open join of a stream: return its closing time so far, whether it closes now, and whether to queue it.
 
-    ``time`` is the end of the instruction before. To wait means: in the heap of requests, for the time that is given.
+    ``time`` is the end of the predecessor. A join to queue enters the heap of requests with the returned time.
     """
     joins.is_queued[stream] = False
     if joins.known[stream] < joins.needed[stream]:
@@ -163,11 +163,11 @@ def close_join(
     stack: Ids,
     top: int,
 ) -> int:
-    """A join has come up in the heap of requests; if that still holds, let its stream run on."""
+    """Handle a join popped from the heap of requests: if its time is still valid, let its stream continue."""
     if joins.key_ps[stream] == time:
         joins.first[stream], joins.key_ps[stream] = NONE, NONE
         cursor[stream], ready[stream] = network.wait_offsets[position[stream] + 1], time
-        # Under `fair` a mark of the same moment may have put it on the stack already.
+        # Under `fair` a mark of the same moment may already have put it on the stack.
         if not joins.is_queued[stream]:
             stack[top] = stream
             top += 1
@@ -177,7 +177,7 @@ def close_join(
 
 @compiled
 def finish_for_joins(joins: Joins, end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
-    """Write the end of ``i``, wake the streams that wait for it and tell the joins that do."""
+    """Record the end of ``i``, wake the streams that wait for it and update the joins that do."""
     waiter, num_streams = end[i], len(joins.first)
     end[i] = time
     while waiter < -1:
@@ -204,9 +204,9 @@ def finish_for_joins(joins: Joins, end: Times, i: int, time: int, next_waiter: I
 
 @compiled
 def drop_stale(joins: Joins, heap_time: Times, heap_stream: Ids, size: int) -> int:
-    """Take joins out of the heap of requests whose time has changed; return its new size.
+    """Remove joins whose time has changed from the heap of requests; return its new size.
 
-    Requests stand there as their stream, joins as their stream minus the number of streams.
+    The heap holds requests as their stream, joins as their stream minus the number of streams.
     """
     num_streams, kept = len(joins.first), 0
     for place in range(size):
@@ -214,7 +214,7 @@ def drop_stale(joins: Joins, heap_time: Times, heap_stream: Ids, size: int) -> i
         if code < 0:
             if joins.key_ps[code + num_streams] != time:
                 continue
-            # Only one entry of a join is kept; the time comes back below.
+            # Keep one entry per join, and mark it by a negated time, which is restored below.
             joins.key_ps[code + num_streams] = ~time
         kept = push(heap_time, heap_stream, kept, time, code)
     for stream in range(num_streams):

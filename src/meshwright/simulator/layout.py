@@ -1,4 +1,4 @@
-"""Where does each instruction of an unrolled program come from? Derived when a report asks for it.
+"""Where each instruction of an unrolled program comes from. Computed when a report needs it.
 
 Part p (prologue, a repetition of the body, or epilogue) of stream s begins at id ``begins[p, s]``, so instruction i of
 a section gets the id ``begins[p, s] + i - stream_offsets[s]``.
@@ -23,7 +23,7 @@ Column = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionPart:
-    """One section with all that is needed to place it; shared by the repetitions of the body."""
+    """One section with everything needed to place it; all repetitions of the body share one object."""
 
     section: Section
     costs: SectionCosts
@@ -32,13 +32,13 @@ class SectionPart:
     waits: Ids
 
 
-# Without slots, for derived columns are kept with it once they were asked for.
+# Without slots, because derived columns are cached on the object.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SectionLayout:
-    """The parts one behind the other: ``made`` are prologue, body and epilogue, ``which`` says which of them part p is.
+    """The parts in order: ``made`` are prologue, body and epilogue, ``which`` gives the index into ``made`` of part p.
 
     ``begins`` (parts, streams) holds where they begin; ``stream_offsets`` (streams + 1,) is that of the network.
-    ``joined``: of a program that never flushes, whose repetitions are one section already (`unroll`).
+    ``joined``: set for asynchronous programs, whose repetitions are already one section (`unroll`).
     """
 
     made: tuple[SectionPart, SectionPart, SectionPart]
@@ -49,22 +49,22 @@ class SectionLayout:
 
     @cached_property
     def only(self) -> SectionPart | None:
-        """The part that all instructions are of, if there is one: then they keep their ids."""
+        """The part that contains all instructions, if one does: then they keep their ids."""
         filled = [part for part in self.parts if part.section.num_instructions]
         return filled[0] if len(filled) == 1 else None
 
     @property
     def parts(self) -> list[SectionPart]:
-        """All parts in order; those of the body are the same object."""
+        """All parts in order; repetitions of the body are the same object."""
         return [self.made[k] for k in self.which]
 
     def shifts(self, p: int) -> Ids:
-        """What is added to the ids of part p, by stream."""
+        """Return the offset between section ids and new ids in part p, by stream."""
         shifts: Ids = self.begins[p] - self.made[self.which[p]].section.stream_offsets[:-1]
         return shifts
 
     def new_ids(self, p: int) -> Ids:
-        """The ids that the instructions of part p get, in the order of its section."""
+        """Return the new ids of the instructions of part p, in the order of its section."""
         section = self.made[self.which[p]].section
         ids: Ids = np.arange(section.num_instructions)
         return ids if self.only is not None else ids + np.repeat(self.shifts(p), np.diff(section.stream_offsets))
@@ -77,7 +77,7 @@ class SectionLayout:
 
     @cached_property
     def step(self) -> Column:
-        """Repetition of the body (n,): the prologue counts to the first, the epilogue to the last."""
+        """Repetition of the body (n,): the prologue counts as the first, the epilogue as the last."""
         if self.joined is not None:
             return self.joined.step
         num_steps = len(self.which) - 2
@@ -90,7 +90,7 @@ class SectionLayout:
 
     @cached_property
     def source(self) -> Ids:
-        """Row in the columns of prologue, body and epilogue, one behind the other, shape (n,)."""
+        """Row in the concatenated columns of prologue, body and epilogue, shape (n,)."""
         if self.joined is not None:
             return self.joined.source
         first = np.cumsum([0, *(part.section.num_instructions for part in self.made)])
@@ -101,7 +101,7 @@ class SectionLayout:
 
     @cached_property
     def transfers(self) -> tuple[Ids, Ids]:
-        """Receives, and the sends that they wait for."""
+        """Ids of the receives, and of the sends that they wait for."""
         if self.only is not None:
             return self.only.matches.receives, self.only.matches.sends
         new = [(self.new_ids(p), self.made[k].matches) for p, k in enumerate(self.which)]

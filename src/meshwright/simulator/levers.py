@@ -1,16 +1,16 @@
-"""What would make a step shorter? Classes of work: what the critical path has of each, and the step with less of it.
+"""What would make a step shorter: classes of work, their time on the critical path, and the step with less of each.
 
-A class c is a set of instructions: a kind of work, one stage's forwards or backwards, what one kind of device computes,
-what moves over one link. Let T be the step time, d_i the duration of instruction i, and P_c the part of the critical
-path that belongs to c. If every instruction of c takes (1 - x) d_i, then for a small x, as long as the path stays the
-longest one and its steps repeat,
+A class c is a set of instructions: a kind of work, one stage's forwards or backwards, all computations of one kind of
+device, all transfers over one link. Let T be the step time, d_i the duration of instruction i, and P_c the part of the
+critical path that belongs to c. If every instruction of c takes (1 - x) d_i, then for a small x, as long as the path
+stays the longest one and its steps repeat,
 
     T(x) = T - x P_c
 
 so P_c is the derivative of the step time by the relative speed of c. Another path soon becomes the longest, so the
-step is simulated again, exactly, for x = `SHORTER` and for x = 1: what no improvement of c alone can beat, except where
-transfers that queue for a link then come in another order. Marks move with the instruction that raises them, and a
-link is held for at least 1 ps. Where the path follows hosts, what they issue is a class of its own.
+step is simulated again, exactly, for x = `SHORTER` and for x = 1. The latter is a bound: no improvement of c alone
+gives a shorter step, unless transfers that queue for a link then come in another order. Marks move with the instruction
+that raises them, and a link is held for at least 1 ps. Issue by hosts on the path is a class of its own.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS, INSTRUCTIONS, STASHING, UPDATES
 
-# The share of a class's time that is taken away.
+# The share of a class's time that is removed.
 SHORTER = 0.1
-# Classes of a kind that are simulated again, those with most on the path; a pipeline has two per stage.
+# Most classes of each kind that are simulated again, largest first; a pipeline has two per stage.
 MOST_SIMULATED = 8
 
 LeverKind = Literal["work", "stage", "device", "link"]
@@ -46,8 +46,8 @@ Times = NDArray[np.int64]
 class Lever:
     """A class of work on the critical path.
 
-    ``path_s`` is what the path has of it; then the step time with this class 10 % shorter, and with it taking no time;
-    None where that was not simulated.
+    ``path_s`` is its time on the path; ``step_if_shorter_s`` the step time with this class 10 % shorter, and
+    ``step_if_free_s`` with it taking no time; None if not simulated.
     """
 
     kind: LeverKind
@@ -58,7 +58,7 @@ class Lever:
 
 
 class _Class(NamedTuple):
-    """The instructions with one of some values in a column of shape (n,)."""
+    """The instructions whose entry in ``column``, shape (n,), is one of ``values``."""
 
     kind: LeverKind
     name: str
@@ -66,7 +66,7 @@ class _Class(NamedTuple):
     values: list[int]
 
     def covers(self, ids: NDArray[np.int64] | slice) -> Mask:
-        """Which of the instructions belong to the class."""
+        """Return which of the given instructions belong to the class."""
         column = self.column[ids]
         return column == self.values[0] if len(self.values) == 1 else np.isin(column, self.values)
 
@@ -79,10 +79,10 @@ def find_levers(
     devices: Sequence[str],
     simulate: Callable[[Unrolled], int],
 ) -> tuple[Lever, ...]:
-    """Every class with time on the path, by kind, the largest first.
+    """Return every class with time on the path, by kind, the largest first.
 
-    ``columns`` are the `instruction_columns`, ``devices`` name the kind of each stream's device, and ``simulate`` gives
-    the step time in ps.
+    ``columns`` are the `instruction_columns`, ``devices`` names the kind of each stream's device, and ``simulate``
+    returns the step time in ps.
     """
     length = path.end_ps - path.start_ps
     on_host = int(length[path.on_host].sum())
@@ -123,13 +123,13 @@ def find_levers(
 
 
 def shorten(unrolled: Unrolled, chosen: Mask, share: float) -> Unrolled:
-    """The same program with the chosen instructions, shape (n,), taking only a share of their time."""
+    """Return the same program with the time of the chosen instructions, shape (n,), multiplied by ``share``."""
     return replace(unrolled, network=with_durations(unrolled.network, *_shorten(unrolled.network, chosen, share)))
 
 
 @compiled
 def _shorten(network: Network, chosen: Mask, share: float) -> tuple[Times, Times]:
-    """Durations and shifts of marks; what holds a link takes 1 ps or more, and so do its marks."""
+    """Compute durations and shifts of marks; an instruction that holds links takes at least 1 ps, as do its marks."""
     duration_ps, shift_ps = np.empty(len(chosen), np.int64), network.mark_shift_ps.copy()
     for i in range(len(duration_ps)):
         duration_ps[i] = network.class_ps[network.cost_class[i]]
@@ -150,7 +150,7 @@ def _classes(
     columns: dict[str, NDArray[Any]],
     devices: Sequence[str],
 ) -> Iterator[_Class]:
-    """Every class that the path touches."""
+    """Yield every class that the path touches."""
     here, network = path.instruction, unrolled.network
     route = routes(network)
     opcode, stage = columns["opcode"], columns["stage"]
@@ -173,5 +173,5 @@ def _classes(
 
 
 def _distinct(numbers: NDArray[Any]) -> list[int]:
-    """Ascending, without -1."""
+    """Return the distinct numbers, ascending, without -1."""
     return [int(number) for number in np.unique(numbers) if number >= 0]

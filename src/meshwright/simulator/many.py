@@ -1,11 +1,11 @@
-"""Many plans of one graph and cluster at once, on all cores; each result is that of `simulate_plan`.
+"""Simulate many plans of one graph and cluster on all cores; each result equals that of `simulate_plan`.
 
-Most of what a plan takes is Python (writing and estimating its program), which runs on one core per process. So plans
-are dealt out to processes that are forks of this one: they have graph, costs and compiled loops already, are sent the
-place of a plan in the list and send its result back. The first plan is simulated here, to have all that loaded and to
-know whether there is enough left to do: a fork and its results cost some 50 ms. Where processes cannot fork (Windows;
-macOS, whose libraries do not stand it), or other threads run that might hold a lock meanwhile, all are simulated one
-after the other.
+Most of the time for a plan is Python (writing and estimating its program), which runs on one core per process. So plans
+are distributed to forks of this process: these already have graph, costs and compiled loops, receive the index of
+a plan and send its result back. The first plan is simulated here, to load everything and to measure
+whether the rest is worth forking: a fork and its results cost about 50 ms. Where processes cannot fork (Windows;
+macOS, whose libraries do not support it), or other threads run that might hold a lock meanwhile, all plans are
+simulated one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORTH_FORKING_S = 0.3
 
 
 class _Job(NamedTuple):
-    """What every plan is simulated with."""
+    """The arguments shared by all plans."""
 
     plans: Sequence[Plan]
     graph: Graph
@@ -44,7 +44,7 @@ class _Job(NamedTuple):
     contention: Contention
 
     def run(self, place: int) -> Simulation | MeshwrightError:
-        """The result for one of the plans, or why there is none."""
+        """Return the result for one of the plans, or the error that prevented it."""
         try:
             return simulate_plan(
                 self.plans[place],
@@ -70,9 +70,9 @@ def simulate_plans(
 ) -> tuple[Simulation | MeshwrightError, ...]:
     """Predict plans with the same arguments as `simulate_plan`; one result per plan, in their order.
 
-    A plan that cannot be simulated has its error for a result and costs no other plan its own. ``num_processes``: at
-    most so many at once, by default one per core if that pays. Raises ProgramError for no processes at all, for an
-    unknown model of contention, and if a process is killed, as it is for want of memory.
+    A plan that cannot be simulated gets its error as its result, without effect on the others. ``num_processes`` is
+    the most processes at once, by default one per core if that pays. Raises ProgramError if it is below 1, for an
+    unknown model of contention, and if a process is killed, for example for lack of memory.
     """
     check_contention(contention)
     cost = cost or CostModel(cluster=cluster, precision=plans[0].workload.precision if plans else "float32")
@@ -81,9 +81,9 @@ def simulate_plans(
 
 
 def run_places(run: Callable[[int], T], count: int, num_processes: int | None = None) -> list[T]:
-    """What ``run`` gives for 0 to ``count`` - 1, on as many processes as pay. Raises ProgramError as `simulate_plans`.
+    """Return ``run(i)`` for i from 0 to ``count`` - 1, in parallel if that pays. Raises as `simulate_plans`.
 
-    What is interrupted ends its processes, too.
+    An interrupt ends the processes, too.
     """
     if num_processes is not None and num_processes < 1:
         raise ProgramError(f"{num_processes} processes were asked for; give at least one.")
@@ -98,8 +98,8 @@ def run_places(run: Callable[[int], T], count: int, num_processes: int | None = 
 
 
 def _usable_processes() -> int:
-    """One per core that this process may use, where it may fork."""
-    # Where cores are counted by process (Linux), forking is safe as well.
+    """Return one per core that this process may use, if it may fork, else 1."""
+    # Where cores are counted per process (Linux), forking is safe as well.
     if hasattr(os, "sched_getaffinity") and threading.active_count() == 1:
         return len(os.sched_getaffinity(0))
     return 1
@@ -109,7 +109,7 @@ _running: list[Callable[[int], Any]] = []
 
 
 def _begin(run: Callable[[int], Any]) -> None:
-    # Ctrl-C reaches all processes of a terminal; the one that waits for the others ends them.
+    # Ctrl-C reaches all processes of a terminal; the parent ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _running.append(run)
 
@@ -120,7 +120,7 @@ def _run(place: int) -> Any:
 
 def _fork(run: Callable[[int], T], places: range, count: int) -> list[T]:
     context = multiprocessing.get_context("fork")
-    # Collecting garbage writes to every object, and a fork copies what is written to.
+    # Garbage collection writes to every object, and a fork copies every page that is written to.
     gc.freeze()
     try:
         with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(run,)) as pool:
@@ -131,7 +131,7 @@ def _fork(run: Callable[[int], T], places: range, count: int) -> list[T]:
                 raise
     except BrokenProcessPool:
         raise ProgramError(
-            f"One of {count} processes that simulated {len(places)} plans was killed, probably for want of memory. "
+            f"One of {count} processes that simulated {len(places)} plans was killed, probably for lack of memory. "
             "Simulate with num_processes=1."
         ) from None
     finally:

@@ -1,6 +1,6 @@
-"""Which send does a receive wait for, and which instructions are one collective? Found from the columns of a section.
+"""Match the sends and receives of a section, and the members of its collectives, by its columns.
 
-A send and a receive belong together when source stage, target stage, microbatch and payload agree; equal ones pair
+A send and a receive belong together if source stage, target stage, microbatch and payload agree; equal ones pair
 in the order of their ids. The members of a collective agree in kind, group and bucket; the k-th on each rank
 belong together.
 """
@@ -23,8 +23,8 @@ Column = NDArray[np.int32]
 _Columns = tuple[NDArray[np.int8], Column, Column, Column]
 
 _SENDS, _RECEIVES = tuple(map(int, SENDS)), tuple(map(int, RECEIVES))
-# A table of so many entries for each instruction is cleared in less time than transfers are sorted: of 195,652 with 21
-# entries each the first takes 1 ms with all that it is for, the second 10 (`python benchmarks/simulator.py`, 1T).
+# Most table entries per instruction for which clearing the table is faster than sorting transfers: with 195,652
+# transfers of 21 entries each the table takes 1 ms, sorting 10 ms (`python benchmarks/simulator.py`, 1T).
 _MOST_ENTRIES = 64
 
 
@@ -32,8 +32,8 @@ _MOST_ENTRIES = 64
 class Matches:
     """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``members[k]`` takes part in collective ``numbers[k]``.
 
-    ``are_named``: every receive waits for its send in the program itself. ``owners[c]`` is the stream of collective c
-    with the lowest number, ``sizes[c]`` its number of members.
+    ``are_named``: every receive waits for its send in the program itself. ``owners[c]`` is the lowest-numbered stream
+    of collective c, ``sizes[c]`` its number of members.
     """
 
     sends: Ids
@@ -46,7 +46,7 @@ class Matches:
 
 
 def match_section(program: Program, section: Section) -> Matches:
-    """Pair the transfers and collectives of one section; ProgramError names what has no counterpart."""
+    """Pair the transfers and collectives of one section. Raises ProgramError that names one without a counterpart."""
     named = _named_transfers(section)
     sends, receives = _match_transfers(section) if named is None else named
     members, numbers, owners, sizes = _match_collectives(program, section)
@@ -62,18 +62,18 @@ def match_section(program: Program, section: Section) -> Matches:
 
 
 def stream_of_instructions(section: Section) -> Column:
-    """The stream of each instruction, shape (n,)."""
+    """Return the stream of each instruction, shape (n,)."""
     counts = np.diff(section.stream_offsets)
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
 def streams_of(section: Section, instructions: Ids) -> Ids:
-    """The stream of some instructions."""
+    """Return the streams of the given instructions."""
     return np.searchsorted(section.stream_offsets, instructions, side="right") - 1
 
 
 def rank_of_streams(program: Program) -> Column:
-    """The rank of each stream, shape (streams,). ProgramError unless the streams are ordered by rank."""
+    """Return the rank of each stream, shape (streams,). Raises ProgramError unless streams are ordered by rank."""
     ranks = np.array([stream.rank for stream in program.streams], np.int32)
     if bool((np.diff(ranks) < 0).any()) or (len(ranks) and not 0 <= ranks.min() <= ranks.max() < program.num_ranks):
         raise ProgramError(
@@ -84,7 +84,7 @@ def rank_of_streams(program: Program) -> Column:
 
 
 def _named_transfers(section: Section) -> tuple[Ids, Ids] | None:
-    """Sends and receives where each receive waits for its send and no two transfers are equal; None otherwise."""
+    """Return sends and receives if each receive waits for its send and no two transfers are equal, else None."""
     columns = (section.opcode, section.stage, section.peer, section.microbatch)
     num_stages = 1 + int(section.stage.max(initial=0))
     num_microbatches = 1 + int(section.microbatch.max(initial=0))
@@ -102,9 +102,9 @@ def _named_transfers(section: Section) -> tuple[Ids, Ids] | None:
 
 @compiled
 def _find_receives(columns: _Columns, num_stages: int) -> tuple[Ids, Column, int, int]:
-    """All receives, a number for the stages and the payload of each, how many such numbers, and how many sends.
+    """Return all receives, a route number (stages and payload) for each, the number of routes, and of sends.
 
-    A number of -1 is for stages that there are not.
+    A route number of -1 means that a stage does not exist.
     """
     opcode, stage, peer, _ = columns
     num_receives = num_sends = num_routes = 0
@@ -138,7 +138,7 @@ def _follow_names(
     met: NDArray[np.bool_],
     sends: Ids,
 ) -> bool:
-    """Write down the send that each receive waits for; false if one has no name, or two transfers are equal."""
+    """Write the send that each receive waits for; return False if one names no send, or two transfers are equal."""
     opcode, stage, peer, microbatch = columns
     for r in range(len(receives)):
         i, send = receives[r], np.int64(-1)
@@ -164,7 +164,7 @@ def _match_transfers(section: Section) -> tuple[Ids, Ids]:
     stage, peer, microbatch = section.stage, section.peer, section.microbatch
 
     def sort(ids: Ids, source: Column, target: Column) -> tuple[Ids, Ids]:
-        # Streams have long runs in this order, which a stable sort by one number goes through at once.
+        # Streams have long runs in this order, which a stable sort by one number merges quickly.
         payload = (opcode[ids] == Opcode.SEND_GRADIENT) | (opcode[ids] == Opcode.RECEIVE_GRADIENT)
         keys = np.stack([microbatch[ids], payload, target[ids], source[ids]]).astype(np.int64)
         num_stages, num_microbatches = 2 + keys[2:].max(initial=0), 2 + keys[0].max(initial=0)
@@ -213,7 +213,7 @@ def _match_collectives(program: Program, section: Section) -> tuple[Ids, Column,
 
 
 def _count_repetitions(keys: Column) -> Column:
-    """For each column of ``keys``, how many equal columns stand before it."""
+    """Return, for each column of ``keys``, the number of equal columns before it."""
     order = np.lexsort(keys)
     starts = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     positions = np.arange(len(order))

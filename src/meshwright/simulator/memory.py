@@ -1,7 +1,7 @@
-"""How many bytes does each rank hold over time, and which part of memory owns the peak?
+"""Bytes that each rank holds over time, and the parts of memory at its peak.
 
-An instruction takes ``allocate_bytes`` of its cost class when it starts and gives back ``free_bytes`` when it ends.
-The streams of a rank are merged in time, what is freed before what is taken at the same moment, for an allocator
+An instruction allocates ``allocate_bytes`` of its cost class when it starts and frees ``free_bytes`` when it ends.
+The streams of a rank are merged in time; at the same moment frees come before allocations, because an allocator
 would reuse the bytes. Within a stream the order of the program holds.
 """
 
@@ -22,7 +22,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryUse:
-    """From ``time_ps`` on ``rank`` uses ``in_use_bytes``; ordered by rank and time. ``peak_parts_bytes`` (R, P)."""
+    """From ``time_ps`` on, ``rank`` uses ``in_use_bytes``; ordered by rank and time. ``peak_parts_bytes`` (R, P)."""
 
     rank: NDArray[np.int32]
     time_ps: Times
@@ -40,7 +40,7 @@ def follow_memory(
     free_bytes: NDArray[np.int64],
     resident_bytes: NDArray[np.int64],
 ) -> MemoryUse:
-    """Follow the bytes in use of all ranks; arguments as in `Costs`, times per instruction."""
+    """Follow the bytes in use of all ranks; arguments as in `ProgramCosts`, times per instruction."""
     changes = np.concatenate([allocate_bytes, -free_bytes]).astype(np.int64)
     acts = (changes != 0).any(axis=1).reshape(2, -1).any(axis=0)
     capacity = 2 * int(np.count_nonzero(acts[cost_class])) + len(resident_bytes)
@@ -68,16 +68,16 @@ def _merge_ranks(
     series: tuple[NDArray[np.int32], Times, NDArray[np.int64]],
     peak: NDArray[np.int64],
 ) -> int:
-    """Walk through the moments of each rank in order; moment 2i is the start of instruction i, 2i + 1 its end.
+    """Scan the moments of each rank in order; moment 2i is the start of instruction i, 2i + 1 its end.
 
-    What class c changes by part at its start is ``changes[c]``, at its end ``changes[c + classes]``; ``sums`` says how
-    much that is in all, ``acts`` which classes change anything. ``peak`` (R, P) has what is there at first, and gets
-    the peak.
+    ``changes[c]`` are the changes by part at the start of an instruction of class c, ``changes[c + classes]`` those at
+    its end; ``sums`` holds their totals, ``acts`` marks the classes that change anything. ``peak`` (R, P) initially
+    holds the resident bytes, and is set to the peak.
     """
     stream_offsets, cost_class, start_ps, end_ps = network
     ranks, moments, in_use = series
     count = 0
-    # Of the rank's streams that change anything: their numbers, the next moment and its time, and the next at the peak.
+    # Per stream of the rank that changes anything: number, next moment, its time, and the next moment at the peak.
     mine, event = np.empty(len(stream_offsets), np.int64), np.empty(len(stream_offsets), np.int64)
     time, at_peak = np.empty(len(stream_offsets), np.int64), np.empty(len(stream_offsets), np.int64)
     for rank in range(len(peak)):
@@ -120,14 +120,14 @@ def _merge_ranks(
 
 @compiled
 def _copy_first(number: int, given: Times, made: Times) -> None:
-    """Copy so many elements; a slice would compile for seconds, for what it says of shapes that differ."""
+    """Copy ``number`` elements; a slice takes seconds to compile, for its check of shapes."""
     for k in range(number):
         made[k] = given[k]
 
 
 @compiled
 def _apply(changes: NDArray[np.int64], cost_class: NDArray[np.int32], begin: int, end: int, parts: Times) -> None:
-    """Add the changes of some moments of a stream, by part."""
+    """Add the changes of moments ``begin`` to ``end`` of a stream, by part."""
     for k in range(begin, end):
         row = cost_class[k >> 1] + (k & 1) * (len(changes) // 2)
         for part in range(len(parts)):
@@ -136,7 +136,7 @@ def _apply(changes: NDArray[np.int64], cost_class: NDArray[np.int32], begin: int
 
 @compiled
 def _next_acting(acts: NDArray[np.bool_], cost_class: NDArray[np.int32], i: int, end: int) -> int:
-    """The first instruction from ``i`` on that changes something; ``end`` if none before it does."""
+    """Return the first instruction from ``i`` on that changes memory; ``end`` if none before it does."""
     while i < end and not acts[cost_class[i]]:
         i += 1
     return i

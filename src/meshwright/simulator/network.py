@@ -1,8 +1,8 @@
-"""What the engine runs and what changes meanwhile: columns per instruction, stream, link and collective.
+"""Data of the engine: the columns of a network per instruction, stream, link and collective, and its mutable state.
 
 The speed of the engine is that of the memory, so it keeps 16 bytes per instruction with one wait (4 per further wait)
-and 8 for its end: what something takes is looked up by its class, what it needs stands in one number, and a wait is one
-number too. What only reports need is derived when they ask (`layout.py`).
+and 8 for its end: durations are looked up by cost class, and a resource or a wait is one number each. Columns that only
+reports need are computed on demand (`layout.py`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from meshwright.simulator.waiters import Column, Ids, Times
 
 
 class Network(NamedTuple):
-    """What is simulated; nothing in it changes. Instruction ids run stream by stream, ``n`` of them.
+    """The immutable input of the engine. Instruction ids run stream by stream, ``n`` of them.
 
     Instruction i takes ``class_ps[cost_class[i]]``. A wait w is for the end of instruction ``waits[w]``, or, if that is
     negative, for mark ``~waits[w]``: the moment ``mark_shift_ps`` (0 or less) after the end of ``mark_instruction``.
 
     ``resource`` is -1 for work of one stream; r, from 0 on, for the links of route r; and ``num_routes + c`` for a
     member of collective c, which holds the links of ``collective_route[c]`` (-1: none). The first ``num_private``
-    routes are those whose links nobody else wants. ``collective_owner`` is the lowest stream among the members.
+    routes use links that no other stream uses. ``collective_owner`` is the lowest stream among the members.
 
-    ``join_instruction``, ascending, goes on when ``join_need`` of its waits have happened; all else waits for all.
+    An instruction in ``join_instruction``, ascending, continues when ``join_need`` of its waits have happened; all
+    others need all of their waits.
 
-    The last four are what hosts issue (`host_issue`): by class ``issue_ps``, ``earliest_ps`` and ``is_awaited``, by
-    mark ``mark_earliest_ps``; each of shape (0,) where no host has a device beside it.
+    The last four are the times of asynchronous hosts (`host_issue`): by class ``issue_ps``, ``earliest_ps`` and
+    ``is_awaited``, by mark ``mark_earliest_ps``; each of shape (0,) if there are no such hosts.
     """
 
     stream_offsets: Ids
@@ -55,24 +56,24 @@ class Network(NamedTuple):
 
     @property
     def has_hosts(self) -> bool:
-        """Whether hosts issue beside their devices."""
+        """Whether hosts issue asynchronously."""
         return len(self.issue_ps) > 0
 
     def with_hosts_ahead(self) -> Network:
-        """The network where all was issued before the devices come to it."""
+        """Return the network in which everything is issued before the devices reach it."""
         none = np.zeros(0, np.int64)
         return self._replace(issue_ps=none, earliest_ps=none, is_awaited=none.astype(np.bool_), mark_earliest_ps=none)
 
 
 def durations(network: Network) -> Times:
-    """What each instruction takes, in ps, shape (n,)."""
+    """Return the duration of each instruction in ps, shape (n,)."""
     return network.class_ps.take(network.cost_class)
 
 
 def with_durations(network: Network, duration_ps: Times, mark_shift_ps: Times) -> Network:
-    """The same network with a duration for each instruction, shape (n,), and other marks.
+    """Return the network with a duration for each instruction, shape (n,), and other mark shifts.
 
-    What hosts issue stays; of what follows until the end (`earliest_ps`) the device's part changes in proportion.
+    The hosts' issue times stay; in `earliest_ps` the device's part after the issue changes in proportion.
     """
     own_class = np.arange(len(duration_ps), dtype=np.int32)
     if network.has_hosts:
@@ -82,7 +83,7 @@ def with_durations(network: Network, duration_ps: Times, mark_shift_ps: Times) -
 
 def _with_earliest(network: Network, duration_ps: Times) -> Network:
     issue_ps, earliest_ps = network.issue_ps[network.cost_class], network.earliest_ps[network.cost_class]
-    # What follows the last issue is between nothing and all of the device's time, and nothing where that is nothing.
+    # The device's part after the last issue is between 0 and the device's whole time, so it is 0 where that is 0.
     share = duration_ps / np.maximum(durations(network), 1)
     earliest_ps = issue_ps + np.rint((earliest_ps - issue_ps) * share).astype(np.int64)
     return network._replace(
@@ -94,20 +95,20 @@ def _with_earliest(network: Network, duration_ps: Times) -> Network:
 
 
 def collectives(network: Network) -> Column:
-    """The collective of which each instruction is a member, else -1, shape (n,)."""
+    """Return the collective of each instruction, else -1, shape (n,)."""
     numbers: Column = network.resource - np.int32(len(network.route_offsets) - 1)
     return np.maximum(numbers, -1, out=numbers)
 
 
 def routes(network: Network) -> Column:
-    """The route of each instruction, -1 for none, shape (n,)."""
+    """Return the route of each instruction, -1 for none, shape (n,)."""
     num_routes = len(network.route_offsets) - 1
     known = np.concatenate([np.arange(num_routes, dtype=np.int32), network.collective_route, np.array([-1], np.int32)])
     return known[network.resource]
 
 
 def awaited_instructions(network: Network, waits: Column) -> Ids:
-    """The instructions behind some of a network's waits: a mark stands for the one that raises it."""
+    """Return the awaited instructions of some waits; for a mark, the instruction that raises it."""
     awaited = waits.astype(np.int64)
     marked = waits < 0
     awaited[marked] = network.mark_instruction[~waits[marked]]
@@ -116,14 +117,14 @@ def awaited_instructions(network: Network, waits: Column) -> Ids:
 
 @compiled
 def route_of(network: Network, i: int) -> int:
-    """The route of one instruction, -1 for none."""
+    """Return the route of one instruction, -1 for none."""
     resource, num_routes = int(network.resource[i]), len(network.route_offsets) - 1
     return resource if resource < num_routes else int(network.collective_route[resource - num_routes])
 
 
 @compiled
 def need_of(network: Network, i: int) -> int:
-    """How many of its waits an instruction needs: all, unless it is a join."""
+    """Return the number of waits that an instruction needs: all, unless it is a join."""
     j = np.searchsorted(network.join_instruction, i)
     if j < len(network.join_instruction) and network.join_instruction[j] == i:
         return int(network.join_need[j])
@@ -131,9 +132,9 @@ def need_of(network: Network, i: int) -> int:
 
 
 class NetworkState(NamedTuple):
-    """What changes while streams run: ends per instruction, then columns per stream, per link and per collective.
+    """The mutable state while streams run: ends per instruction, then columns per stream, per link and per collective.
 
-    ``members`` heads the list of streams that have arrived at a collective, linked like those who wait for an end.
+    ``members`` heads the list of streams that have arrived at a collective, linked like waiters for an end.
     """
 
     end_ps: Times
@@ -151,9 +152,9 @@ class NetworkState(NamedTuple):
 
 
 def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> NetworkState:
-    """Every stream stands before its first instruction, ready to run; ``num_marks`` more ends than instructions."""
+    """Return a state with every stream before its first instruction; ``num_marks`` ends more than instructions."""
     num_streams, num_collectives = len(network.stream_offsets) - 1, len(network.collective_size)
-    # A stream has one request or open join; joins may stand there with times that have changed since.
+    # A stream has one request or open join; joins may be in the heap several times, with times that have changed since.
     num_entries = num_streams * (1 if not len(network.join_instruction) else 2)
     return NetworkState(
         end_ps=np.full(len(network.cost_class) + num_marks, -1, np.int64),

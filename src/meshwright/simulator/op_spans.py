@@ -1,14 +1,14 @@
-"""What happens inside each computation of a run, op by op.
+"""Expand each computation of a run into its ops.
 
-The instructions stay what is simulated: ops of a stage follow each other on one device, so where each of them lies is
-told by the computation's span and its costs alone. Inside a span of a forward: the host's time, then the ops in
-order. Inside a backward, or one of its two parts: the host's time, then the ops from the last to the first, and in the
-last one of a step, when all gradients of a bucket are there, what filling that bucket takes; its end is the bucket's
-mark. Ops that take no time have no part.
+Instructions remain the unit of simulation: ops of a stage follow each other on one device, so their times follow from
+the computation's span and its costs alone. The span of a forward contains the host's time, then the ops in
+order. The span of a backward, or of one of its two parts, contains the host's time, then the ops from the last to the
+first; in the last backward of a step, when all gradients of a bucket are ready, also the time to fill that bucket,
+whose end is the bucket's mark. Ops that take no time are omitted.
 
 Part k ends Σ seconds of the parts up to k after the start, rounded to whole picoseconds; the last one where the span
-ends. Where the span was lengthened by processor time of transfers, its parts are in proportion. Where a host issues
-beside the device, no part begins before it is issued (`span_parts`), and between parts the device waits.
+ends. If the span was lengthened by processor time of transfers, its parts grow in proportion. Where a host issues
+asynchronously, no part begins before it is issued (`span_parts`), and between parts the device waits.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Ids = NDArray[np.int64]
 
 
 class _Parts(NamedTuple):
-    """The parts of each cost class, in CSR form: which op, and when it ends after the start of its span, in ps.
+    """The parts of each cost class, in CSR form: the op, and its end after the start of the span, in ps.
 
-    Where a host issues them: when each is issued and when it ends at the earliest, after the host began with the span.
+    For parts issued by a host: when each is issued and its earliest end, after the host began with the span, in ps.
     """
 
     offsets: Ids
@@ -59,7 +59,7 @@ def expand_ops(
     *,
     fold: Fold | None = None,
 ) -> OpSpans:
-    """The ops of all forwards and backwards of a run; arguments as of `estimate_program`."""
+    """Return the ops of all forwards and backwards of a run; arguments as in `estimate_program`."""
     graph = graph_of_program(graph, program)
     buckets = exchanged_buckets(plan, graph, fold)
     devices = fold.ranks if fold else tuple(range(program.num_ranks))

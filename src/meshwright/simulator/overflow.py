@@ -1,4 +1,4 @@
-"""More memory than there is: which rank, from when on, during what, and who holds it at the worst moment?"""
+"""Ranks that need more memory than their device has: which, from when on, during what, and for what at the peak."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.cost.memory import MemoryLimit
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Timeline, format_bytes, format_seconds, to_seconds
 
-# Ranks that people are told of one by one; of the rest they are told how many.
+# Ranks that a message lists one by one; of the rest it gives the number.
 _MOST_TOLD = 3
 _MOST_PARTS = 3
-# Without a margin: what is said here cannot run, however good the prediction.
+# No margin: a plan that exceeds this limit cannot run, however accurate the prediction.
 _LIMIT = MemoryLimit(margin=0.0)
 
 
@@ -33,16 +33,16 @@ class Overflow:
 
     @property
     def peak_bytes(self) -> int:
-        """What it needs at most."""
+        """The peak of what the rank needs."""
         return sum(self.parts_bytes.values())
 
     def row(self) -> dict[str, Any]:
-        """Plain values: the fields, and ``peak_bytes``."""
+        """Return plain values: the fields, and ``peak_bytes``."""
         names = ("rank", "device", "limit_bytes", "reserved_bytes", "peak_bytes", "time_s", "span", "parts_bytes")
         return {name: getattr(self, name) for name in names}
 
     def explain(self) -> str:
-        """One sentence."""
+        """Return one sentence for people."""
         largest = sorted(self.parts_bytes.items(), key=lambda item: -item[1])[:_MOST_PARTS]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
         needs = "reserves" if self.reserved_bytes > self.peak_bytes else "needs"
@@ -54,9 +54,9 @@ class Overflow:
 
 
 def find_overflows(result: Simulation, cluster: Cluster, reserved: Sequence[int] = ()) -> tuple[Overflow, ...]:
-    """Every rank that needs more than its device has beside CUDA and NCCL, by rank; none if all fit.
+    """Return every rank that needs more than its device has after CUDA and NCCL, by rank; empty if all fit.
 
-    ``reserved``: what the allocator of each rank holds (`predict_reserved`); left out, peaks are compared.
+    ``reserved``: bytes that each rank's allocator reserves (`predict_reserved`); by default peaks are compared.
     """
     needed = reserved or [use.total_bytes for use in result.memory]
     limits = [_LIMIT.usable_bytes(cluster.device_kind(rank)) for rank in range(len(result.memory))]
@@ -68,7 +68,7 @@ def find_overflows(result: Simulation, cluster: Cluster, reserved: Sequence[int]
 
 
 def explain_overflows(overflows: Sequence[Overflow]) -> tuple[str, ...]:
-    """Lines for people: the first ranks one by one, how many more there are, and what to do; none if all fit."""
+    """Return lines for people: the first ranks one by one, the number of others, and advice; empty if all fit."""
     if not overflows:
         return ()
     more = len(overflows) - _MOST_TOLD
@@ -84,7 +84,7 @@ def _overflow(result: Simulation, cluster: Cluster, rank: int, limit_bytes: int,
     timeline, kind = result.timeline, cluster.device_kind(rank)
     mine = timeline.memory_rank == rank
     times, in_use = timeline.memory_time_ps[mine], timeline.memory_bytes[mine]
-    # What is over within one moment leaves no sample of its own: then it is the moment of the largest one.
+    # An excess that is over within one moment leaves no sample of its own: then take the moment of the largest sample.
     time_ps = int(times[np.argmax(np.minimum(in_use, limit_bytes + 1))])
     return Overflow(
         rank=rank,
@@ -98,9 +98,9 @@ def _overflow(result: Simulation, cluster: Cluster, rank: int, limit_bytes: int,
 
 
 def _span_at(timeline: Timeline, rank: int, time_ps: int) -> str:
-    """What a rank begins at a moment, its computations first; what is always there, at the start."""
+    """Return the name of what a rank begins at a moment, computations first; at time 0 its resident memory."""
     tracks = [index for index, stream in enumerate(timeline.tracks) if stream.rank == rank]
     found = np.flatnonzero(np.isin(timeline.track, tracks) & (timeline.start_ps == time_ps))
     computed = [i for i in found.tolist() if timeline.tracks[timeline.track[i]].name == "compute"]
     chosen = (computed or found.tolist())[-1:]
-    return timeline.name(chosen[0]) if chosen else "what is there all the time"
+    return timeline.name(chosen[0]) if chosen else "its resident memory"

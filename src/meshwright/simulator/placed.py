@@ -1,9 +1,9 @@
-"""What the stages of a placement share on their rank, so that it is counted once, and how long values are held there.
+"""Memory and work that the stages of a placement share on their rank, so that it is counted once.
 
-- Parameters, buffers and inputs that several stages of a rank read are there once.
-- A value that a stage hands on to later stages of its rank stays until the last of them has read it. Where there is a
-  backward, the maker keeps it until then anyway.
-- The optimizer goes once over all parameters of a rank.
+- Parameters, buffers and inputs that several stages of a rank read exist once.
+- A value that a stage passes to later stages of its rank stays until the last of them has read it. If there is a
+  backward, its producer keeps it until then anyway.
+- The optimizer steps once over all parameters of a rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.spec.memory import BUFFERS, INPUTS, OPTIMIZER, PARAMETERS, RECEI
 
 
 class PlacedRanks:
-    """Answers about the ranks of one placement; ``stages`` are its slices."""
+    """Shared memory and optimizer steps of the ranks of one placement; ``stages`` are its slices."""
 
     def __init__(self, placement: Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> None:
         self._placement, self._graph, self._stages = placement, graph, stages
@@ -30,7 +30,7 @@ class PlacedRanks:
                 self._hold(stage)
 
     def shared_bytes(self, rank: int) -> Bytes:
-        """What a sum over the stages of a rank counts more than once."""
+        """Return the bytes that a sum over the stages of a rank counts more than once."""
         seen: set[int] = set()
         total = by_part({})
         for index in self._placement.stages_of(rank):
@@ -45,12 +45,12 @@ class PlacedRanks:
         return total
 
     def keep_handed_on(self, stage: int, forward: tuple[Bytes, Bytes]) -> tuple[Bytes, Bytes]:
-        """What a forward takes and frees, with what it hands on or is the last to read."""
+        """Return the bytes that a forward allocates and frees, adjusted for values that later stages read."""
         takes, frees = forward
         return takes, frees - self._kept[stage] + self._released[stage]
 
     def optimizer_step(self, stage: int, cost: CostModel) -> tuple[float, float, tuple[int, ...]]:
-        """Seconds of the step of the stage's rank, of a host beside it, and the stages whose gradients it uses up."""
+        """Return the seconds of the rank's step, of an asynchronous host, and the stages whose gradients it uses."""
         rank = self._placement.stages[stage].rank
         stages = trained_stages(self._placement, self._graph, rank)
         parameters = sorted({tensor for index in stages for tensor in self._stages[index].parameters})
@@ -60,7 +60,7 @@ class PlacedRanks:
         return seconds + cost.serial_overhead_s(kind), issue.optimizer_s, stages
 
     def _hold(self, stage: StageSlice) -> None:
-        """Values that later stages of the rank read stay until the last of them, each storage once."""
+        """Keep values that later stages of the rank read until the last of them, each storage once."""
         rank = self._placement.stages[stage.index].rank
         received = {self._graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
         last: dict[int, int] = {}

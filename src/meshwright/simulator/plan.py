@@ -1,22 +1,22 @@
-"""Plan in, Simulation out: build the program, estimate its costs, run it on the virtual clock, sum up.
+"""Simulate a plan: build the program, estimate its costs, run it on the virtual clock, sum up.
 
-Pipelines that are alike are simulated once (`folding`). The steady step is the first one where all later ones repeat it
+Identical pipelines are simulated once (`folding`). The steady step is the first one if all later ones repeat it
 (below); else `STEADY_STEPS` are simulated.
 
-A steady step follows others without waiting: hosts that are fast enough have issued all of it before, so that it is
-simulated without them, and they are added where a step that takes the devices so long waits for one (`host_issue`). The
-timeline that is shown begins cold, its hosts and devices at the same moment.
+A steady step follows others without waiting: fast enough hosts have issued all of it before. So it is simulated without
+hosts first, and hosts are added if a step of that length waits for one (`host_issue`). The returned timeline starts
+cold: hosts and devices begin at the same moment.
 
-Where all steps repeat the first one, some time Δ later each, one step tells what a steady step is. Take a program
-without prologue and epilogue, whose steps meet in the order of streams and in the queues for links alone. Let every
+If all steps repeat the first one, each some time Δ later, one step is enough to know a steady step. Take a program
+without prologue and epilogue whose steps interact only through the order of streams and the queues for links. Let every
 stream whose first instruction waits for nothing end its step at Δ. Then step 2 is step 1 moved by Δ if
 
-    streams   each other stream ends its step no later than Δ after what its first instruction waits for has come
-    links     each shared link is given back no later than Δ after it was first wanted
+    streams   each other stream ends its step no later than Δ after the waits of its first instruction are over
+    links     each shared link is released no later than Δ after it was first requested
 
-for then the step before delays nothing, and every later step repeats it by induction. The spans of a steady step, cut
-to the window of `simulation`, are those of the first one cut to (T - Δ, T), where T is its end. Where one of these does
-not hold, later steps may still come to repeat themselves, and have to be simulated.
+because then the step before delays nothing, and every later step repeats it by induction. The spans of a steady step,
+cut to the window of `simulation`, are those of the first one cut to (T - Δ, T), where T is its end. If one of these
+conditions fails, later steps may still come to repeat each other, and have to be simulated.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 Detail = Literal["instructions", "ops"]
 DETAILS: tuple[Detail, ...] = get_args(Detail)
 
-# Steps until the distance between two step ends is that of all later ones: a schedule that flushes repeats itself from
-# its second step on, and the third is compared with the second.
+# Steps until the distance between two step ends is that of all later ones: a synchronous schedule repeats from its
+# second step on, and the third is compared with the second.
 STEADY_STEPS = 3
-# One whose steps reach into each other settles while its queues fill, and then repeats itself after one step or a few:
-# a mean is taken over so many of them before the last, which drains. A step of very many microbatches settles within
-# itself, so that fewer do, and more would not be simulated.
+# A program whose steps overlap settles while its queues fill, and then repeats after one step or a few. The mean is
+# taken over MEAN_SHARE of the simulated steps, before the last one, which drains. A step of very many microbatches
+# settles within itself, so fewer steps are enough, and more would exceed MAX_UNROLLED.
 SETTLED_STEPS, LEAST_SETTLED_STEPS, MEAN_SHARE = 20, 4, 0.6
 
 
 def steady_steps(program: Program) -> tuple[int, int]:
-    """Steps to simulate for a steady one, and over how many of them a mean is taken."""
+    """Return the number of steps to simulate for a steady one, and the number over which to take the mean."""
     if not program.crosses_steps:
         return STEADY_STEPS, 1
     most = MAX_UNROLLED // max(program.body.num_instructions, 1)
@@ -92,17 +92,17 @@ def simulate_plan(
     contention: Contention = "queued",
     detail: Detail = "instructions",
 ) -> Simulation:
-    """Predict a plan or a placement: times, memory, utilisation. Its rank r is device r of the cluster.
+    """Predict times, memory and utilisation of a plan or a placement. Its rank r is device r of the cluster.
 
-    Of a plan that splits ops over teams of devices, rank r is team r, and what is told of a rank is told of each device
-    of its team.
+    If the plan splits ops over tensor-parallel groups, rank r is group r, and the figures of a rank hold for each
+    device of its group.
 
     ``cost`` is the cost model (default: the cluster's datasheet figures). The timeline shows
-    ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
-    beyond them if need be. ``contention`` says how transfers get links that others want too: ``queued`` (first come,
-    first served) or ``fair`` (max-min shares). With ``detail="ops"`` the ops inside of spans are told too
-    (`Simulation.op_spans`), which changes no time. Raises PlanError if the plan fits graph or cluster not,
-    DeadlockError if its program can never finish, ProgramError for an unknown model of contention or detail.
+    ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, for which more
+    steps are simulated if necessary. ``contention`` says how transfers share contended links: ``queued`` (first come,
+    first served) or ``fair`` (max-min shares). ``detail="ops"`` also returns the ops inside the spans
+    (`Simulation.op_spans`), which changes no time. Raises PlanError if the plan does not match the graph or the
+    cluster, DeadlockError if its program can never finish, ProgramError for an unknown contention or detail.
     """
     check_contention(contention)
     check_detail(detail)
@@ -119,7 +119,7 @@ def simulate_plan(
             outcome = _simulate(program, costs, num_steps, contention, folded=True)
             simulated = fold.plan
         except (_NotAlikeError, DeadlockError, PlanError):
-            # Of all ranks it can be told, or they are those that the error is about.
+            # Simulate all ranks instead: either this works, or the error then names the real ranks.
             fold = None
     if outcome is None:
         program = program_of(plan, graph, cluster)
@@ -131,19 +131,19 @@ def simulate_plan(
 
 
 def check_detail(detail: str) -> None:
-    """Raise ProgramError unless this is a level of detail."""
+    """Raise ProgramError if the level of detail is unknown."""
     if detail not in DETAILS:
         raise ProgramError(
-            f"The detail {detail!r} was asked for{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}."
+            f"Unknown level of detail {detail!r}{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}."
         )
 
 
 class _NotAlikeError(Exception):
-    """Ranks that were to stand for others do not do what those do."""
+    """Ranks that a representative stands for behave differently from it."""
 
 
 class _Outcome(NamedTuple):
-    """What the ranks of a program do: spans and memory of the steps that are shown, and a steady step."""
+    """What the ranks of a program do: spans and memory of the steps shown, and the times of a steady step."""
 
     run: SimulatedRun
     timeline: Timeline
@@ -204,7 +204,7 @@ def _simulate(
 
 
 def _inside_s(program: Program, costs: ProgramCosts, waited_ps: NDArray[np.int64] | None) -> list[float]:
-    """Seconds of a step in which the computations of each rank wait for something, by their cost classes."""
+    """Return the seconds per step for which each rank's computations wait, from ``waited_ps`` per cost class."""
     if waited_ps is None:
         return [0.0] * program.num_ranks
     ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))
@@ -214,15 +214,15 @@ def _inside_s(program: Program, costs: ProgramCosts, waited_ps: NDArray[np.int64
 
 
 def _window_steps(timeline: Timeline, count: int, drains: bool) -> range:
-    """The last steps of a timeline, or those before the one that drains."""
+    """Return the last ``count`` steps of a timeline, without the one that drains."""
     stop = int(timeline.step.max(initial=0)) + 1 - drains
     return range(stop - count, stop)
 
 
 def _is_broken(run: SimulatedRun, contention: Contention) -> bool:
-    """Whether the clock showed that ranks which stand for others differ from them."""
+    """Whether the run showed that ranks differ from their representative."""
     if contention == "fair":
-        # Shares are rounded, and what is rounded first depends on the ranks.
+        # Shares are rounded, and the order of rounding depends on the ranks.
         return run.network.num_private < len(run.network.route_offsets) - 1
     return breaks_symmetry(run.network, run.end_ps, run.unrolled.num_links)
 
@@ -258,7 +258,7 @@ def _sum_up(
 
 
 def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:
-    """The program of a plan or a placement. Raises PlanError if it fits graph or cluster not."""
+    """Return the program of a plan or a placement. Raises PlanError if it does not match the graph or the cluster."""
     check_fit(plan, graph, cluster)
     return build_placed_program(plan, graph) if isinstance(plan, Placement) else build_program(plan, graph)
 
@@ -280,16 +280,16 @@ def _utilisation(
     )
     again = (op for start, stop in graph.recompute for op in computed_again(graph, start, stop))
     executed += sum(graph.ops[op].flops.at(size) for op in again)
-    # What of the model falls to each device of a team, of which the expert ranks have samples of their own.
+    # The model FLOPs of each device of a tensor-parallel group; expert ranks have samples of their own.
     model_flops = (graph.model_flops or graph.total_flops).at(size) * sharding.expert / sharding.width
     return count * model_flops / available, count * executed / available
 
 
 def step_distance(program: Program, costs: ProgramCosts, run: SimulatedRun) -> int | None:
-    """Δ in ps, of the run of one step; None where it is not sure.
+    """Return Δ in ps, given the run of one step; None if it cannot be known from one step.
 
-    It is not where instructions wait for those of an earlier step, or need only some of what they wait for. Processor
-    time that transfers take depends on all that runs, so neither is it where that is charged.
+    That is so if instructions wait for those of an earlier step or need only some of their waits, and if host processor
+    time of transfers is charged, because it depends on everything that runs.
     """
     if program.crosses_steps or program.prologue.num_instructions or program.epilogue.num_instructions:
         return None

@@ -1,10 +1,10 @@
-"""Costs: what a Program costs on some machines, apart from when things happen. The simulator's second input.
+"""Costs of a Program on some machines, independent of when things happen. The simulator's second input.
 
-Instructions point to **cost classes**, so that estimating again touches a small table: a class has a duration, the
-bytes it takes when it starts and the bytes it frees when it ends, by named part of memory (parameters, saved
+Instructions point to **cost classes**, so that a new estimate changes a small table: a class has a duration, the
+bytes allocated at its start and the bytes freed at its end, by named part of memory (parameters, saved
 activations, ...). Transfers point to **routes**: the links that one transfer holds together. A route of -1 needs no
-link. The class of a send or all-reduce may also say how much processor time it takes from each rank that takes part
-(`host_time.py`). That of a computation may say how long a host issues it that does not wait for the device
+link. The class of a send or all-reduce may also have the processor time that it takes from each participating rank
+(`host_time.py`). The class of a computation may have the time for which an asynchronous host issues it
 (`host_issue.py`).
 """
 
@@ -25,7 +25,7 @@ from meshwright.spec import Program, ProgramError, Section
 class SectionCosts:
     """Per instruction of one section: cost class and route; per mark: ps from the start of its instruction.
 
-    ``mark_earliest_ps``: per mark, ps from when a host begins to issue that instruction; None where none does.
+    ``mark_earliest_ps``: per mark, ps since a host began to issue that instruction; None without asynchronous hosts.
     """
 
     cost_class: NDArray[np.int32]
@@ -35,10 +35,10 @@ class SectionCosts:
 
 
 class IssueCosts(NamedTuple):
-    """What a host does beside its device, per cost class, (C,) each; all 0 of what it does not issue.
+    """Times of an asynchronous host per cost class, (C,) each; all 0 for classes that it does not issue.
 
-    ``host_ps``: how long it issues; ``earliest_ps``: the least from its beginning to the end on the device;
-    ``is_awaited``: whether it begins only when the device could (`host_issue.py`).
+    ``host_ps``: how long it issues; ``earliest_ps``: the least time from the start of the issue to the end on the
+    device; ``is_awaited``: whether it begins only when the device could (`host_issue.py`).
     """
 
     host_ps: NDArray[np.int64]
@@ -50,11 +50,11 @@ class IssueCosts(NamedTuple):
 class ProgramCosts:
     """Costs of a program with C classes, P parts of memory, N routes over ``num_links`` links and R ranks.
 
-    ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), taken at the start and given
-    back at the end; ``route_offsets`` (N + 1,) and ``route_links`` in CSR form; ``resident_bytes`` (R, P), in use all
-    the time; ``link_names`` (num_links,), or none; ``exchanged_ps`` (C,), the part of the duration of a computation in
-    which its rank waits for what it exchanges in it, or None for nothing; ``copied_ps`` likewise for copies of
-    activations; ``issue``: None where all devices are their own hosts.
+    ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), allocated at the start and freed
+    at the end; ``route_offsets`` (N + 1,) and ``route_links`` in CSR form; ``resident_bytes`` (R, P), in use all
+    the time; ``link_names`` (num_links,), or empty; ``exchanged_ps`` (C,), the part of a computation's duration in
+    which its rank waits for collectives inside it, or None without collectives; ``copied_ps`` likewise for copies of
+    activations; ``issue``: None if no host issues asynchronously.
     """
 
     duration_ps: NDArray[np.int64]
@@ -75,14 +75,14 @@ class ProgramCosts:
     epilogue: SectionCosts
 
     def with_hosts_ahead(self) -> ProgramCosts:
-        """The costs where all was issued before the devices come to it."""
+        """Return the costs in which everything is issued before the devices reach it."""
         return self if self.issue is None else replace(self, issue=None)
 
 
 def bare_costs(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequence[int]] = ()) -> ProgramCosts:
-    """Costs without memory for a program of nothing, which a controller extends: classes by duration, routes by links.
+    """Return costs without memory for an empty program that a controller extends: classes by duration, routes by links.
 
-    Raises ProgramError if the program has instructions, for these would have to be estimated.
+    Raises ProgramError if the program has instructions, because these need estimates.
     """
     for name, section in program.sections():
         _require(section.num_instructions == 0, f"the {name} has {section.num_instructions} instructions, not 0")
@@ -166,9 +166,9 @@ def _check_section(name: str, section: Section, section_costs: SectionCosts, cos
 def _look_through(
     cost_class: NDArray[np.int32], route: NDArray[np.int32], duration_ps: NDArray[np.int64]
 ) -> tuple[int, int, int, int]:
-    """What a section refers to: below 0 if that is no class or no route, how many classes and routes there have to be.
+    """Return the bounds of a section's references: lowest (below 0 is invalid), number of classes and of routes needed.
 
-    And the shortest of what has a route, in ps.
+    The last value is the shortest duration of an instruction with a route, in ps.
     """
     lowest, classes, routes, shortest = 0, 0, 0, np.iinfo(np.int64).max
     for i in range(len(cost_class)):
@@ -181,4 +181,4 @@ def _look_through(
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise ProgramError(f"The costs do not fit the program: {what}. Estimate the program that is to be simulated.")
+        raise ProgramError(f"The costs do not match the program: {what}. Estimate the program that is to be simulated.")

@@ -1,11 +1,11 @@
-"""Costs of a plan's program from a cost model: which class, route and mark offset each instruction gets.
+"""Costs of a plan's program from a cost model: the class, route and mark offset of each instruction.
 
 Instructions of equal cost are estimated once: computations by (stage, device kind and speed of the host, first or last
 backward of its rank, opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the
-bucket. Only these distinct ones are touched one by one.
+bucket. Only these distinct ones are handled one by one.
 
-Where hosts issue beside their devices (`host_issue`), they wait for the device at one place: before the first update of
-a step whose loss is scaled, for whether all gradients are finite is read there (`runtime.loss_scale`).
+Asynchronous hosts (`host_issue`) wait for the device at one place: before the first update of a step whose loss is
+scaled, because the host reads there whether all gradients are finite (`runtime.loss_scale`).
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ def estimate_program(
 ) -> ProgramCosts:
     """Estimate every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster.
 
-    With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a sum
-    of gradients takes what it takes all members of the whole plan, on all their links.
+    With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a
+    gradient sum is estimated for all members of the whole plan, on all their links.
+
+    Raises PlanError if the plan splits ops or recomputes (`form_teams` gives a plan that can be estimated).
     """
     if isinstance(plan, Plan) and (plan.recompute or not plan.sharding.is_whole):
         raise PlanError(
-            "The plan splits ops or computes again, but its costs were asked for a whole graph. Estimate what "
-            "`form_teams` gives for it."
+            "The plan splits ops or recomputes, but its costs were requested for the whole graph. Estimate the plan "
+            "and graph that `form_teams` returns for it."
         )
     graph = graph_of_program(graph, program)
     estimator = _Estimator(program, plan, graph, cost, fold)
@@ -110,14 +112,14 @@ def estimate_program(
 
 
 def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
-    """The buckets of gradients that a plan sums: none of a placement, nor where replicas average parameters."""
+    """Return the buckets of gradients that a plan sums: none for a placement, or if replicas average parameters."""
     if isinstance(plan, Placement) or plan.exchange.every_steps > 1:
         return ()
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
 
 
 class _Estimator:
-    """Knows what the stages cost; collects cost classes and routes while it walks through the sections."""
+    """Holds the costs of the stages, and collects cost classes and routes section by section."""
 
     def __init__(
         self, program: Program, plan: Plan | Placement, graph: Graph, cost: CostModel, fold: Fold | None
@@ -156,7 +158,7 @@ class _Estimator:
                 strict=True,
             )
         ]
-        # How slow the host beside each kind of device is; 0 where there is none.
+        # Time factor of the asynchronous host of each kind of device; 0 where there is no such host.
         self._factors = [
             factor if costs.ops.issue else 0.0 for (_, factor), costs in zip(machines, self._costs[0], strict=True)
         ]
@@ -171,12 +173,12 @@ class _Estimator:
         self._hosts = HostCosts(cost, whole.num_ranks)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
-        # Per class: duration, host time, waits for exchanges and copies in ps, bytes taken and freed, `IssueCosts`.
+        # Per class: duration, host time, waits for collectives and copies in ps, bytes taken and freed, `IssueCosts`.
         self.classes: list[tuple[int, int, int, int, Bytes, Bytes, tuple[int, int, bool]]] = []
         self._parts: dict[tuple[int, ...], tuple[SpanParts, IssuedParts]] = {}
 
     def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
-        """What a rank holds all the time; ``order`` as of `compute_orders`."""
+        """Return the bytes that a rank holds all the time; ``order`` as in `compute_orders`."""
         kind = int(self._kind_of_rank[rank])
         trains = self._plan.workload.kind == "training"
         libraries = library_workspaces(backend_of(self._kinds[kind]), trains=trains)
@@ -192,7 +194,7 @@ class _Estimator:
         return total - self._placed.shared_bytes(rank) if self._placed else total
 
     def estimate_section(self, section: Section) -> SectionCosts:
-        """Classes, routes and mark offsets of one section."""
+        """Return classes, routes and mark offsets of one section."""
         kind = np.repeat(self._kind_of_rank[rank_of_streams(self._program)], np.diff(section.stream_offsets))
         place = place_of_backward(section)
         if self.has_hosts and isinstance(self._plan, Plan) and self._plan.scales_loss:
@@ -268,7 +270,7 @@ class _Estimator:
     def _add_pass(
         self, seconds: float, in_use: tuple[Bytes, Bytes], host_s: float, kind: int, *, is_awaited: bool = False
     ) -> int:
-        """A pass over all weights, which begins on the device when its host has issued it."""
+        """Add a pass over all weights, which starts on the device when its host has issued it."""
         added = self._add(seconds, 0.0, in_use)
         if self._factors[kind]:
             host_ps = to_picoseconds(host_s * self._factors[kind])
@@ -277,7 +279,7 @@ class _Estimator:
         return added
 
     def _axes_of(self, section: Section) -> NDArray[np.int64]:
-        """The number of the axes over which teams sum what each instruction sums; the last for all others."""
+        """Return the index of the axes over which each instruction's part is summed; -1 for other instructions."""
         summed = np.isin(section.opcode, COLLECTIVES) & (section.peer < len(self._part_axes))
         return np.where(summed, np.append(self._part_axes, -1)[np.where(summed, section.peer, -1)], -1)
 
@@ -318,7 +320,7 @@ class _Estimator:
         self, group: int, opcode: Opcode, num_bytes: int, in_use: tuple[Bytes, Bytes], axes: Axes
     ) -> tuple[int, int]:
         if not num_bytes:
-            # Its ranks meet, and nothing else.
+            # No data: its ranks only synchronise.
             return self._add(SHORTEST_S, 0.0, in_use), -1
         ranks, op = self._all_members(group), _COLLECTIVE_OPS[opcode]
         host_s = self._cost.collective_host_seconds(op, ranks, num_bytes, axes=axes)
@@ -328,11 +330,11 @@ class _Estimator:
         return self._add(max(seconds, SHORTEST_S), host_s, in_use), route
 
     def _host_of(self, group: int) -> int:
-        """The device whose host works."""
+        """Return the device whose host does the work of a group."""
         return self._device_of[self._program.groups[group][0]]
 
     def _all_members(self, group: int) -> tuple[int, ...]:
-        """The devices that take part in the collectives of a group, ascending."""
+        """Return the devices that take part in the collectives of a group, ascending."""
         if group not in self._collected:
             ranks = self._program.groups[group]
             self._collected[group] = tuple(sorted(member for rank in ranks for member in self._members[rank]))
@@ -359,7 +361,7 @@ class _Estimator:
 
 
 def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:
-    """The axes over which teams sum something, and their number for each part of an exchange."""
+    """Return the axes over which tensor-parallel groups sum gradients, and their index for each part of an exchange."""
     if isinstance(plan, Placement) or not graph.collectives:
         return [REPLICATING], np.zeros(0, np.int64)
     buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
@@ -369,7 +371,7 @@ def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> t
 
 
 def _named_algorithm(plan: Plan | Placement) -> Algorithm | None:
-    """The algorithm of all-reduces if the plan names one; the three of a hierarchy are each the fastest."""
+    """Return the algorithm of all-reduces if the plan names one; each of a hierarchy's three uses the fastest."""
     named = plan.exchange.algorithm if isinstance(plan, Plan) else "auto"
     return named if named in ("ring", "tree") else None
 
@@ -382,7 +384,7 @@ def _load_seconds(plan: Plan | Placement) -> float:
 def _per_distinct(
     columns: Sequence[NDArray[np.integer]], cost: Callable[..., tuple[int, int]]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Call ``cost`` once for all rows that are equal; the columns of its two numbers."""
+    """Call ``cost`` once for all equal rows; return its two numbers as columns."""
     keys = np.stack(columns).astype(np.int64, copy=False)
     if not keys.shape[1]:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -394,16 +396,16 @@ def _per_distinct(
 
 
 def place_of_backward(section: Section) -> NDArray[np.int64]:
-    """FIRST and LAST for the first and last backward before each update of each stage, 0 for every other instruction.
+    """Mark the FIRST and LAST backward before each update of each stage; 0 for every other instruction.
 
-    Of a backward in two parts the one for weights counts. A stage is updated after its backwards, once a step or often.
+    Of a backward in two parts the one for weights counts. A stage may be updated once or several times per step.
     """
     num_stages = int(section.stage.max(initial=0)) + 1
     return mark_backwards(section.stream_offsets, section.opcode, section.stage, num_stages)
 
 
 def _check_groups(program: Program, section: Section, transfers: NDArray[np.int64]) -> None:
-    """Every transfer names the ranks that take part."""
+    """Raise ProgramError unless every transfer names the ranks that take part."""
     for i in transfers[section.group[transfers] < 0][:1].tolist():
         raise ProgramError(
             f"{section.instruction(i)} names no group of ranks, so it has no cost; expected (source, target) for "

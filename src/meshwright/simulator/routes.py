@@ -1,11 +1,13 @@
-"""Which links does a transfer hold? The table of routes of a cluster.
+"""The links that a transfer holds, and the table of routes of a cluster.
 
 - Two ranks of one node: a link of their own per direction, as behind a full switch (NVLink) or in the memory of one
   host.
 - Ranks of different nodes: the NIC of the sender outwards and the NIC of the receiver inwards. A node of d devices
   with k NICs gives device i the NIC floor(i k / d), so that devices share NICs when there are fewer of them.
-- Ranks of different racks: an uplink of each rack as well, which its NICs share alike (`spec.cluster.Racks`).
-- A collective: the links of a ring over its ranks in ascending order, node by node, or those of a tree both ways.
+- Ranks of different racks: also an uplink of each rack; the NICs of a rack are divided evenly among its uplinks
+  (`spec.cluster.Racks`).
+- A collective: the links of a ring over its ranks in ascending order, node by node, or those of a tree in both
+  directions.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Ids = NDArray[np.int64]
 
 
 def hop_links(cluster: Cluster, sources: Ids, targets: Ids) -> Ids:
-    """Numbers of the links that messages between ranks hold, shape (2 or 4, *ranks' shape*); -1 for none.
+    """Return the numbers of the links that messages hold, shape (2 or 4, *ranks' shape*); -1 for no link.
 
     Ranks a and b of one node of n ranks in the cluster: a n + b. NIC k of node i of N: n² + 2 (i K + k) outwards, and
     the next number inwards, where K is the most NICs in use on a node. Uplink k of rack i, of U each: n² + 2 N K +
@@ -45,7 +47,7 @@ def hop_links(cluster: Cluster, sources: Ids, targets: Ids) -> Ids:
 
 
 def _uplinks(cluster: Cluster, racks: Racks) -> Ids:
-    """The uplink of each rank: those of rack i are numbers i U to (i + 1) U - 1."""
+    """Return the uplink of each rank: those of rack i are numbers i U to (i + 1) U - 1."""
     columns, counts = cluster.columns(), np.array([node.num_nics for node in cluster.nodes])
     rack = np.arange(len(counts)) // racks.nodes_per_rack
     before = np.cumsum(counts) - counts
@@ -66,7 +68,7 @@ def _most_nics(cluster: Cluster) -> int:
 
 
 class Routes:
-    """Numbers links and routes as they are asked for; ask for all of them, then take the `table`."""
+    """Numbers links and routes on request; request all of them first, then read the `table`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -75,11 +77,11 @@ class Routes:
         self._rings: dict[tuple[int, ...], int] = {}
 
     def send(self, source: int, target: int) -> int:
-        """The route of a message between two ranks; -1 from a rank to itself."""
+        """Return the route of a message between two ranks; -1 from a rank to itself."""
         return self._number(hop_links(self._cluster, np.array([source]), np.array([target])))
 
     def ring(self, ranks: Sequence[int]) -> int:
-        """The route of a collective over ``ranks``."""
+        """Return the route of a collective over ``ranks``."""
         key = tuple(ranks)
         if key not in self._rings:
             members = np.sort(np.array(key, np.int64))
@@ -87,7 +89,7 @@ class Routes:
         return self._rings[key]
 
     def tree(self, ranks: Sequence[int]) -> int:
-        """The route of a collective up and down a tree over ``ranks``."""
+        """Return the route of a collective up and down a tree over ``ranks``."""
         members = np.sort(np.array(ranks, np.int64))
         parents = np.array(best_tree(link_matrix(self._cluster, members.tolist())))
         above = members[parents[1:]]
@@ -95,13 +97,13 @@ class Routes:
         return self._number(np.concatenate(hops, axis=1))
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
-        """Offsets and links of all routes in CSR form, and the number of links."""
+        """Return offsets and links of all routes in CSR form, and the number of links."""
         offsets = np.cumsum([0, *(len(links) for links in self._routes)], dtype=np.int64)
         links = np.array([link for links in self._routes for link in links], np.int32)
         return offsets, links, len(self._links)
 
     def names(self) -> tuple[str, ...]:
-        """What people call each link, in order of their numbers."""
+        """Return a readable name for each link, in order of their numbers."""
         num_ranks, most = self._cluster.num_ranks, _most_nics(self._cluster)
         return tuple(self._name(link, num_ranks, most) for link in self._links)
 

@@ -1,13 +1,15 @@
-"""What passes through a stage wait for copies of activations to the host and back, and when copies may begin.
+"""Waits of a stage's ops for copies of activations to and from the host, and when the copies may begin.
 
-Units u of a stage (`cost.memory.away`) copy down in d_u and up in p_u, each way one after the other.
+Units u of a stage (`cost.memory.away`) are copied down (to the host) in d_u and up (to the device) in p_u, one after
+the other in each direction.
 
     forward     the copy of u begins when u ends, and that of the unit before has ended; u + 2 begins, and the stage's
                 forward ends, when it has ended
-    backward    the first copy up begins with the stage's backward; one for u begins with the unit behind that something
-                came up for, and not before the copy for that one has ended; u begins when it has ended
+    backward    the first copy up begins with the stage's backward; the copy for u begins with the unit of the copy
+                before it, and not before that copy has ended; u begins when its copy has ended
 
-The timeline shows the copies by themselves (`program.saved`); here is what of them does not hide behind units.
+The timeline shows the copies themselves (`program.saved`); this module computes the part that is not hidden behind
+units.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 class SavedCopies(NamedTuple):
-    """The units of a stage as places of its ops, ``first`` and ``last`` of each, and seconds of their copies."""
+    """The units of a stage, the indices of their ``first`` and ``last`` ops in it, and the seconds of their copies."""
 
     away: Away
     first: tuple[int, ...]
@@ -42,7 +44,7 @@ class SavedCopies(NamedTuple):
 def find_copies(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, kind: DeviceKind, cost: CostModel, ranks: Sequence[int]
 ) -> SavedCopies | None:
-    """The copies of a stage on one kind of device, ``ranks`` of the cluster; None where activations stay there."""
+    """Return the copies of a stage on one kind of device, on ``ranks``; None if activations stay on the device."""
     if isinstance(plan, Placement) or plan.offload.activations == "device":
         return None
     kept = as_kept(graph, plan.workload.numbers, backend_of(kind))
@@ -65,7 +67,7 @@ def find_copies(
 
 
 def saved_waits(copies: SavedCopies | None, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats]:
-    """Seconds that come on top of a stage's ops in a forward and a backward, each of shape (ops,)."""
+    """Return the seconds of waiting added to a stage's ops in a forward and a backward, each of shape (ops,)."""
     forward, backward = np.zeros(len(forward_s)), np.zeros(len(backward_s))
     if copies is None or not copies.away.values:
         return forward, backward
@@ -91,7 +93,7 @@ def saved_waits(copies: SavedCopies | None, forward_s: Floats, backward_s: Float
 
 
 class EstimatedCopies:
-    """The copies of all stages, on all ``kinds`` of devices in use; ``ranks`` of the cluster that have each stage."""
+    """The copies of all stages, on all ``kinds`` of devices in use; ``ranks`` lists the ranks of each stage."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class EstimatedCopies:
         self._shape = 2, len(stages), len(kinds), len(graph.layers)
 
     def moved_bytes(self, section: Section, kind: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The column of bytes that move; of activations, those that the kernels of each kind of device keep."""
+        """Return the column of bytes moved; for activations, those that the kernels of each kind of device keep."""
         rows = np.flatnonzero(np.isin(section.opcode, SAVED_COPIES))
         if not len(rows):
             return section.num_bytes
@@ -124,10 +126,9 @@ class EstimatedCopies:
         return moved
 
     def find_part(self, parts: SpanParts, stage: int, kind: int, opcode: int, mark: int) -> int:
-        """The part of a pass at whose end a copy may begin, of the layer that a mark names.
+        """Return the index of the part of a pass at whose end the copy of a mark's layer may begin.
 
-        Parts of a pass begin with what the host does first; the copy for the unit that a backward begins with may
-        begin then.
+        The first part of a pass is the host's; the copy for the first unit of a backward may begin after it.
         """
         copies = self._copies[stage][kind]
         assert copies is not None, "marks of layers are those of copies"

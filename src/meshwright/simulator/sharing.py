@@ -1,21 +1,21 @@
-"""At what rates do transfers move that share links? Max-min fairness by progressive filling, in whole numbers.
+"""Rates of transfers that share links: max-min fairness by progressive filling, in whole numbers.
 
 Every link has the capacity of one transfer that is alone on it. A transfer needs the same rate x on all links of its
-route, 0 < x <= 1, and the rates x_j of those under way satisfy, for each link,
+route, 0 < x <= 1, and the rates x_j of the running transfers satisfy, for each link,
 
     Σ (x_j of the transfers on it) <= 1.
 
 They are max-min fair: no rate can grow without lowering one that is not higher. Progressive filling finds them. In
-each round every link with transfers whose rate is open offers them equal shares of what is left; the links with the
-least offer are full, and all their transfers with an open rate get it (Bertsekas and Gallager, Data Networks, 1992,
-section 6.5.2).
+each round every link that has transfers without a rate offers them equal shares of its remaining capacity; the links
+with the least offer become full, and all their transfers without a rate get that offer (Bertsekas and Gallager, Data
+Networks, 1992, section 6.5.2).
 
-**Rounding.** Rates and what is left are whole multiples of 1 / `UNITS`, an offer is rounded down, and all links with
-the least offer count as full together, so the result depends on no order. UNITS = lcm(1, ..., 22): equal shares of up
-to 22 transfers are exact, others are low by less than 1 / UNITS = 4.3e-9.
+**Rounding.** Rates and remaining capacities are whole multiples of 1 / `UNITS`, an offer is rounded down, and all links
+with the least offer become full together, so the result depends on no order. UNITS = lcm(1, ..., 22): equal shares of
+up to 22 transfers are exact, others are low by less than 1 / UNITS = 4.3e-9.
 
-Transfers that are connected by no chain of common links do not influence each other. When transfers come or go, only
-those connected with their links get new rates.
+Transfers that are not connected by a chain of common links do not influence each other. When transfers begin or end,
+only those connected with their links get new rates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.simulator.waiters import Column, Ids
 
-# Records: a column is reached without handing its array around, which costs more than the work on it (`engine.py`).
+# Records: a field is read without passing its array around, which costs more than the work on it (`engine.py`).
 Records = NDArray[np.void]
 Record = np.void
 
@@ -37,7 +37,7 @@ UNITS = math.lcm(*range(1, 23))
 NO_RATE = -1
 
 
-# A transfer under way, by the stream that requests it. Its work left at `since_ps` is `left_ps` and `left_parts`,
+# A running transfer, by the stream that requests it. Its work left at `since_ps` is `left_ps` and `left_parts`,
 # `speed` its rate from then on, `stop_ps` when it ends or raises its mark number `next_mark` (`fair.py`). Its crossings
 # are `first` to `last` (exclusive); `rate` is what the last filling, number `filling`, gave it.
 TRANSFER = np.dtype(
@@ -49,17 +49,17 @@ TRANSFER = np.dtype(
         )
     ]
 )
-# A link: its first crossing, how many transfers are on it; in a filling, how many have no rate yet, what is left, and
-# the share that it offers.
+# A link: its first crossing and the number of transfers on it; during a filling, the number without a rate (`open`),
+# the remaining capacity (`left`), and the share that it offers.
 LINK = np.dtype([(name, np.int64) for name in ("head", "present", "open", "left", "offer", "filling")])
-# One link of a transfer, in the list of those of its link; -1 ends.
+# One link of a transfer, in the doubly linked list of its link; -1 ends the list.
 CROSSING = np.dtype([(name, np.int64) for name in ("link", "stream", "after", "before")])
-# Places in `Flows.counts`.
+# Indices into `Flows.counts`.
 NUM_CHANGED, FILLING = 0, 1
 
 
 class Flows(NamedTuple):
-    """Which transfers are on which links, and at what rates.
+    """The transfers on each link, and their rates.
 
     ``changed`` lists the links whose transfers changed since the last filling; ``reached`` and ``connected`` are
     scratch: the links and transfers of a filling. ``counts`` holds the number of changed links and that of the next
@@ -76,7 +76,7 @@ class Flows(NamedTuple):
 
 
 def make_flows(capacities: Ids, num_links: int) -> Flows:
-    """Room for ``capacities[s]`` links of a transfer of each stream; nothing is under way."""
+    """Return flows with room for ``capacities[s]`` links of a transfer of each stream; nothing is running."""
     num_streams = len(capacities)
     transfers, links = np.zeros(num_streams, TRANSFER), np.zeros(num_links, LINK)
     crossings = np.zeros(int(capacities.sum()), CROSSING)
@@ -122,7 +122,7 @@ def enter_links(
 
 @compiled
 def leave_links(transfers: Records, links: Records, crossings: Records, changed: Ids, counts: Ids, stream: int) -> None:
-    """Take the transfer of a stream off its links."""
+    """Remove the transfer of a stream from its links."""
     transfer = transfers[stream]
     for place in range(transfer["first"], transfer["last"]):
         crossing = crossings[place]
@@ -140,7 +140,7 @@ def leave_links(transfers: Records, links: Records, crossings: Records, changed:
 
 @compiled
 def _note_change(links: Records, changed: Ids, counts: Ids, link: int) -> None:
-    """A link is listed once between two fillings."""
+    """Add a link to ``changed``, once between two fillings."""
     if links[link]["filling"] != counts[FILLING]:
         links[link]["filling"] = counts[FILLING]
         changed[counts[NUM_CHANGED]] = link
@@ -157,9 +157,9 @@ def fill(
     connected: Ids,
     counts: Ids,
 ) -> int:
-    """Fill the links that changed and all that is connected with them.
+    """Fill the changed links and everything connected with them.
 
-    Returns how many transfers that are: ``connected[:n]``, with their rates in ``rate``.
+    Returns the number n of connected transfers: ``connected[:n]``, with their rates in ``rate``.
     """
     num_links, num_transfers = _collect(transfers, links, crossings, changed, reached, connected, counts)
     remaining = num_transfers
@@ -181,7 +181,7 @@ def fill(
 
 @compiled
 def _settle(transfers: Records, links: Records, crossings: Records, full: int, least: int) -> int:
-    """Give the transfers of a full link that have no rate yet the least offer; return how many they were."""
+    """Give the least offer to the transfers of a full link that have no rate yet; return their number."""
     settled, place = 0, links[full]["head"]
     while place >= 0:
         transfer = transfers[crossings[place]["stream"]]
@@ -206,7 +206,7 @@ def _collect(
     connected: Ids,
     counts: Ids,
 ) -> tuple[int, int]:
-    """Links and transfers connected with what changed, the links empty and no rates given; return their numbers."""
+    """Collect the links and transfers connected with the changed links, and reset them; return their numbers."""
     num_links, num_transfers, filling = counts[NUM_CHANGED], 0, counts[FILLING]
     for k in range(num_links):
         reached[k] = changed[k]

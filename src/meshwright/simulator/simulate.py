@@ -1,4 +1,4 @@
-"""Program and costs in, predicted Timeline out.
+"""Simulate a program with its costs: predict its Timeline.
 
 A send's span is the time for which it holds its links, or shares them under ``fair`` contention. A receive's span is
 the arrival of its bytes: from the start of its send (or the end of the receive before it in its stream, if later) to
@@ -26,7 +26,7 @@ from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
 
 Ids = NDArray[np.int64]
 
-# Instructions of all steps that are kept at once: 24 bytes each for the engine, some 100 for the timeline.
+# Instructions of all steps kept at once: 24 bytes each for the engine, about 100 for the timeline.
 MAX_UNROLLED = 5_000_000
 
 
@@ -35,7 +35,7 @@ def simulate_program(
 ) -> Timeline:
     """Simulate prologue, ``num_steps`` repetitions of the body, and epilogue.
 
-    ``contention`` says how transfers get links that others want too: ``queued`` (`engine`) or ``fair`` (`fair`).
+    ``contention`` says how transfers share contended links: ``queued`` (`engine`) or ``fair`` (`fair`).
 
     Raises DeadlockError, naming the instructions, if the program can never finish; ProgramError if the costs do
     not fit it or a transfer or collective lacks a counterpart.
@@ -46,13 +46,13 @@ def simulate_program(
 def simulate_with_memory(
     program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
 ) -> tuple[Timeline, MemoryUse]:
-    """Like `simulate_program`, with the parts of memory at each rank's peak."""
+    """Like `simulate_program`; also return the parts of memory at each rank's peak."""
     return record_run(program, costs, run_program(program, costs, num_steps, contention))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedRun:
-    """What was run as it ran (`run_unrolled`), and start and end of each instruction of ``unrolled`` in ps."""
+    """The network as it ran (`run_unrolled`), and start and end of each instruction of ``unrolled`` in ps."""
 
     unrolled: Unrolled
     network: Network
@@ -63,7 +63,7 @@ class SimulatedRun:
 def run_program(
     program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
 ) -> SimulatedRun:
-    """Find when each instruction of ``num_steps`` steps runs. Raises as `simulate_program`."""
+    """Find the times of each instruction of ``num_steps`` steps. Raises as `simulate_program`."""
     if num_steps < 1:
         raise ProgramError(f"{num_steps} steps were asked for; simulate at least 1.")
     if num_steps > 2 and num_steps * program.body.num_instructions > MAX_UNROLLED:
@@ -79,7 +79,7 @@ def run_program(
 
 
 def record_run(program: Program, costs: ProgramCosts, run: SimulatedRun) -> tuple[Timeline, MemoryUse]:
-    """The timeline of a run, with the parts of memory at each rank's peak."""
+    """Return the timeline of a run, and the parts of memory at each rank's peak."""
     unrolled = run.unrolled
     memory = follow_memory(
         rank_of_streams(program),
@@ -95,7 +95,7 @@ def record_run(program: Program, costs: ProgramCosts, run: SimulatedRun) -> tupl
 
 
 def record_spans(program: Program, run: SimulatedRun, memory: MemoryUse | None = None) -> Timeline:
-    """The timeline of a run, with the memory that was followed, if any."""
+    """Return the timeline of a run, with memory samples if ``memory`` is given."""
     none = np.zeros(0, np.int64)
     return Timeline(
         origin="predicted",
@@ -113,7 +113,7 @@ def record_spans(program: Program, run: SimulatedRun, memory: MemoryUse | None =
 
 
 def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArray[Any]]:
-    """What each instruction of the unrolled program is: the columns of a Timeline but for its times."""
+    """Return the columns of a Timeline except its times, one row per instruction of the unrolled program."""
     rows, only = [section for _, section in program.sections()], unrolled.layout.only
     names = ("opcode", "stage", "microbatch", "peer", "num_bytes")
     if only is not None and unrolled.layout.joined is None:
@@ -129,9 +129,9 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
 def run_unrolled(
     program: Program, unrolled: Unrolled, host_ps: Ids, contention: Contention = "queued"
 ) -> tuple[Network, Ids, Ids]:
-    """Run until nothing changes: the network as it ran, and start and end of each span in ps.
+    """Run until durations no longer change. Return the network as it ran, and start and end of each span in ps.
 
-    Processor time of transfers and waiting for hosts are parts of what its instructions take.
+    Host processor time of transfers, and waiting for it, lengthen the instructions' durations (`host_time`).
     """
     network = unrolled.network
     ran, start_ps, end_ps = _run(program, unrolled, network, contention)
@@ -150,7 +150,7 @@ def _run(program: Program, unrolled: Unrolled, network: Network, contention: Con
         raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
         is_too_long = outcome.end_ps.min(initial=0) < 0
     except DeadlockError:
-        # Times that wrap around let others wait for ever, too.
+        # Times that overflow also make others wait for ever.
         is_too_long = durations(network).sum(dtype=np.float64) >= 2.0**63
         if not is_too_long:
             raise
@@ -165,13 +165,13 @@ def _run(program: Program, unrolled: Unrolled, network: Network, contention: Con
 
 
 def begin_receives(unrolled: Unrolled, start_ps: Ids, end_ps: Ids) -> None:
-    """Let the span of each receive be the arrival of its bytes; ``start_ps`` is changed."""
+    """Set the start of each receive's span to the start of its arrival; ``start_ps`` is changed in place."""
     _begin_receives(unrolled.network.stream_offsets, *unrolled.layout.transfers, start_ps, end_ps)
 
 
 @compiled
 def _begin_receives(stream_offsets: Ids, receives: Ids, sends: Ids, start_ps: Ids, end_ps: Ids) -> None:
-    """A receive begins with its send, or when the instruction before it in its stream ended."""
+    """A receive begins with its send, or at the end of the instruction before it in its stream if that is later."""
     is_first = np.zeros(len(end_ps) + 1, np.bool_)
     is_first[stream_offsets] = True
     for k in range(len(receives)):

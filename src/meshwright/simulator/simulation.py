@@ -1,24 +1,24 @@
-"""What a simulated plan is worth: step time, where each rank's time goes, memory with its owners, MFU and HFU.
+"""The results of a simulated plan: step time, where each rank's time goes, memory with its owners, MFU and HFU.
 
-All seconds are those of one steady step: the window from the end of the last step but one to the end of the last
-step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. Of each rank
-counts what it does for that step, also where it does so before the window or after it. Per rank,
+All seconds are those of one steady step: the window from the end of the last step but one to the end of the last step.
+For an asynchronous schedule, whose steps may differ, they are the mean over several last steps. A rank's work for that
+step counts even if it is done before or after the window. Per rank,
 
-    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too);
-                    waiting for the host inside of a span counts to it (`host_issue`)
+    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (including copies of
+                    weights); waiting for the host inside a span counts as busy (`host_issue`)
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
-    exchange        the same two for collectives, and for what ranks and servers send each other
-    offload         what hosts do with states that are kept there, and copies to and from them; exposed where nothing
-                    is computed or exchanged meanwhile
+    exchange        the same two for collectives, and for transfers between ranks and servers
+    offload         host work on offloaded states, and copies to and from the host; exposed where nothing is computed
+                    or exchanged meanwhile
     idle            step time - busy
 
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
-devices used); HFU counts what the devices really execute: ops repeated in several stages and ops that run again, too.
+devices used); HFU counts what the devices really execute, including ops repeated in several stages and recompute.
 
-The timeline of all ranks is made from that of the ranks that stand for them (`folding`). The spans of a rank are those
-of its representative; only its number and the numbers of its microbatches differ. Equal to what a simulation of all
-ranks gives, column by column.
+The timeline of all ranks is made from that of their representatives (`folding`). The spans of a rank are those of its
+representative; only the number of the rank and the numbers of its microbatches differ. The result equals a simulation
+of all ranks, column by column.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ Ids = NDArray[np.int64]
 class RankSeconds:
     """Seconds of one rank within a steady step.
 
-    ``exchanged_inside_s``: of forwards and backwards, what is waiting for exchanges of split ops and shared states;
-    ``copied_inside_s``, for copies of activations. ``host_s``: in which its host issues what the device computes.
+    ``exchanged_inside_s`` is the part of forwards and backwards spent waiting for collectives of split ops and sharded
+    states; ``copied_inside_s`` the part spent waiting for copies of activations. ``host_s`` is the time in which the
+    rank's host issues work for the device.
     """
 
     forward_s: float
@@ -63,7 +64,7 @@ class RankSeconds:
     host_s: float = 0.0
 
     def per_step(self, num_steps: int) -> RankSeconds:
-        """Those of one of so many steps, of which these are the seconds."""
+        """Return the seconds of one step, if these are the seconds of ``num_steps`` steps."""
         if num_steps == 1:
             return self
         return RankSeconds(**{name: getattr(self, name) / num_steps for name in _COLUMNS})
@@ -76,18 +77,18 @@ class RankSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """Bytes of one rank at the moment when most are in use, by part; the parts add up to the peak."""
+    """Bytes of one rank at the moment of its peak, by part; the parts add up to the peak."""
 
     parts: dict[str, int]
 
     @property
     def total_bytes(self) -> int:
-        """The peak."""
+        """Peak bytes."""
         return sum(self.parts.values())
 
     @property
     def owner(self) -> str:
-        """The part that holds most of it."""
+        """The part that holds the most bytes."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
@@ -95,10 +96,9 @@ class PeakMemory:
 class Simulation:
     """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision.
 
-    ``simulated`` is the timeline of what was simulated: of the ranks of ``fold.plan`` where some stand for others, else
-    of all; ``timeline`` is that of all ranks. ``nodes`` have what is kept away from their devices, if anything is.
-    ``simulated_ops`` and ``op_spans`` are the ops inside of their spans,
-    None unless they were asked for.
+    ``timeline`` covers all ranks. ``simulated`` is the timeline that was simulated: of all ranks, or of the
+    representatives (``fold.plan``) if there is a fold. ``nodes`` lists the host memory in use, if any.
+    ``simulated_ops`` and ``op_spans`` are the ops inside the spans, None unless requested.
     """
 
     simulated: Timeline
@@ -116,7 +116,7 @@ class Simulation:
 
     @property
     def timeline(self) -> Timeline:
-        """The spans of all ranks, made when they are first asked for."""
+        """The spans of all ranks, computed on first access."""
         if self.fold is None:
             return self.simulated
         if not self._unfolded:
@@ -125,14 +125,14 @@ class Simulation:
 
     @property
     def op_spans(self) -> OpSpans | None:
-        """The ops inside of the spans of ``timeline``; made anew whenever they are asked for."""
+        """The ops inside the spans of ``timeline``; computed on each access."""
         if self.fold is None or self.simulated_ops is None:
             return self.simulated_ops
         return unfold_ops(self.simulated_ops, self.simulated, self.fold)
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """Peak of each rank."""
+        """Peak bytes of each rank."""
         return tuple(item.total_bytes for item in self.memory)
 
     def _repr_html_(self) -> str:
@@ -155,7 +155,7 @@ class Simulation:
 
 _OTHERS = ("exchanged_inside_s", "copied_inside_s", "host_s")
 _COLUMNS = tuple(item.name for item in fields(RankSeconds) if item.name not in _OTHERS)
-# The column of what computes, by opcode; then what moves, and of that the collectives.
+# The column of each opcode's time: computations first, then moves, and among these collectives and offload.
 _MOVES, _EXCHANGES, _OFFLOADS = 3, 4, 5
 _COLUMN_OF_KIND: dict[CostKind, int] = {
     "forward": 0,
@@ -176,9 +176,9 @@ _COLUMN_OF_OPCODE = np.array([_COLUMN_OF_KIND[INSTRUCTIONS[opcode].kind] for opc
 def step_window(
     step: NDArray[np.int32], end_ps: NDArray[np.int64], num_steps: int = 1, *, drains: bool = False
 ) -> tuple[int, int]:
-    """Start and end of the last steps in ps, of the step and end of every span: from the end of the one before them.
+    """Return start and end of the last ``num_steps`` steps in ps; the start is the end of the step before them.
 
-    ``drains``: an epilogue counts to the last step, so that the window ends with the step before.
+    ``drains``: the last step includes an epilogue, so the window ends with the step before.
     """
     stop = int(step.max(initial=0)) + 1 - drains
     ends = (end_ps[step < each].max(initial=0) for each in (stop - num_steps, stop))
@@ -186,10 +186,10 @@ def step_window(
 
 
 def rank_seconds(timeline: Timeline, length_ps: int, steps: range) -> tuple[RankSeconds, ...]:
-    """Where each rank's time goes in one of some steps, which take ``length_ps`` in all.
+    """Return where each rank's time goes in one of the given steps, which take ``length_ps`` in all.
 
-    Steps repeat themselves, so what a rank does in them is laid on a circle of that length: where a rank begins with
-    the next step while others are in this one, its work meets there what it meets in every step.
+    Steps repeat, so a rank's work is laid on a circle of that length: if a rank begins the next step while others are
+    still in this one, its work overlaps theirs as it does in every step.
     """
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
@@ -233,10 +233,10 @@ def _sum_moves(
     end_ps: Ids,
     length_ps: int,
 ) -> Ids:
-    """Per rank the ps in which something moves, in which nothing is computed meanwhile; the same of two kinds of moves.
+    """Sum ps per rank: moving, moving while nothing is computed, and the same for exchanges and for offload.
 
-    Spans of a stream are in order of their start. A rank's streams are walked through together, from one moment at
-    which a span begins or ends to the next.
+    Spans of a stream are sorted by start. The streams of a rank are scanned together, from one start or end of a span
+    to the next.
     """
     sums = np.zeros((len(first_stream) - 1, 6), np.int64)
     place = offsets[:-1].copy()
@@ -274,7 +274,7 @@ _ALIKE = ("opcode", "stage", "peer", "step", "num_bytes", "start_ps", "end_ps")
 
 
 def unfold_timeline(timeline: Timeline, fold: Fold) -> Timeline:
-    """The timeline of ``fold.whole``, of that of ``fold.plan``."""
+    """Return the timeline of ``fold.whole``, given that of ``fold.plan``."""
     stands = fold.representatives()
     tracks, rank_of_track = _spread_tracks(timeline, stands)
     spans, track_of_span = _spread(timeline.track.astype(np.int64), tracks)
@@ -299,19 +299,19 @@ def unfold_timeline(timeline: Timeline, fold: Fold) -> Timeline:
 
 
 def unfold_ops(ops: OpSpans, timeline: Timeline, fold: Fold) -> OpSpans:
-    """The ops inside of the spans of the unfolded timeline, of those inside of ``timeline``."""
+    """Return the ops inside the spans of the unfolded timeline, given those inside ``timeline``."""
     spans, _ = _spread(timeline.track.astype(np.int64), _spread_tracks(timeline, fold.representatives())[0])
     parts, span = _spread(ops.span, spans)
     return OpSpans(span=span, op=ops.op[parts], start_ps=ops.start_ps[parts], end_ps=ops.end_ps[parts], names=ops.names)
 
 
 def _spread_tracks(timeline: Timeline, stands: Ids) -> tuple[Ids, Ids]:
-    """The track of the representative, and the rank, of each track of all ranks."""
+    """Return, for each track of all ranks, the track of its representative and its rank."""
     return _spread(np.array([stream.rank for stream in timeline.tracks], np.int64), stands)
 
 
 def _spread(owners: Ids, chosen: Ids) -> tuple[Ids, Ids]:
-    """For rows that are sorted by owner: the rows of each chosen owner, and which of the chosen each belongs to."""
+    """For rows sorted by owner: return the rows of each chosen owner, and the index into ``chosen`` of each row."""
     begins = np.searchsorted(owners, chosen)
     counts = np.searchsorted(owners, chosen, side="right") - begins
     shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
@@ -319,7 +319,7 @@ def _spread(owners: Ids, chosen: Ids) -> tuple[Ids, Ids]:
 
 
 def _number_microbatches(microbatch: NDArray[np.int32], ranks: Ids, fold: Fold) -> NDArray[np.int32]:
-    """Microbatch k + j K of a representative is r + j R of the rank's own pipeline r; -1 stays."""
+    """Microbatch k + j K of a representative is r + j R in the rank's own pipeline r; -1 stays."""
     pipeline = np.empty(fold.whole.num_ranks, np.int64)
     for stage in fold.whole.stages:
         pipeline[list(stage.ranks)] = np.arange(len(stage.ranks))

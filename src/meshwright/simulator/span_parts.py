@@ -1,16 +1,16 @@
-"""The parts of a forward or a backward in their order, and the span that they make where a host issues them.
+"""The parts of a forward or a backward in order, and its span if an asynchronous host issues them.
 
-Parts are what the host does first, the ops, and in the first backward of a step what filling each bucket takes, once
-all of its gradients are there. Ops go from the first to the last, in a backward from the last to the first.
+Parts are the host's own work at the start, the ops, and in the first backward of a step the filling of each bucket,
+once all of its gradients are ready. Ops go from the first to the last, in a backward from the last to the first.
 
 A host issues part after part, h_j each, and the device runs them, d_j each, in the same order: none before it is
-issued, none before the one ahead of it has ended. Let D_j = Σ_{i<=j} d_i and H_j = Σ_{i<=j} h_i. Of a span that the
+issued, none before its predecessor has ended. Let D_j = Σ_{i<=j} d_i and H_j = Σ_{i<=j} h_i. In a span that the
 device may begin at r and the host begins to issue at s, part j ends at
 
     max(r + D_j, s + E_j)         E_j = max_{i<=j} (H_i + D_j - D_{i-1})
 
 by induction over j. All are whole picoseconds: D_j and H_j are rounded sums. The span ends with its last part, n: it
-takes the device D_n, the host H_n, and ends E_n after the host began at the earliest.
+takes the device D_n, the host H_n, and ends at least E_n after the host began.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Floats = NDArray[np.float64]
 
 
 class SpanParts(NamedTuple):
-    """Which parts, (k,): ops by their place in the stage, then the host, then buckets by index; and sums in seconds.
+    """Part numbers, (k,): ops by their index in the stage, then the host, then buckets by index; and sums in seconds.
 
-    ``done_s`` are the D_j and ``issued_s`` the H_j of the measured host, or None; ``filled``: the part with which
-    each bucket is full.
+    ``done_s`` are the D_j and ``issued_s`` the H_j of the measured host, or None; ``filled``: the part that completes
+    each bucket.
     """
 
     number: Ids
@@ -51,13 +51,13 @@ class IssuedParts(NamedTuple):
 
 
 def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
-    """The parts of one computation; ``place`` as of `place_of_backward`. Those that take no time are parts."""
+    """Return the parts of one computation, with those of no time; ``place`` as in `place_of_backward`."""
     count, issue, row = len(seconds.forward), seconds.issue, _row(opcode)
     order = slice(None) if opcode is Opcode.FORWARD else slice(None, None, -1)
     fills = seconds.fill_s if place & FIRST else {}
     filled, latest = {}, 0
     for earlier, bucket in enumerate(sorted(seconds.fill_s)):
-        # Buckets leave in order: none is full before the one ahead of it.
+        # Buckets are sent in order: none is ready before the one ahead of it.
         latest = max(latest, count - seconds.first_uses[bucket] if bucket in seconds.first_uses else 0)
         filled[bucket] = latest + (1 + earlier if fills else 0)
     is_op = np.ones(1 + count + len(fills), np.bool_)
@@ -80,7 +80,7 @@ def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
 
 
 def issue_parts(parts: SpanParts, duration_ps: int, factor: float) -> IssuedParts:
-    """The parts of a span of so many ps on the device, by a host ``factor`` times as slow as the measured one."""
+    """Return the parts of a span of ``duration_ps`` on the device, for a host ``factor`` times as slow as measured."""
     done_ps = span_ps(parts.done_s, duration_ps)
     assert parts.issued_s is not None, "no host issues what takes no host time"
     issued_ps = np.rint(parts.issued_s * (factor * PICOSECONDS_PER_SECOND)).astype(np.int64)
@@ -89,7 +89,7 @@ def issue_parts(parts: SpanParts, duration_ps: int, factor: float) -> IssuedPart
 
 
 def span_ps(done_s: Floats, duration_ps: int) -> Ids:
-    """Ends of parts in ps after the start of their span, the last of which is its end."""
+    """Return the ends of parts in ps after the start of their span; the last is the end of the span."""
     done_ps = np.minimum(np.rint(done_s * PICOSECONDS_PER_SECOND).astype(np.int64), duration_ps)
     done_ps[-1:] = duration_ps
     return done_ps
@@ -100,12 +100,12 @@ def _row(opcode: Opcode) -> int:
 
 
 def _taken(seconds: OpSeconds, opcode: Opcode, place: int) -> Floats:
-    """Seconds of the ops on the device."""
+    """Return the seconds of the ops on the device."""
     return _of_pass(seconds.forward, seconds.backward, seconds.weights, seconds.accumulate, opcode, place)
 
 
 def _issued(seconds: OpSeconds, opcode: Opcode, place: int) -> Floats:
-    """Seconds of the ops on the host."""
+    """Return the seconds of the ops on the host."""
     assert seconds.issue is not None
     forward, backward, weights, accumulate = seconds.issue[:4]
     return _of_pass(forward, backward, weights, accumulate, opcode, place)

@@ -1,11 +1,11 @@
-"""What the instructions of one stage take and free on one kind of device, in bytes.
+"""Memory of one stage's instructions on one kind of device: bytes allocated and freed, by part.
 
-Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
-what it has at its fullest, and gives back at its end what it does not leave behind. Gradients that are sent go when
-their sending ends. Inputs of all microbatches are there all the time, buckets have buffers of their own, and what
-messages take besides is told rank by rank (`buffers`). Between the two parts of a backward stays what the second one
-reads: what ops with parameters saved, and the gradients of their outputs. What a stage hands to another one on its rank
-is kept by its maker, and its gradient is there until the maker's backward.
+The bytes come from a walk through the stage's ops (`cost.memory.phases`): a computation allocates its peak at its
+start, and frees at its end everything that it does not leave behind. Gradients that are sent are freed when
+their send ends. Inputs of all microbatches are resident, buckets have buffers of their own, and the other memory of
+messages is counted per rank (`buffers`). Between the two parts of a backward, memory holds what the second one
+reads: the saved values of ops with parameters, and the gradients of their outputs. A value that a stage passes to
+another one on its rank is kept by its producer, and its gradient stays until the producer's backward.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageBytes:
-    """Bytes by part: always there, and (taken at the start, freed at the end) of each computation.
+    """Bytes by part: resident, and (allocated at the start, freed at the end) of each computation.
 
-    ``microbatch_bytes`` is what stays of a forward until the backward.
+    ``microbatch_bytes`` is what a forward leaves until the backward.
 
-    A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
-    are a later one of a step and the first; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
+    A part may grow during a computation: then the freed bytes are negative. ``backwards``, and their part for
+    ``weights``, hold a later one of a step and the first; ``inputs`` is their other part. ``stash`` is a copy of the
+    trained weights.
     """
 
     resident: Bytes
@@ -69,7 +70,7 @@ def stage_bytes(
     cost: CostModel,
     shards: StateShards = ALONE,
 ) -> StageBytes:
-    """Weigh a stage for the plan's microbatches on one kind of device; arguments as of `stage_costs`."""
+    """Estimate the bytes of a stage for the plan's microbatches on one kind of device; arguments as `stage_costs`."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
     wide_bytes, shared = _wide_bytes(plan), shared_units(graph, plan, stage, bucketed, shards)
     memory = cost.stage_memory(
@@ -99,12 +100,12 @@ def stage_bytes(
         cut_bytes = memory.parameter_bytes - kept_bytes
         own_bytes = 0 if shards.on_host else -(-cut_bytes // len(shards.ranks))
         if wide_bytes:
-            # A rank's part of the weights is its part of the master weights.
+            # The rank's shard of the weights is its shard of the master weights.
             trained = [i for i in stage.parameters if graph.tensors[i].requires_grad and i not in bucketed]
             optimizer_bytes -= wide_bytes * sum(graph.tensors[i].num_elements(0) for i in trained)
             own_bytes = -(-cut_bytes // held * wide_bytes // len(shards.ranks))
         parameter_bytes = kept_bytes + own_bytes + (cut_bytes if shared.stay_gathered else shared.root.gathered_bytes)
-    # A gradient that goes to another stage of the rank changes hands instead of leaving.
+    # A gradient for another stage of the same rank changes its owner and stays in memory.
     gone = by_part({SENT: made, RECEIVED: used - made})
     waiting = _kept_for_weights(graph, plan, stage)
     states_bytes, step = -(-optimizer_bytes // shards.states), _shared_workspace(phases.optimizer, shards.states)
@@ -131,7 +132,7 @@ def stage_bytes(
 
 
 def _most_microbatches(plan: Plan | Placement, stage: int, kind: DeviceKind, cost: CostModel) -> int:
-    """Microbatches of the replica that has most of them; where they have shares, among those on this kind of device."""
+    """Return the most microbatches of a replica; with shares, among the replicas on this kind of device."""
     if isinstance(plan, Placement):
         return plan.num_microbatches
     own = plan.stages[stage]
@@ -143,12 +144,12 @@ def _most_microbatches(plan: Plan | Placement, stage: int, kind: DeviceKind, cos
 
 
 def _trained_bytes(graph: Graph, stage: StageSlice, width: int) -> int:
-    """Bytes of the weights of a stage that change."""
+    """Return the bytes of the trained weights of a stage."""
     return sum(graph.tensors[i].num_bytes(0, width) for i in stage.parameters if graph.tensors[i].requires_grad)
 
 
 def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]:
-    """``gone`` are the bytes by part that go at the end besides."""
+    """Return bytes allocated and freed by a phase; ``gone`` are further bytes by part freed at its end."""
     most = np.array(phase.most, np.int64)
     return most, most - np.array(phase.after, np.int64) + gone
 
@@ -158,26 +159,26 @@ def _weights_part(phase: Phase, waiting: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _only(phase: Phase, *parts: int) -> Phase:
-    """What a phase does to some parts of memory."""
+    """Return a phase restricted to some parts of memory."""
     most, after = (tuple(n if part in parts else 0 for part, n in enumerate(row)) for row in (phase.most, phase.after))
     return Phase(most=most, after=after)
 
 
 def _shared_workspace(phase: Phase, shards: int) -> Phase:
-    """The optimizer's step over one of some equal parts of the parameters."""
+    """Return the optimizer's step over one of ``shards`` equal parts of the parameters."""
     most = tuple(-(-n // shards) if part == WORKSPACE else n for part, n in enumerate(phase.most))
     return Phase(most=most, after=phase.after)
 
 
 def _wide_bytes(plan: Plan | Placement) -> int:
-    """Bytes of a master weight that a rank steps itself: a host that steps has the weights in the optimizer's type."""
+    """Bytes of a master weight that a rank steps itself; 0 if the host steps, in the optimizer's own copy."""
     return 0 if steps_on_host(plan) else plan.workload.numbers.master_bytes
 
 
 def shared_units(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, kept: frozenset[int], shards: StateShards
 ) -> SharedUnits | None:
-    """The units of what replicas cut, None if they cut nothing; ``kept`` are parameters that stay whole."""
+    """Return the gather units of a sharded stage, None without shards; ``kept`` are parameters that stay whole."""
     if not shards.is_cut:
         return None
     numbers, parts, wide_bytes = plan.workload.numbers, 0 if shards.on_host else len(shards.ranks), _wide_bytes(plan)
@@ -208,7 +209,7 @@ def _without(phase: Phase, *parts: int) -> Phase:
 
 
 def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -> Bytes:
-    """What stays after a backward's part for inputs until that for weights is done, by part."""
+    """Return the bytes by part kept after a backward's part for inputs, until that for weights is done."""
     size, width = plan.microbatch_size, plan.workload.float_bytes
     shares = weights_shares(graph)
     later = [graph.ops[op] for op in stage.ops if shares[op] > 0]
@@ -221,12 +222,12 @@ def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -
 
 
 def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:
-    """Bytes by part that a transfer takes at its start and frees at its end; the stage's own are in `stage_bytes`."""
+    """Return the bytes by part that a transfer allocates and frees; the stage's own are in `stage_bytes`."""
     return by_part({}), by_part({SENT: num_bytes} if opcode == Opcode.SEND_GRADIENT else {})
 
 
 def by_part(parts: dict[int, int]) -> Bytes:
-    """A column entry: bytes of each part, shape (parts,)."""
+    """Return a row of bytes of each part, shape (parts,)."""
     entry = np.zeros(len(MEMORY_PARTS), np.int64)
     for part, num_bytes in parts.items():
         entry[part] += num_bytes

@@ -1,22 +1,22 @@
-"""What the instructions of one stage cost on one kind of device: seconds, and when its buckets are ready.
+"""Times of one stage's instructions on one kind of device, in seconds, and when its buckets are ready.
 
 - forward: Σ forward_s over the stage's ops.
 - backward: Σ backward_s, and Σ accumulate_s from the rank's second microbatch on; the last one of a step also copies
   the gradients into the stage's buckets (Σ fill). In two parts: `weights_share` of it, with Σ accumulate_s and Σ fill,
-  makes gradients of parameters, the rest those of inputs. What is computed again is a part of backward_s, and not of
+  computes gradients of parameters, the rest those of inputs. Recompute is a part of backward_s, but not of
   that share.
-- ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and what
-  filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
-- compiled layers have one backward each, at the end of which all of their gradients are there.
+- ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and the time to
+  fill the buckets up to k; not before ready(k - 1), because buckets are sent in order.
+- compiled layers have one backward each, at the end of which all of their gradients are ready.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
-  optimizer step pays for the all-reduces. On a CUDA device it is a part of what the host takes to issue (`host_issue`),
+  optimizer step pays for the all-reduces. On a CUDA device it is a part of the host's issue time (`host_issue`),
   else of the instruction.
-- states that replicas share out: the optimizer's step, its states and what it needs meanwhile are those of one of n
-  equal parts; `state_shards` says what passes wait for, and of gathered parameters two layers are there.
-- clipping and a scale of the loss: passes over all gradients before the step.
-- an optimizer on the host: the step on the device is what the runtime takes for it, and those passes. Pieces that go to
+- states sharded over replicas: the optimizer's step, its states and workspace are those of one of n
+  equal parts; `state_shards` computes the waits of passes; gathered parameters of two layers are in memory.
+- clipping and loss scaling: passes over all gradients before the step.
+- an optimizer on the host: the step on the device is the runtime's overhead and those passes. Pieces that go to
   the host without being summed are ready as buckets are, but need no copy.
-- activations on the host: `saved_waits` says what passes wait for.
+- activations on the host: `saved_waits` computes the waits of passes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Floats = NDArray[np.float64]
 class BackwardSeconds:
     """Seconds of a backward, or of its part for weights, and when inside it each bucket of the stage is ready.
 
-    The first ones are of the rank's first microbatch of a step, which fills the buckets; ``later_*`` are of the
-    following ones.
+    ``seconds`` and ``ready_s`` are those of the rank's first microbatch of a step, which fills the buckets; ``later_*``
+    those of the following ones.
     """
 
     seconds: float
@@ -59,9 +59,9 @@ class BackwardSeconds:
 class StageCosts:
     """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
 
-    The last backward of a step takes ``last_s`` on top. ``stash_s`` copies the trained weights, ``merge_s`` adds the
+    The last backward of a step takes ``last_s`` more. ``stash_s`` copies the trained weights, ``merge_s`` adds the
     updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward and its part for weights
-    in which the rank waits for what it exchanges in them, ``copied_s`` those of a forward and a backward in which it
+    in which the rank waits for collectives inside them, ``copied_s`` those of a forward and a backward in which it
     waits for copies of activations.
     """
 
@@ -87,9 +87,9 @@ class StepIssue(NamedTuple):
 
 
 class OpIssue(NamedTuple):
-    """Seconds of the measured host for a stage's ops, (ops,) each, as those of `OpSeconds`.
+    """Seconds of the measured host for a stage's ops, (ops,) each, like those of `OpSeconds`.
 
-    ``instruction_s``: before the ops of a forward, of a backward or its part for inputs, and of that for weights;
+    ``instruction_s``: before the ops of a forward, of a backward or its part for inputs, and of its part for weights;
     ``fill_s`` by bucket.
     """
 
@@ -102,14 +102,14 @@ class OpIssue(NamedTuple):
 
 
 class OpSeconds(NamedTuple):
-    """Seconds of a stage's ops, each of shape (ops,), and what its instructions take beside them.
+    """Seconds of a stage's ops, each of shape (ops,), and the other times of its instructions.
 
-    ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch
-    on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for
-    weights; it comes before the ops. ``last_s`` comes behind those of the last backward of a step: sums across
+    ``weights`` is the part of ``backward`` that may be deferred, ``accumulate`` is added from the second microbatch
+    on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for the part for
+    weights; it comes before the ops. ``last_s`` comes after the ops of the last backward of a step: sums across
     groups of replicas. ``fill_s`` by bucket, in the first backward; ``first_uses`` as in `_first_uses`.
-    ``exchanged``, of shape (ops, 2), is what of forward and backward is waiting for other ranks, ``copied_s`` for
-    activations. ``issue``: what a host beside the device takes, else None.
+    ``exchanged``, of shape (ops, 2), is the part of forward and backward spent waiting for other ranks, ``copied_s``
+    for activations. ``issue``: the times of an asynchronous host, else None.
     """
 
     forward: Floats
@@ -135,7 +135,7 @@ def op_seconds(
     shards: StateShards = ALONE,
     pieces: tuple[HostPiece, ...] = (),
 ) -> OpSeconds:
-    """Costs of a stage's ops; arguments as of `stage_costs`. Gathers that passes wait for stand with their ops."""
+    """Return the times of a stage's ops, including waits for gathers; arguments as in `stage_costs`."""
     costs = cost.estimate_ops(graph, plan.microbatch_size, kind)
     ops = np.array(stage.ops, np.int64)
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
@@ -153,7 +153,7 @@ def op_seconds(
         weights=(costs.backward_s - costs.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=costs.accumulate_s[ops],
         host_s=(serial_s * issued[0], serial_s * issued[1], serial_s * issued[2]),
-        # What goes to the host is copied from where it was made.
+        # Pieces for the host are copied directly from the gradients, without a bucket.
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
         | {piece.index: 0.0 for piece in pieces},
         last_s=waits.last_s,
@@ -173,7 +173,7 @@ def _op_issue(
     issued: tuple[int, int, int],
     overhead_s: float,
 ) -> OpIssue | None:
-    """What a host of its own takes for the ops, each gradient that is copied into a bucket, and the runtime's loop."""
+    """Return an asynchronous host's times for the ops, each gradient copied into a bucket, and the runtime's loop."""
     if issue_s is None:
         return None
     calls = load_host_calls()
@@ -196,13 +196,13 @@ def _op_issue(
 def step_issue(
     graph: Graph, plan: Plan | Placement, parameters: Sequence[int], cost: CostModel, num_instructions: int
 ) -> StepIssue:
-    """What a host of its own takes for the step over some parameters, with so many instructions of the runtime."""
+    """Return an asynchronous host's times for the step over some parameters, with ``num_instructions`` to issue."""
     calls, optimizer = load_host_calls(), plan.workload.optimizer
     count, step_s = len(trainable_elements(graph, parameters)), 0.0
     if not steps_on_host(plan):
         step_s = cost.optimizer_issue_s(count, optimizer)
     if isinstance(plan, Plan):
-        # The norm and clipping by it, and unscaling: a loop over all tensors each.
+        # The norm and clipping by it, and unscaling: one loop over all tensors each.
         step_s += count * (2 * plan.exchange.clip_norm + plan.scales_loss) * calls.foreach_operation_s
     return StepIssue(
         optimizer_s=step_s + cost.overhead_s * num_instructions, copy_s=count * calls.call_s + cost.overhead_s
@@ -221,8 +221,8 @@ def stage_costs(
 ) -> StageCosts:
     """Estimate a stage for the plan's microbatches on one kind of device.
 
-    ``buckets`` are those that the stage holds, ``shards`` says how replicas share its states out, ``pieces`` are those
-    of it that go to the host without being summed.
+    ``buckets`` are those that the stage holds, ``shards`` describes how replicas shard its states, ``pieces`` are the
+    stage's pieces that go to the host without being summed.
     """
     seconds = op_seconds(graph, plan, stage, buckets, kind, cost, shards, pieces)
     step_s = 0.0
@@ -251,7 +251,7 @@ def stage_costs(
         weights=backward(seconds.weights, weights_host_s),
         optimizer_s=step_s + inside_s + checked_s + serial_s * (1 + len(buckets)),
         stash_s=copy_s + serial_s,
-        # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
+        # Two passes, each as long as a copy: subtract the own updates from the sum, and add the rest to the weights.
         merge_s=2 * copy_s + serial_s,
         last_s=seconds.last_s,
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
@@ -267,25 +267,25 @@ def _exchanged_seconds(graph: Graph, stage: StageSlice, exchanged: Floats) -> tu
 
 
 def _summed_with_replicas(stage: StageSlice, buckets: tuple[Bucket, ...], shards: StateShards) -> set[int]:
-    """The parameters whose gradients meet those of other replicas: in buckets, or scattered inside of backwards."""
+    """Return the parameters whose gradients are summed over replicas, in buckets or inside backwards."""
     if shards.is_cut:
         return set(stage.parameters)
     return {i for bucket in buckets for i in bucket.parameters}
 
 
 def _passes_over_gradients(plan: Plan | Placement) -> float:
-    """What clipping and unscaling read and write of all gradients, in copies of them (which read and write once)."""
+    """Return the traffic of clipping and unscaling, in copies of all gradients (a copy reads and writes once)."""
     if isinstance(plan, Placement):
         return 0.0
-    # The norm reads, clipping reads and writes; unscaling reads and writes, and looks for infinite values meanwhile.
+    # The norm reads, clipping reads and writes; unscaling reads and writes, and checks for infinite values meanwhile.
     return 1.5 * plan.exchange.clip_norm + 1.0 * plan.scales_loss
 
 
 def weights_share(graph: Graph, op: Op) -> float:
-    """The share of an op's backward that makes gradients of parameters only, and so may wait.
+    """Return the share of an op's backward that computes only gradients of parameters, and so may be deferred.
 
-    Products run one product for each gradient. Other ops make all gradients at once: none of it can wait if a gradient
-    of something else is among them.
+    Products run one product for each gradient. Other ops compute all gradients at once: nothing can be deferred if one
+    of them is not a parameter's.
     """
     wanted = [graph.tensors[i] for i in dict.fromkeys(op.inputs) if graph.tensors[i].requires_grad]
     held = [tensor for tensor in wanted if tensor.role == "parameter"]
@@ -299,19 +299,19 @@ def weights_share(graph: Graph, op: Op) -> float:
 
 @lru_cache(maxsize=16)
 def weights_shares(graph: Graph) -> Floats:
-    """`weights_share` of every op, shape (ops,)."""
+    """Return `weights_share` of every op, shape (ops,)."""
     return np.array([weights_share(graph, op) for op in graph.ops])
 
 
 def steps_on_host(plan: Plan | Placement) -> bool:
-    """Whether the optimizer is not on the device."""
+    """Whether the optimizer steps on the host or on drives, not on the device."""
     return isinstance(plan, Plan) and plan.offload.optimizer != "device"
 
 
 def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket | HostPiece, ...]) -> dict[int, int]:
-    """By bucket or piece, the first of the stage's ops that uses a parameter of it; of one without any, the first.
+    """Return, by bucket or piece, the index of the stage's first op that uses one of its parameters; 0 without any.
 
-    Of ops that are compiled together it is the first of these, with which their one backward ends.
+    Among ops that are compiled together it is the first of these, with which their one backward ends.
     """
     bucket_of = {parameter: bucket.index for bucket in buckets for parameter in bucket.parameters}
     first = {bucket.index: 0 for bucket in buckets if not bucket.parameters}

@@ -1,8 +1,8 @@
-"""What `program.find_orders` has to know of a plan: times and bytes of its stages, as the simulator estimates them.
+"""Times and bytes of a plan's stages, as the simulator estimates them, for `program.find_orders`.
 
-A backward in parts takes what a rank's second and later microbatches take. A transfer takes what the slowest pair of
-replicas needs alone on its links; those from one computation to several stages go one after the other. In a chain,
-values that skip a stage are not in this model; the simulator has them.
+A backward in parts takes the time of a rank's second and later microbatches. A transfer takes the time of the slowest
+pair of replicas alone on its links; transfers from one computation to several stages go one after the other. In a
+chain, this model omits values that skip a stage; the simulator includes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.spec import Graph, Plan, PlanError, check_plan, slice_graph, to_
 
 
 def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
-    """The times and bytes of a plan's stages, without limits of memory. Raises PlanError for a plan of inference."""
+    """Return the times and bytes of a plan's stages, without memory limits. Raises PlanError for an inference plan."""
     check_plan(plan, graph)
     if plan.workload.kind != "training":
         raise PlanError("The plan is for inference, which has forwards only; orders are found for training.")
@@ -65,7 +65,7 @@ def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
 
 
 def _slowest(plan: Plan, cost: CostModel, sender: int, receiver: int, num_bytes: int) -> float:
-    """Seconds of a message between the ranks of two stages that are the furthest apart; 0 for none."""
+    """Return the seconds of a message between the slowest pair of ranks of two stages; 0 for no bytes."""
     if not num_bytes:
         return 0.0
     source, target = plan.stages[sender], plan.stages[receiver]

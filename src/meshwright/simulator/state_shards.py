@@ -1,10 +1,10 @@
-"""Replicas that share out the states of a stage among each other (ZeRO), and what gathering parameters costs a pass.
+"""Replicas that shard the states of a stage among each other (ZeRO), and the cost of gathers for a pass.
 
     zero 1   optimizer states: gradients are scattered once per step, parameters gathered (`program.exchange`)
-    zero 2   gradients, too: scattered beside each backward; parameters are gathered beside each forward
-    zero 3   parameters, too: gathered beside each backward once more
+    zero 2   gradients, too: scattered during each backward; parameters are gathered during each forward
+    zero 3   parameters, too: gathered again during each backward
 
-With zero 2 and 3 all of this happens inside of forwards and backwards, as torch's FSDP2 does it
+With zero 2 and 3 all of this happens inside forwards and backwards, as in torch's FSDP2
 (`program.sharding.zero`): a unit is a repeated layer, and a root unit has all other parameters. Units u of c_u seconds
 gather their parameters in g_u and scatter their gradients in r_u seconds on streams of their own,
 
@@ -12,19 +12,19 @@ gather their parameters in g_u and scatter their gradients in r_u seconds on str
     backward     the same from the last unit to the first; a unit's scatter starts when its backward is done, one after
                  the other, and the pass ends with the last one
 
-so that a pass is longer by what outlasts the units beside it. Processors have no streams: there torch waits for each
-gather and scatter where it is asked for (`torch.distributed.fsdp`, whose collectives are not asynchronous but for the
-stream that they are issued on). What is gathered is copied to where the ops read it, and
+so a pass grows by the part of gathers and scatters that the units do not hide. CPUs have no streams: there torch waits
+for each gather and scatter where it is called (`torch.distributed.fsdp`, whose collectives are asynchronous only by the
+stream that they are issued on). Gathered parameters are copied to where the ops read them, and
 gradients to where they are scattered from, on the stream of the ops. The root unit is gathered before the first
-one, stays for the backward, and is scattered last. Parameters that several stages share are not cut; their gradients
-are summed in buckets.
+one, stays for the backward, and is scattered last. Parameters that several stages share are not sharded; their
+gradients are summed in buckets.
 
-With a shard size a group of replicas shares with each other. All groups exchange at the same time; the one whose ranks
-lie on most nodes decides. In the last backward of a step, behind the scatter of each unit, groups sum up what their
-members keep: on a stream of its own, or on processors while all waits.
+With a shard size, each group of replicas shards among itself. All groups communicate at the same time; the group on the
+most nodes determines the time. In the last backward of a step, after the scatter of each unit, groups sum the shards
+that their members keep: on a stream of its own, or on CPUs while everything waits.
 
-Where parameters are on the host, a rank's part is copied from there before each gather, and its part of the gradients
-to there behind each scatter, on the same streams.
+Where parameters are on the host, a rank's shard is copied from there before each gather, and its shard of the gradients
+to there after each scatter, on the same streams.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Floats = NDArray[np.float64]
 
 
 class StateShards(NamedTuple):
-    """Replicas of a stage that share states, as ranks, and ``beside`` others, which exchange at the same time.
+    """Replicas of a stage that shard states, as ranks, and groups ``beside`` them, which communicate at the same time.
 
-    ``across`` are those that keep the same part, where there are several groups, and others ``beside_across``.
+    With several groups, ``across`` are the ranks that keep the same shard, and ``beside_across`` the other such groups.
     """
 
     zero: int
@@ -60,12 +60,12 @@ class StateShards(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether parameters are gathered or gradients scattered inside of passes."""
+        """Whether parameters are gathered or gradients scattered inside passes."""
         return self.zero >= 2 and (len(self.ranks) > 1 or self.on_host)
 
     @property
     def states(self) -> int:
-        """Parts into which optimizer states are cut."""
+        """Number of shards of the optimizer states."""
         return len(self.ranks) if self.zero >= 1 else 1
 
 
@@ -73,7 +73,7 @@ ALONE = StateShards(0, (0,), ())
 
 
 class Waits(NamedTuple):
-    """Seconds on top of a stage's ops, each of shape (ops,), and of its last backward in a step besides."""
+    """Seconds added to a stage's ops, each of shape (ops,), and to its last backward in a step."""
 
     forward: Floats
     backward: Floats
@@ -81,12 +81,12 @@ class Waits(NamedTuple):
 
 
 def find_shards(plan: Plan | Placement, stage: int, cluster: Cluster) -> StateShards:
-    """How the replicas of a stage share its states on a cluster; of a fold, ask its whole plan."""
+    """Return how the replicas of a stage shard its states on a cluster; for a fold, pass its whole plan."""
     if isinstance(plan, Placement):
         return ALONE
     exchange, on_host = plan.exchange, plan.offload.parameters == "host"
     if not exchange.zero:
-        # Nothing is shared; who else exchanges does not matter.
+        # Nothing is sharded; other groups do not matter.
         return StateShards(0, plan.stages[stage].ranks, (), on_host)
     sharing = [_widest_first(exchange.shard_groups(item.ranks), cluster) for item in plan.stages]
     across = [_widest_first(exchange.replicating_groups(item.ranks), cluster) for item in plan.stages]
@@ -100,7 +100,7 @@ def find_shards(plan: Plan | Placement, stage: int, cluster: Cluster) -> StateSh
 
 
 def _widest_first(groups: tuple[tuple[int, ...], ...], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Groups that do the same at the same time, the one on most nodes first."""
+    """Return groups that communicate at the same time, the one on most nodes first."""
     most = max(groups, key=lambda ranks: len({cluster.node_index(rank) for rank in ranks}))
     return [most, *(ranks for ranks in groups if ranks is not most)]
 
@@ -115,10 +115,10 @@ def gather_waits(
     cost: CostModel,
     kept: Set[int] = frozenset(),
 ) -> Waits:
-    """What comes on top of a stage's ops for parameters and gradients on the way; 0 below zero 2.
+    """Return the seconds added to a stage's ops by gathers and scatters; 0 below zero 2.
 
     A forward waits before the first op of a unit, a backward before its last one, and for the scatters at the end; on
-    processors for each scatter at the first op of its unit.
+    CPUs for each scatter at the first op of its unit.
     """
     waits, copies = np.zeros((2, len(stage.ops))), np.zeros((2, len(stage.ops)))
     if not shards.is_cut or not len(stage.ops):
@@ -135,7 +135,7 @@ def gather_waits(
 
     def seconds(op: CollectiveOp, unit: GatherUnit) -> float:
         gathers = op == "all_gather"
-        # Parameters are cut among replicas alone; gradients are summed over all that hold the same part of them.
+        # Parameters are sharded over replicas alone; gradients are summed over all ranks with the same shard of them.
         over = {i: () if gathers else summed.get(i, ()) for i in unit.parameters}
         exchanged = [i for i in unit.parameters if gathers or graph.tensors[i].requires_grad]
         total = 0.0
@@ -179,7 +179,7 @@ def gather_waits(
 
 
 def _host_copy_seconds(shards: StateShards, num_bytes: float, cost: CostModel) -> float:
-    """What the rank with the slowest link to its host takes to copy its part from there, or to there."""
+    """Return the seconds for the rank with the slowest link to its host to copy its shard from or to there."""
     if not shards.on_host:
         return 0.0
     cluster = cost.cluster
@@ -190,13 +190,13 @@ def _host_copy_seconds(shards: StateShards, num_bytes: float, cost: CostModel) -
 def _wait_in_order(
     waits: Floats, op_s: Floats, spans: list[tuple[int, int]], gathers: list[float], root_s: float
 ) -> list[float]:
-    """Note what units wait for their gathers, at the first op of each; the end of each unit.
+    """Add the wait of each unit for its gather at the unit's first op; return the end of each unit, in seconds.
 
-    ``op_s`` in the order in which ops run; ``spans`` are the places of the first and last op of each unit in that.
+    ``op_s`` is in the order in which ops run; ``spans`` are the indices of the first and last op of each unit in it.
     """
     reached = np.concatenate([[0.0], np.cumsum(op_s)])
     ends: list[float] = []
-    # What the root unit has is there before the first op.
+    # The root unit is gathered before the first op.
     waits[0] += root_s
     waited = began = gathered = root_s
     for (first, last), gather_s in zip(spans, gathers, strict=True):

@@ -1,8 +1,8 @@
-"""What does a steady step come to, in figures? Rows for ``--json``, and one line for people.
+"""The figures of a steady step: rows for ``--json``, and one line for people.
 
-Which FLOPs count: MFU takes those of the graph's forward and backward for the global batch, nothing computed twice; HFU
-takes all that the devices execute, ops that several stages repeat included. Both are shares of what the devices of
-the plan could do in the step at their peak rate for the plan's precision.
+MFU counts the FLOPs of the graph's forward and backward for the global batch, each once; HFU counts all FLOPs that the
+devices execute, including recompute and ops repeated in several stages. Both are shares of what the plan's devices
+could execute in the step at their peak rate for the plan's precision.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from meshwright.spec import format_percent, format_seconds
 
 Row = dict[str, Any]
 
-# A step whose host issues for longer waits for it: in a pipeline, a step of others may be a little longer.
+# From this share of the step on, the host's issue time bounds it; in a pipeline other ranks' steps may be a bit longer.
 _BINDING_SHARE = 0.99
 
 
 def steady_rows(result: Simulation) -> Row:
-    """Keys ``step_time_s``, ``samples_per_s``, ``bubble_share``, ``mfu_share``, ``hfu_share``, and ``ranks``.
+    """Return ``step_time_s``, ``samples_per_s``, ``bubble_share``, ``mfu_share``, ``hfu_share``, and ``ranks``.
 
     A row of ``ranks`` has the seconds of `RankSeconds`, ``busy_s`` and the three shares of the step that busy,
     exposed communication and the rest of the idle time take, which add up to 1.
@@ -36,9 +36,9 @@ def steady_rows(result: Simulation) -> Row:
 
 
 def describe_steady_step(result: Simulation) -> str:
-    """``Steady step: 63.3 ms, bubble 20.7 %, MFU 31.0 %, HFU 31.0 % ...``; without a peak rate only what is known.
+    """Return ``Steady step: 63.3 ms, bubble 20.7 %, MFU 31.0 %, HFU 31.0 % ...``; without a peak rate no MFU and HFU.
 
-    Where hosts issue beside their devices, a sentence says how long the slowest one does so.
+    With asynchronous hosts, a sentence gives the issue time of the slowest one.
     """
     facts = [format_seconds(result.step_time_s), f"bubble {format_percent(result.bubble_fraction)}"]
     if result.mfu is not None and result.hfu is not None:

@@ -1,6 +1,6 @@
-"""A plan on its cluster as teams see it: one rank per team, the local graph, and costs that know of both.
+"""A plan reduced to one rank per tensor-parallel group: its local graph, cluster and costs.
 
-Devices that the plan leaves out are not there.
+Devices that the plan leaves idle are removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.spec import Cluster, Graph, Plan, check_plan
 
 
 class Teams(NamedTuple):
-    """A plan of a local graph on a cluster of teams, and their costs."""
+    """A plan of a local graph on a cluster whose ranks are tensor-parallel groups, and their costs."""
 
     plan: Plan
     graph: Graph
@@ -24,11 +24,11 @@ class Teams(NamedTuple):
 
 
 def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> Teams:
-    """What is simulated of a plan that leaves devices out, splits ops, computes again or compiles.
+    """Return what to simulate for a plan that leaves devices idle, splits ops, recomputes or compiles.
 
-    Another stays as it is.
+    Other plans are returned unchanged.
 
-    Raises PlanError for a plan that fits graph or cluster not, ClusterError for teams that do not fit the nodes.
+    Raises PlanError if the plan does not match the graph or the cluster, ClusterError if groups do not fit the nodes.
     """
     if plan.idle:
         check_plan(plan, graph, cluster)

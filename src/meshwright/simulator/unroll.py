@@ -4,15 +4,15 @@ Streams continue from one section into the next, so a fast stream may already wo
 in step k. Instruction i of stream s in repetition k gets the id ``G[s] + (instructions of s before repetition k) +
 (i - offset of s)``, where G counts the instructions of the streams before s.
 
-Of programs whose steps reach into each other all repetitions become one section. A message may be sent in one
-repetition of the body and arrive in another; its number, counted on from repetition to repetition, tells which receive
-is meant. A late wait is for an instruction of an earlier repetition. So the sections are not matched one by one, as
-those of programs whose repetitions meet in nothing but the order of streams.
+For programs whose steps overlap, all repetitions become one section. A message may be sent in one repetition of the
+body and arrive in another; its microbatch number, which increases from repetition to repetition, identifies its
+receive. A late wait is for an instruction of an earlier repetition. So these sections are matched together, not one by
+one as those of programs whose repetitions interact only through the order of streams.
 
-Only shared links need requests in order of time; everything else streams can settle alone. A link is **private** when
-one stream takes part in every request for it. Its requests then form a chain: the next is not made before the last has
-ended. This is sufficient, found in one pass over the instructions, and true for every link between two ranks that only
-one stream sends on, and for the links of a group that nobody else uses.
+Only shared links need requests in order of time; streams settle everything else independently. A link is **private**
+when one stream takes part in every request for it. Its requests then form a chain: the next is not made before the last
+has ended. This is sufficient, found in one pass over the instructions, and true for every link between two ranks that
+only one stream sends on, and for the links of a group that no other stream uses.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Unrolled:
 
     @property
     def step(self) -> Column:
-        """The repetition of the body; the prologue counts to the first, the epilogue to the last; shape (n,)."""
+        """The repetition of the body; the prologue counts as the first, the epilogue as the last; shape (n,)."""
         return self.layout.step
 
     @property
     def source(self) -> Ids:
-        """Row in the columns of prologue, body and epilogue, one behind the other, shape (n,)."""
+        """Row in the concatenated columns of prologue, body and epilogue, shape (n,)."""
         return self.layout.source
 
     @property
@@ -68,10 +68,10 @@ class Unrolled:
 
 
 def unroll(program: Program, costs: ProgramCosts, num_steps: int) -> Unrolled:
-    """Lay the sections of a program behind each other, with the body ``num_steps`` times.
+    """Concatenate the sections of a program, with the body ``num_steps`` times.
 
     Raises ProgramError if a transfer or collective lacks a counterpart, or if there are more instructions or waits than
-    32 bits number.
+    32 bits can number.
     """
     if program.crosses_steps:
         flat, flat_costs, joined = join_repetitions(program, costs, num_steps)
@@ -95,7 +95,7 @@ def _make_part(program: Program, section: Section, costs: SectionCosts) -> Secti
 
 
 def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
-    """The waits of a section, with each receive's send added where the program does not name it."""
+    """Return the waits of a section, with each receive's send added if the program does not name it."""
     if matches.are_named:
         return section.wait_offsets, section.waits
     waiter = np.repeat(np.arange(section.num_instructions), np.diff(section.wait_offsets))
@@ -160,7 +160,7 @@ def _check_size(layout: SectionLayout) -> None:
 
 
 def _place_parts(layout: SectionLayout, num_routes: int) -> tuple[Column, Column, Column, Column]:
-    """The columns cost class, resource (with the routes of the costs), offsets of waits, and waits."""
+    """Return the columns cost class, resource (with the routes of the costs), offsets of waits, and waits."""
     if layout.only is not None:
         return _take_columns(layout.only, num_routes)
     parts, num_instructions = layout.parts, int(layout.stream_offsets[-1])
@@ -184,7 +184,7 @@ def _place_parts(layout: SectionLayout, num_routes: int) -> tuple[Column, Column
 
 
 def _take_columns(part: SectionPart, num_routes: int) -> tuple[Column, Column, Column, Column]:
-    """The same of the only part: nothing moves."""
+    """Return the columns of the only part, whose ids stay."""
     resource = part.costs.route.astype(np.int32)
     resource[part.matches.members] = num_routes + part.matches.numbers
     waits = part.waits.astype(np.int32)
@@ -196,7 +196,7 @@ def _take_columns(part: SectionPart, num_routes: int) -> tuple[Column, Column, C
 def _place_columns(
     place: tuple[Ids, Ids], given: tuple[Column, Column, Ids], made: tuple[Column, Column, Column]
 ) -> None:
-    """Copy the columns of a part; ``made[2]`` gets numbers of waits, one place further."""
+    """Copy the columns of a part; ``made[2]`` gets the number of waits of each instruction, shifted by one."""
     stream_offsets, shifts = place
     given_class, route, given_offsets = given
     cost_class, resource, counts = made
@@ -209,7 +209,7 @@ def _place_columns(
 
 @compiled
 def _place_waits(place: tuple[Ids, Column, int], given: tuple[Ids, Ids], made: tuple[Column, Column]) -> None:
-    """Copy the waits of a part, with the numbers that instructions and marks get."""
+    """Copy the waits of a part, renumbered to the new ids of instructions and marks."""
     shift, streams, first = place
     given_offsets, given_waits = given
     offsets, waits = made
@@ -223,7 +223,7 @@ def _place_waits(place: tuple[Ids, Column, int], given: tuple[Ids, Ids], made: t
 
 
 def _place_marks(layout: SectionLayout, class_ps: Ids) -> tuple[Column, Ids]:
-    """Which instruction raises each mark, and how long before its end (0 or less), in ps."""
+    """Return the instruction that raises each mark, and the mark's time after its end (0 or less), in ps."""
     instructions, shifts_ps = [], []
     for p, part in enumerate(layout.parts):
         raising = part.section.mark_instruction
@@ -233,7 +233,7 @@ def _place_marks(layout: SectionLayout, class_ps: Ids) -> tuple[Column, Ids]:
 
 
 def _place_joins(layout: SectionLayout) -> tuple[Column, Column]:
-    """The joins in the order of the network, and how many of their waits they need."""
+    """Return the joins in the order of the network, and the number of waits that each needs."""
     ids = []
     for p, part in enumerate(layout.parts):
         joins = part.section.join_instruction
@@ -244,14 +244,14 @@ def _place_joins(layout: SectionLayout) -> tuple[Column, Column]:
 
 
 def routes_of_collectives(part: SectionPart) -> Column:
-    """The route of each collective: that of its lowest member."""
+    """Return the route of each collective: that of its lowest member."""
     route = np.empty(len(part.matches.sizes), np.int32)
     route[part.matches.numbers[::-1]] = part.costs.route[part.matches.members[::-1]]
     return route
 
 
 def _put_private_first(shared: NDArray[np.bool_], offsets: Ids, links: Column) -> tuple[Column, int, Ids, Column]:
-    """New numbers of routes: first those without a shared link; how many these are; and links by these numbers."""
+    """Renumber routes, those without a shared link first. Return new numbers, their count, and links by new number."""
     totals = np.concatenate([[0], np.cumsum(shared[links])])
     is_shared = totals[offsets[1:]] > totals[offsets[:-1]]
     order = np.argsort(is_shared, kind="stable")
@@ -264,14 +264,14 @@ def _put_private_first(shared: NDArray[np.bool_], offsets: Ids, links: Column) -
 
 @compiled
 def _renumber(number: Column, resource: Column) -> None:
-    """Give routes their new numbers, in place; what is no route keeps its own."""
+    """Replace route numbers by new ones, in place; other values stay."""
     for i in range(len(resource)):
         if 0 <= resource[i] < len(number):
             resource[i] = number[resource[i]]
 
 
 def join_repetitions(program: Program, costs: ProgramCosts, num_steps: int) -> tuple[Program, ProgramCosts, Repeated]:
-    """The program and its costs with all repetitions in one body, and where they come from."""
+    """Return the program and its costs with all repetitions in one body, and where its rows come from."""
     joined = repeat_body(program, num_steps)
     parts = [getattr(costs, name) for name, _ in program.sections()]
     earliest = [part.mark_earliest_ps for part in parts if part.mark_earliest_ps is not None]
@@ -301,11 +301,11 @@ def find_shared_links(
     route_links: NDArray[np.int32],
     num_links: int,
 ) -> NDArray[np.bool_]:
-    """Whether a link needs order in time, shape (num_links,). ``resource`` is that of `Network`."""
+    """Return whether each link needs requests in order of time, shape (num_links,); ``resource`` as in `Network`."""
     num_routes = len(route_offsets) - 1
     requests, most = np.zeros(num_links, np.int64), np.zeros(num_links, np.int64)
     mine, counted_for = np.zeros(num_links, np.int64), np.full(num_links, -1, np.int64)
-    # A stream's requests for one route are alike, so that one of them tells of all.
+    # All requests of a stream for one route are equal, so it suffices to count one of them.
     asked = np.full(num_routes, -1, np.int64)
     counted = np.zeros(len(collective_route), np.bool_)
     for stream in range(len(stream_offsets) - 1):

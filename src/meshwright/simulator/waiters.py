@@ -1,8 +1,8 @@
-"""Who waits for what: streams in linked lists, one list per instruction and per collective.
+"""Waiting streams in linked lists, one list per instruction and per collective.
 
-``next_waiter[stream]`` is the next of the list that a stream is in; it is in one at most. An end that is not known yet
-holds -1, or -(stream + 2): the head of the list of streams that wait for it. Streams that can run on go on a stack;
-all functions that put some there return its new top.
+``next_waiter[stream]`` is the next stream of the list that a stream is in; it is in one at most. An unknown end
+holds -1, or -(stream + 2): the head of the list of streams that wait for it. Streams that can continue are pushed on a
+stack; all functions that push some return its new top.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Ids = NDArray[np.int64]
 Times = NDArray[np.int64]
 Column = NDArray[np.int32]
 
-# Value of a stream's cursor that is no position in the waits: the end of its next instruction is known.
+# Value of a stream's cursor instead of an index into the waits: the end of its next instruction is known.
 GRANTED = -1
 
 
@@ -24,7 +24,7 @@ GRANTED = -1
 def join(
     collective: int, stream: int, time: int, arrived: Column, arrival: Times, members: Ids, next_waiter: Ids
 ) -> int:
-    """One more member has arrived at a collective and waits for the others; return the latest arrival."""
+    """Add a member that has arrived at a collective and waits for the others; return the latest arrival."""
     arrived[collective] += 1
     arrival[collective] = max(arrival[collective], time)
     next_waiter[stream] = members[collective]
@@ -44,7 +44,7 @@ def resume(
     stack: Ids,
     top: int,
 ) -> int:
-    """Let ``stream``, or all members of a collective, run on with the end of the instruction known."""
+    """Resume ``stream``, or all members of a collective, with the end of the instruction known."""
     member = stream if collective < 0 else members[collective]
     while member >= 0:
         cursor[member] = GRANTED
@@ -57,7 +57,7 @@ def resume(
 
 @compiled
 def finish(end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
-    """Write the end of ``i`` and wake the streams that wait for it."""
+    """Record the end of ``i`` and wake the streams that wait for it."""
     waiter = end[i]
     end[i] = time
     while waiter < -1:

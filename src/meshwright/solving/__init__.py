@@ -1,4 +1,4 @@
-"""Integer programs, by HiGHS, and components of directed graphs."""
+"""Integer programs, solved by HiGHS, and components of directed graphs."""
 
 from meshwright.solving.components import strong_components
 from meshwright.solving.integer_programs import Optimum, SparseRows, minimise

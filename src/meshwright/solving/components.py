@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def strong_components(nodes: Sequence[int], successors: Mapping[int, Set[int]]) -> list[list[int]]:
-    """Strongly connected components of a directed graph (Kosaraju 1978), without recursion; all of one node, too."""
+    """Return the strongly connected components of a directed graph, single nodes included (Kosaraju 1978)."""
     predecessors: dict[int, set[int]] = defaultdict(set)
     for node, others in successors.items():
         for other in others:
@@ -24,7 +24,7 @@ def strong_components(nodes: Sequence[int], successors: Mapping[int, Set[int]]) 
 
 
 def _reach(start: int, successors: Mapping[int, Set[int]], seen: set[int]) -> list[int]:
-    """Unseen nodes that are reached, each after those that are reached through it."""
+    """Return the unseen nodes that are reachable, each after those that are reached through it."""
     if start in seen:
         return []
     seen.add(start)

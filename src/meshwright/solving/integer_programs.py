@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float64]
     Integers: TypeAlias = NDArray[np.int64]
 
-# HiGHS' tolerances are absolute: objectives are brought to about this size.
+# HiGHS' tolerances are absolute, so objectives are scaled to about this size.
 _LARGE = 1e6
 
 
 class SparseRows:
-    """A sparse matrix in the making: entries by row, with the rows' bounds."""
+    """A sparse matrix under construction: entries by row, with the rows' bounds."""
 
     def __init__(self) -> None:
         self.rows: list[Integers] = []
@@ -39,7 +39,7 @@ class SparseRows:
         self.count = 0
 
     def add(self, lower: Floats, upper: Floats) -> int:
-        """New rows with these bounds; the number of the first."""
+        """Add rows with these bounds; return the number of the first."""
         first = self.count
         self.lower.append(lower)
         self.upper.append(upper)
@@ -47,7 +47,7 @@ class SparseRows:
         return first
 
     def fill(self, rows: Integers, columns: Integers, value: float | Floats) -> None:
-        """Entries at these rows and columns."""
+        """Set entries at these rows and columns."""
         self.rows.append(rows)
         self.columns.append(columns)
         self.values.append(np.broadcast_to(np.asarray(value, np.float64), rows.shape))
@@ -55,7 +55,7 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Optimum:
-    """What was found: values of columns, None if nothing was; ``bound``: nothing has a smaller objective."""
+    """The solution: values of columns, None if none was found; ``bound``: no solution has a smaller objective."""
 
     values: Floats | None
     objective: float
@@ -78,8 +78,8 @@ def minimise(
 ) -> Optimum:
     """Minimise ``costs · x`` for ``0 <= x <= upper`` within the rows; columns where ``whole`` take whole numbers.
 
-    ``start``: values that are known to be possible. ``scale`` multiplies the costs, against HiGHS' absolute tolerances.
-    Raises MeshwrightError without highspy; ``purpose`` says what needs it.
+    ``start``: a known feasible solution. ``scale`` multiplies the costs, against HiGHS' absolute tolerances.
+    ``deadline_s``: the time limit in seconds. Raises MeshwrightError without highspy; ``purpose`` names its use.
     """
     highspy = _import_highspy(purpose)
     solver = _make_solver(highspy)
@@ -131,7 +131,7 @@ def _import_highspy(purpose: str) -> Any:
 
 
 def _make_solver(highspy: Any) -> Any:
-    """A solver that prints nothing."""
+    """Return a solver that prints nothing."""
     with _no_output():
         solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
@@ -145,7 +145,7 @@ def _no_output() -> Iterator[None]:
         sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # it is closed
+    except OSError:  # standard output is closed
         yield
         return
     with Path(os.devnull).open("wb") as nowhere:

@@ -1,9 +1,9 @@
-"""Synchronous training with backup workers: a version is made of the first gradients, what comes late is dropped.
+"""Synchronous training with backup workers: a version is made of the first gradients, late ones are dropped.
 
 Of n workers with b backups, the server updates version v when n - b gradients computed on v have arrived: a k-of-n
-join. Workers whose gradient is there then get version v + 1. A late worker ends what it computes, its gradient is
-dropped, and it goes on with the next version that begins. So n - b workers at least begin every version, and every
-gradient that is applied was computed on the version that it updates. Source: Chen et al., "Revisiting Distributed
+join. Workers whose gradient has arrived then get version v + 1. A late worker finishes its computation, its gradient is
+dropped, and it continues with the next version that begins. So at least n - b workers begin every version, and every
+applied gradient was computed on the version that it updates. Source: Chen et al., "Revisiting Distributed
 Synchronous SGD" (2016), section 3.
 """
 
@@ -18,7 +18,7 @@ from meshwright.spec.instructions import OptimizerStep, Send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """The version that is being made, how many of its gradients came in time, and who waits for the next one.
+    """The current version, how many of its gradients came in time, and the workers that wait for the next one.
 
     ``applied`` and ``dropped`` count gradients of all versions.
     """
@@ -32,7 +32,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backups:
-    """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; ``num_bytes`` are those of all parameters."""
+    """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; all parameters have ``num_bytes``."""
 
     num_workers: int
     num_backups: int
@@ -49,18 +49,18 @@ class Backups:
 
     @property
     def num_ranks(self) -> int:
-        """The workers and the server."""
+        """Number of workers and the server."""
         return self.num_workers + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupWorkers(Backups):
-    """Who is late ends what it computes, in vain."""
+    """Late workers finish their computation, and its gradient is dropped."""
 
     initial: Versions = field(default=Versions())
 
     def decide(self, state: Versions, event: Event, now_ps: int) -> tuple[Versions, Decision]:  # noqa: ARG002
-        """A gradient has arrived, or an update is over."""
+        """Handle the arrival of a gradient or the end of an update."""
         match event:
             case Started():
                 return state, self._begin(0, tuple(range(self.num_workers)), event.next_handle)
@@ -85,7 +85,7 @@ class BackupWorkers(Backups):
         return following, Decision(issues=(arrival(self.num_workers, worker, send),))
 
     def _begin(self, version: int, workers: tuple[int, ...], first: int) -> Decision:
-        """Let workers compute on a version, and the server wait for the first of their gradients."""
+        """Issue the computations of workers on a version, and the server's join of the first gradients."""
         server, issues, pushes = self.num_workers, list[Issue](), list[int]()
         for worker in sorted(workers):
             microbatch = version * self.num_workers + worker

@@ -1,11 +1,11 @@
-"""Parameter servers with bounded delay: workers go on without each other, but not too far.
+"""Parameter servers with bounded delay: workers run independently, but not too far ahead of each other.
 
-A worker's clock is the number of its gradients that are applied. It begins an iteration when its clock is at most S
-ahead of the slowest, computes on what the servers have then, and pushes the gradient; each of the k servers holds an
-equal part of all parameters and applies pushes of that part one by one as they arrive. A gradient is applied when all
-servers have its part. S = 0 is synchronous, and without a bound nobody waits. Sources: Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed Machine
-Learning with the Parameter Server" (2014), section 3.4.
+A worker's clock is the number of its applied gradients. It begins an iteration when its clock is at most S
+ahead of the slowest, computes on the servers' current parameters, and pushes the gradient; each of the k servers holds
+an equal part of all parameters and applies pushes of that part one by one as they arrive. A gradient is applied when
+all servers have applied their parts. S = 0 is synchronous; without a bound no worker waits. Sources: Ho et al., "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed
+Machine Learning with the Parameter Server" (2014), section 3.4.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """The clock of each worker, who waits for the slowest, and by how many servers its last gradient is applied.
+    """The clock of each worker, the waiting workers, and the number of servers that applied each one's last gradient.
 
-    Of each server: whose pushes it has, in order of arrival, and how many it has applied.
+    Per server: the workers whose pushes it holds, in order of arrival, and how many pushes it has applied.
     """
 
     clocks: tuple[int, ...]
@@ -37,7 +37,7 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedDelay:
-    """Ranks 0 to ``num_workers`` - 1 compute, the others are servers; ``num_bytes`` are those of all parameters."""
+    """Ranks 0 to ``num_workers`` - 1 compute, the others are servers; all parameters have ``num_bytes``."""
 
     num_workers: int
     max_delay: int
@@ -56,17 +56,17 @@ class BoundedDelay:
 
     @property
     def num_ranks(self) -> int:
-        """The workers and the servers."""
+        """Number of workers and servers."""
         return self.num_workers + self.num_servers
 
     @property
     def initial(self) -> Clocks:
-        """Nobody has computed anything."""
+        """The state before anything is computed."""
         nobody, nothing = (0,) * self.num_workers, (0,) * self.num_servers
         return Clocks(clocks=nobody, parts=nobody, pushed=((),) * self.num_servers, applied=nothing)
 
     def decide(self, state: Clocks, event: Event, now_ps: int) -> tuple[Clocks, Decision]:  # noqa: ARG002
-        """A part of a gradient has arrived, or was applied."""
+        """Handle the arrival or the application of a part of a gradient."""
         match event:
             case Started():
                 return self._begin(state, range(self.num_workers), event.next_handle)
@@ -90,7 +90,7 @@ class BoundedDelay:
                 return state, NOTHING
 
     def _apply(self, state: Clocks, place: int, first: int) -> tuple[Clocks, Decision]:
-        """A server has applied the first part that it had; with the last part of a gradient, workers may go on."""
+        """Record that a server applied its first waiting part; after a gradient's last part, let workers continue."""
         worker, rest = state.pushed[place][0], state.pushed[place][1:]
         found = replace(
             state,
@@ -108,7 +108,7 @@ class BoundedDelay:
         return self._begin(ready, sorted((*state.waiting, worker)), first)
 
     def _begin(self, state: Clocks, workers: Iterable[int], first: int) -> tuple[Clocks, Decision]:
-        """Let those begin that are not too far ahead, if they have not done all; the others wait."""
+        """Start the workers that are not too far ahead and have iterations left; the others wait."""
         slowest, version = min(state.clocks), sum(state.clocks)
         servers = range(self.num_workers, self.num_ranks)
         issues, waiting = list[Issue](), list[int]()

@@ -1,7 +1,7 @@
-"""One iteration of a worker: parameters come, a microbatch is computed, the gradient leaves.
+"""One iteration of a worker: pull parameters, compute a microbatch, push the gradient.
 
 Workers are ranks 0 to n - 1 and hold stage `WORKER`; servers are ranks n and up and hold stages from `SERVER` on.
-Iteration c of worker w computes microbatch c n + w, so that a message says whose it is.
+Iteration c of worker w computes microbatch c n + w, so that a message identifies its worker and iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKER, SERVER = 0, 1
 def computation(
     rank: int, microbatch: int, version: int, *, waits: tuple[int, ...], watched: bool, abandonable: bool = False
 ) -> list[Issue]:
-    """Forward and backward of one microbatch; ``watched`` is the end of the backward."""
+    """Return forward and backward of one microbatch; ``watched`` applies to the backward."""
     facts = {"stage": WORKER, "microbatch": microbatch, "version": version}
     forward, backward = Forward(**facts), Backward(**facts)
     return [
@@ -29,7 +29,7 @@ def computation(
 
 
 def pull(server: int, place: int, rank: int, microbatch: int, num_bytes: int) -> list[Issue]:
-    """The server at a place among all sends its parameters, the worker receives them."""
+    """Return the send of parameters by server number ``place``, and the worker's receive."""
     facts = {"microbatch": microbatch, "num_bytes": num_bytes}
     send = Send(stage=SERVER + place, peer=WORKER, payload="activation", **facts)
     receive = Receive(stage=WORKER, peer=SERVER + place, payload="activation", **facts)
@@ -41,13 +41,13 @@ def pull(server: int, place: int, rank: int, microbatch: int, num_bytes: int) ->
 
 
 def push(server: int, place: int, rank: int, microbatch: int, num_bytes: int, *, backward: int) -> Issue:
-    """The worker sends its gradient after its backward; the controller is told when it has arrived."""
+    """Return the worker's send of its gradient after its backward; the controller watches its arrival."""
     send = Send(stage=WORKER, peer=SERVER + place, microbatch=microbatch, payload="gradient", num_bytes=num_bytes)
     return Issue(rank=rank, stream="send", instruction=send, group=(rank, server), waits=(backward,), watched=True)
 
 
 def arrival(server: int, rank: int, send: Send) -> Issue:
-    """The receive of a gradient; issued on arrival, since the receives of a rank end in the order of issue."""
+    """Return the receive of a gradient; issue it on arrival, because the receives of a rank end in order of issue."""
     receive = Receive(
         stage=send.peer, peer=WORKER, microbatch=send.microbatch, payload="gradient", num_bytes=send.num_bytes
     )
@@ -57,7 +57,7 @@ def arrival(server: int, rank: int, send: Send) -> Issue:
 def iteration(
     servers: Sequence[int], rank: int, microbatch: int, version: int, num_bytes: int, *, first: int, pulls: bool
 ) -> list[Issue]:
-    """All of an iteration with servers, which have equal parts of all bytes.
+    """Return all issues of an iteration with servers, which hold equal parts of all bytes.
 
     ``first`` is the handle of the first instruction; the last ones are the pushes, one to each server.
     """

@@ -1,10 +1,10 @@
-"""Partial reduce: the first workers that are ready average their gradients and go on; nobody waits for the slowest.
+"""Partial reduce: the first ready workers average their gradients and continue without waiting for the slowest.
 
-A worker is ready when its backward has ended. The first P that are ready are a group: they sum their gradients, update,
-and begin with their next iteration. Where fewer than P have anything left to do, these are the group. One decision is
-made for all members, so the sums of a rank have one order everywhere. How gradients are weighted by staleness, and
-groups that bridge parts which never meet, is not decided here. Source: Miao et al., "Heterogeneity-Aware Distributed
-Machine Learning Training via Partial Reduce" (SIGMOD 2021), section 3.
+A worker is ready when its backward has ended. The first P ready workers form a group: they sum their gradients, update,
+and begin their next iteration. If fewer than P workers have iterations left, these are the group. One decision is
+made for all members, so the sums of a rank have the same order everywhere. Two parts of the method are not covered:
+weights of gradients by staleness, and groups that connect workers which would otherwise never meet. Source: Miao et
+al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), section 3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.spec.instructions import AllReduce, OptimizerStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """How many iterations each worker has to reduce yet, and who is ready, with the handle of the backward."""
+    """The iterations that each worker has left to reduce, and the ready workers with their backwards' handles."""
 
     left: tuple[int, ...]
     ready: tuple[tuple[int, int], ...] = ()
@@ -27,7 +27,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialReduce:
-    """Ranks 0 to ``num_workers`` - 1 compute; ``num_bytes`` are those of all gradients."""
+    """Ranks 0 to ``num_workers`` - 1 compute; all gradients have ``num_bytes``."""
 
     num_workers: int
     group_size: int
@@ -44,16 +44,16 @@ class PartialReduce:
 
     @property
     def num_ranks(self) -> int:
-        """The workers."""
+        """Number of workers."""
         return self.num_workers
 
     @property
     def initial(self) -> Ready:
-        """Nobody has begun."""
+        """The state before any worker has begun."""
         return Ready(left=(self.num_iterations,) * self.num_workers)
 
     def decide(self, state: Ready, event: Event, now_ps: int) -> tuple[Ready, Decision]:  # noqa: ARG002
-        """A backward has ended."""
+        """Handle the end of a backward."""
         match event:
             case Started():
                 every = [self._compute(state, worker) for worker in range(self.num_workers)]
@@ -70,7 +70,7 @@ class PartialReduce:
                 return state, NOTHING
 
     def _reduce(self, state: Ready, backwards: dict[int, int], first: int) -> Decision:
-        """Let the members sum their gradients, update and go on, each behind its own sum."""
+        """Issue the sum, updates and next iterations of the members, each after its own sum."""
         reduction = AllReduce(stage=WORKER, bucket=0, num_bytes=self.num_bytes)
         group = tuple(backwards)
         issues = [
@@ -85,7 +85,7 @@ class PartialReduce:
         return Decision(issues=tuple(issues))
 
     def _compute(self, state: Ready, worker: int) -> list[Issue]:
-        """The next iteration of a worker, if any is left."""
+        """Return the next iteration of a worker; empty if none is left."""
         done = self.num_iterations - state.left[worker]
         if not state.left[worker]:
             return []

@@ -1,10 +1,10 @@
-"""Backup workers that are stopped: whoever is late gives up what it computes and begins the next version with all.
+"""Backup workers that are stopped: late workers abandon their computation and begin the next version with all others.
 
 Of n workers with b backups, the server updates a version when n - b gradients computed on it have arrived. At the end
-of the update the others give up their computations, and all n begin the next version. A gradient that is under way then
-arrives and is dropped. So a version takes the (n - b)-th smallest of n times, while `BackupWorkers` lets who is late
-end what it began, and begin with the version after next. Source: Chen et al., "Revisiting Distributed Synchronous SGD"
-(2016).
+of the update the other workers abandon their computations, and all n begin the next version. A gradient in flight at
+that moment still arrives and is dropped. So a version takes the (n - b)-th smallest of n times, while `BackupWorkers`
+lets late workers finish their computation and begin with the version after next. Source: Chen et al., "Revisiting
+Distributed Synchronous SGD" (2016).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.spec.instructions import Backward, OptimizerStep, Send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """The version that is being made, how many of its gradients have arrived, and who computes: its two instructions.
+    """The current version, how many of its gradients have arrived, and the computing workers with two handles each.
 
     ``applied``, ``dropped`` and ``abandoned`` count gradients of all versions: in time, too late, and never computed.
     """
@@ -34,12 +34,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedBackups(Backups):
-    """Who is late gives up what it computes."""
+    """Late workers abandon their computation."""
 
     initial: Race = field(default=Race())
 
     def decide(self, state: Race, event: Event, now_ps: int) -> tuple[Race, Decision]:  # noqa: ARG002
-        """A gradient was computed or has arrived, or an update is over."""
+        """Handle the end of a backward, the arrival of a gradient, or the end of an update."""
         match event:
             case Started():
                 return self._begin(state, event.next_handle)
@@ -58,7 +58,7 @@ class StoppedBackups(Backups):
                 return state, NOTHING
 
     def _arrive(self, state: Race, worker: int, send: Send, first: int) -> tuple[Race, Decision]:
-        """The server takes a gradient, and updates when it has enough."""
+        """Receive a gradient at the server, and issue the update when it has enough."""
         need, received = self.num_workers - self.num_backups, arrival(self.num_workers, worker, send)
         if send.microbatch // self.num_workers < state.version or state.num_arrived == need:
             return replace(state, dropped=state.dropped + 1), Decision(issues=(received,))
@@ -70,7 +70,7 @@ class StoppedBackups(Backups):
         return taken, Decision(issues=(received, issue))
 
     def _begin(self, state: Race, first: int) -> tuple[Race, Decision]:
-        """Stop whoever still computes, and let all workers compute on the version, if there is one to make."""
+        """Stop workers that still compute, and start all workers on the state's version, if it is to be made."""
         abandon = tuple(handle for _, *handles in state.computing for handle in handles)
         issues, computing = list[Issue](), list[tuple[int, int, int]]()
         for worker in range(self.num_workers if state.version < self.num_versions else 0):

@@ -1,4 +1,4 @@
-"""Schedules: in which order each rank computes. Policies that yield data; nothing is executed here.
+"""Schedules: the order in which each rank computes. They yield data; nothing is executed here.
 
 A named schedule is a function plan → the computations of all ranks as columns. It needs a layout (`layouts`): where
 the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...,
@@ -7,8 +7,8 @@ or in `shares` those of its share.
     single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
     virtual          interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
     bidirectional    zb-v, dualpipe-v, dualpipe    two stages on a rank, counted from both ends
-    endless          pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank, no flush: more than
-                     an order
+    endless          pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank, asynchronous: more
+                     than an order
 
 A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
 """
@@ -41,7 +41,7 @@ SCHEDULES: dict[SynchronousName, NamedSchedule] = {
     "dualpipe-v": dualpipe_v,
 }
 
-# Where the stages of a plan lie for each of them; see `layouts`.
+# The layout of a plan's stages for each schedule; see `layouts`.
 SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
     "gpipe": "single",
     "1f1b": "single",

@@ -1,19 +1,20 @@
-"""Schedules of pipelines that run there and back: every rank holds a stage near each end.
+"""Schedules of bidirectional pipelines: every rank holds a stage near each end.
 
     zb-v         stages i and 2p - 1 - i on position i, backwards in two parts        Qi et al., 2024 (2405.15362), ZB-V
     dualpipe     two replicas of every stage, microbatches enter from both ends       DeepSeek-V3 report (2412.19437)
     dualpipe-v   its half, folded like zb-v                                           deepseek-ai/DualPipe, README
 
-DualPipe in steps, at distance d from the outer end of P positions (of dualpipe: half of them), c microbatches each way;
-chunk 0 is the stage near its own end, 1 the other; F, B, I, W as in `spec.program`:
+DualPipe in steps, at distance d from the outer end of P positions (dualpipe: half of them), c microbatches in each
+direction; chunk 0 is the stage near its own end, 1 the other; F, B, I, W as in `spec.program`:
 
     1  (P - d - 1)·2    F0                  5  P - d - 1    B1, then (F1 B0)
     2  d + 1            F0 F1               6  d + 1        B1 B0, from the middle on in two parts
     3  P - d - 1        I1 W F1             7  P - d - 1    W I0
     4  c - 2P + d + 1   (F0 B1) (F1 B0)        8  d + 1        W
 
-In brackets stands what runs together (`OrderColumns.joint`): the original overlaps the computation of one with the
-communication of the other. The first forward of step 4 at the turning point is alone: nothing is there to go with it.
+Computations in brackets run together (`OrderColumns.joint`): the original overlaps the computation of one with the
+communication of the other. The first forward of step 4 at the turning point runs alone, because nothing is there to
+overlap with it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ JointRow = tuple[Opcode, int, int, bool]
 
 
 def zb_v(plan: Plan) -> RankOrders:
-    """Zero bubble in a V: the memory of 1f1b."""
+    """Return the zero-bubble V schedule, which needs the memory of 1f1b."""
     seats = sit_in_a_v(plan)
     return join_ranks(_zb_v_of(seats.of(rank)) for rank in range(plan.num_ranks))
 
@@ -41,14 +42,14 @@ def zb_v(plan: Plan) -> RankOrders:
 def _zb_v_of(seat: Seat) -> OrderColumns:
     mine = seat.microbatches.tolist()
     size, position = seat.num_positions, seat.position
-    # Orders are those of at least 2p - 1 microbatches, without those that there are not.
+    # Orders are those of at least 2p - 1 microbatches, without the microbatches that do not exist.
     count = max(2 * size - 1, len(mine))
     rows = _zb_v(size, position, count)
     return gather_columns((opcode, seat.stages[chunk], mine[m]) for opcode, chunk, m in rows if m < len(mine))
 
 
 def _zb_v(size: int, position: int, count: int) -> Iterator[Row]:
-    """(opcode, chunk, microbatch): as torch's ScheduleZBVZeroBubble has them."""
+    """Yield (opcode, chunk, microbatch), as in torch's ScheduleZBVZeroBubble."""
     done = {(opcode, chunk): 0 for opcode in Opcode for chunk in (0, 1)}
 
     def next_of(opcode: Opcode, chunk: int) -> Row:
@@ -85,7 +86,7 @@ def _zb_v(size: int, position: int, count: int) -> Iterator[Row]:
 
 
 def dualpipe_v(plan: Plan) -> RankOrders:
-    """DualPipe folded in two. Raises PlanError for fewer than 2p microbatches."""
+    """Return DualPipe folded in two. Raises PlanError for fewer than 2p microbatches."""
     seats = sit_in_a_v(plan)
     return join_ranks(_dualpipe_v_of(plan, seats.of(rank)) for rank in range(plan.num_ranks))
 
@@ -98,7 +99,7 @@ def _dualpipe_v_of(plan: Plan, seat: Seat) -> OrderColumns:
 
 
 def dualpipe(plan: Plan) -> RankOrders:
-    """Microbatches from both ends at once. Raises PlanError for fewer than 2p microbatches, or an odd number."""
+    """Return DualPipe, with microbatches from both ends. Raises PlanError for fewer than 2p, or an odd number."""
     seats = sit_both_ways(plan)
     _require(plan, plan.num_microbatches, 2 * seats.num_positions, even=True)
     return join_ranks(_dualpipe_of(plan, seats.of(rank)) for rank in range(plan.num_ranks))
@@ -116,7 +117,7 @@ def _dualpipe_of(plan: Plan, seat: Seat) -> OrderColumns:
 
 
 def _dualpipe(size: int, distance: int, count: int) -> Iterator[JointRow]:
-    """(opcode, chunk, microbatch, joint) of the steps in the module's table."""
+    """Yield (opcode, chunk, microbatch, joint) of the steps in the module's table."""
     turn = _Turn()
     inner = size - distance - 1
     for _ in range(2 * inner):
@@ -137,7 +138,7 @@ def _dualpipe(size: int, distance: int, count: int) -> Iterator[JointRow]:
         yield turn.backward(1)
         yield turn.forward(1, joint=True)
         yield turn.backward(0)
-    # The steps' backwards in all, of chunk 1 and 0 in turn; the later half of them in two parts.
+    # All backwards of steps 5 and 6, of chunk 1 and 0 in turn; the later half of them in two parts.
     whole = 2 * ((distance + 1) // 2) + (distance + 1) % 2
     for place in range(2 * (distance + 1)):
         chunk = 1 - place % 2
@@ -150,7 +151,7 @@ def _dualpipe(size: int, distance: int, count: int) -> Iterator[JointRow]:
 
 
 class _Turn:
-    """Which microbatch is next, and which gradients of weights are owed."""
+    """Counts the next microbatch of each chunk, and queues the deferred gradients of weights."""
 
     def __init__(self) -> None:
         self._forwards, self._backwards = [0, 0], [0, 0]
@@ -177,6 +178,6 @@ def _require(plan: Plan, count: int, least: int, *, even: bool = False) -> None:
     if count < least or (even and count % 2):
         raise PlanError(
             f"The schedule {plan.schedule} was given {count} microbatches for a replica; expected "
-            f"{'an even number, ' if even else ''}at least {least} to fill both ways. Choose more microbatches, or "
-            "another schedule."
+            f"{'an even number, ' if even else ''}at least {least} to fill both directions. Choose more microbatches, "
+            "or another schedule."
         )

@@ -1,4 +1,4 @@
-"""What ranks compute, in order, as columns: the kind of computation, the stage and the microbatch of each."""
+"""The computations of ranks, in order, as columns: kind, stage and microbatch of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 class OrderColumns:
     """Computations in order, each column of shape (n,); ``opcode`` is one of `spec.program.COMPUTATIONS`.
 
-    ``joint``: runs together with the next one. Neither begins before both can, and what they make leaves when both are
+    ``joint``: runs together with the next one. Neither begins before both can, and their results are sent when both are
     done.
     """
 
@@ -34,39 +34,39 @@ class OrderColumns:
     __hash__ = None  # type: ignore[assignment]
 
     def table(self) -> NDArray[np.int32]:
-        """Rows of opcode, stage and microbatch, shape (n, 3)."""
+        """Return rows of opcode, stage and microbatch, shape (n, 3)."""
         return np.stack([self.opcode.astype(np.int32), self.stage, self.microbatch], axis=1)
 
     def select(self, places: NDArray[np.int64] | NDArray[np.bool_] | slice) -> OrderColumns:
-        """The computations at some places, or where a mask is true."""
+        """Return the computations at the given places, or where a mask is true."""
         return OrderColumns(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankOrders:
-    """What all ranks compute, one behind the other: rank r has ``offsets[r]:offsets[r + 1]`` of ``columns``."""
+    """The computations of all ranks, concatenated: rank r has ``offsets[r]:offsets[r + 1]`` of ``columns``."""
 
     offsets: NDArray[np.int64]
     columns: OrderColumns
 
     def split(self) -> tuple[OrderColumns, ...]:
-        """The order of each rank."""
+        """Return the order of each rank."""
         return tuple(self.columns.select(slice(*ends)) for ends in pairwise(self.offsets.tolist()))
 
     def later(self, shift: int) -> RankOrders:
-        """The same with microbatches numbered from ``shift`` on."""
+        """Return the same orders with microbatches numbered from ``shift`` on."""
         if not shift:
             return self
         return replace(self, columns=replace(self.columns, microbatch=self.columns.microbatch + np.int32(shift)))
 
     def select(self, kept: NDArray[np.bool_]) -> RankOrders:
-        """The computations where a mask is true."""
+        """Return the computations where a mask is true."""
         offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
         return RankOrders(offsets=offsets, columns=self.columns.select(kept))
 
 
 def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joint: ArrayLike = False) -> OrderColumns:
-    """Columns of the right types; a single stage, and a single word on ``joint``, stand for all."""
+    """Return columns of the right types; a single ``stage`` or ``joint`` is used for all rows."""
     kinds = np.asarray(opcode, np.int8)
     return OrderColumns(
         opcode=kinds,
@@ -77,13 +77,13 @@ def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joi
 
 
 def gather_columns(rows: Iterable[tuple[int, ...]]) -> OrderColumns:
-    """Columns of rows (opcode, stage, microbatch), or of such with a fourth number: joint or not."""
+    """Return columns of rows (opcode, stage, microbatch), optionally with a fourth number: joint or not."""
     table = np.array(list(rows), np.int32)
     return make_columns(*table.reshape(len(table), -1).T) if len(table) else make_columns((), (), ())
 
 
 def join_ranks(orders: Iterable[OrderColumns]) -> RankOrders:
-    """The orders of all ranks, given one by one."""
+    """Concatenate the orders of all ranks."""
     given = tuple(orders)
     columns = OrderColumns(
         **{

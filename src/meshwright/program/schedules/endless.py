@@ -1,14 +1,14 @@
-"""Schedules that never flush: every rank goes on with the next minibatch while older ones are under way.
+"""Asynchronous schedules: every rank continues with the next minibatch while older ones are in flight.
 
 A microbatch of the plan is a *minibatch*; a step of the plan, its ``num_microbatches`` minibatches, is one repetition
-of the body. Stage s has R_s replicas and k_s = `num_active` minibatches of a replica under way; its replica computes
-the local minibatches j = 0, 1, ... in the order
+of the body. Stage s has R_s replicas, each with k_s = `num_active` minibatches in flight; a replica computes
+its local minibatches j = 0, 1, ... in the order
 
     F(0) ... F(k_s - 1),  then for each j:  B(j), update if due, F(j + k_s)
 
 so that u = max(0, j - k_s + 1) of its backwards are done when F(j) begins. F(j) and B(j) use the same version of the
-weights, v for what v updates have made. Where an update comes in between, a copy of the version is kept (`Stash`) from
-the update until the last backward that needs it (`Drop`).
+weights; version v is the result of v updates. If an update comes in between, a copy of the version is kept (`Stash`)
+from the update until the last backward that needs it (`Drop`).
 
     schedule              update                   version of minibatch m = j R_s + r at stage s
     pipedream             every R_s minibatches    max(0, j - k_s + 1): the newest
@@ -19,21 +19,21 @@ the update until the last backward that needs it (`Drop`).
                           a merge of each wave     stages have the version with which j entered the pipeline
 
 In `hetpipe` the r-th replicas of all stages are a *virtual worker*, which updates its own weights. Each n of its
-minibatches are a wave. After a wave its updates are summed over the replicas, and as soon as wave c is done, what the
-others changed in wave c - D is merged into the weights. So a virtual worker is at most D waves ahead of another, and a
-minibatch lacks the updates of no more than (D + 1) n + k_0 - 2 minibatches before it of another; HetPipe's own waves
-have n = k_0, which is its s_local + 1.
+minibatches are a wave. After a wave its updates are summed over the replicas, and as soon as wave c is done, the
+changes that the other workers made in wave c - D are merged into the weights. So a virtual worker is at most D waves
+ahead of another, and a minibatch lacks the updates of at most (D + 1) n + k_0 - 2 earlier minibatches of another;
+HetPipe's own waves have n = k_0, which is its s_local + 1.
 
-e is the stage with the most minibatches (k_e - 1) R_e between an update and its use: the first one, unless replicas of
-unlike stages make another one wait longer.
+e is the stage with the most minibatches (k_e - 1) R_e between an update and its use: the first one, unless stages have
+different numbers of replicas and another one waits longer.
 
 Sources: Narayanan et al., PipeDream (SOSP 2019, section 3.3), and Memory-Efficient Pipeline-Parallel DNN Training
 (ICML 2021, 2006.09503, section 3.1) for 2BW, double-buffered weights; Park et al., HetPipe (ATC 2020, 2005.14038) for
 waves, with an all-reduce in place of its parameter servers, which lets the same minibatches begin.
 
-W = M (ceil(max(k_s R_s) / M) + D) minibatches, D = 0 without waves, run through in the prologue: then the version of
-every minibatch that begins or ends grows with it, so that one repetition of the body is like the next. W more follow in
-the epilogue, until all that entered have left.
+W = M (ceil(max(k_s R_s) / M) + D) minibatches, D = 0 without waves, run in the prologue: then the version of
+every minibatch that begins or ends grows with it, so that all repetitions of the body are alike. W more follow in
+the epilogue, until all minibatches have left the pipeline.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Ids = NDArray[np.int64]
 Versions = Callable[[Plan, int, int, Ids], Ids]
 
 PROLOGUE, BODY, EPILOGUE = 0, 1, 2
-# What follows in one turn of a rank, in this order.
+# What may happen in one turn of a rank, in this order.
 _BACKWARD, _DROP, _STASH, _STEP, _MERGE, _FORWARD = range(6)
 _OPCODES = np.array(
     [Opcode.BACKWARD, Opcode.DROP, Opcode.STASH, Opcode.OPTIMIZER_STEP, Opcode.MERGE, Opcode.FORWARD], np.int8
@@ -65,9 +65,9 @@ _OPCODES = np.array(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndlessOrder:
-    """What a rank does with the body once: computations, updates, copies; all of shape (n,).
+    """The order of a rank with the body once: computations, updates, copies; all of shape (n,).
 
-    ``microbatch`` is -1 but for computations; ``section`` is `PROLOGUE`, `BODY` or `EPILOGUE`, never falling.
+    ``microbatch`` is -1 except for computations; ``section`` is `PROLOGUE`, `BODY` or `EPILOGUE`, in this order.
     """
 
     stage: int
@@ -80,15 +80,15 @@ class EndlessOrder:
         return len(self.opcode)
 
     def computations(self) -> OrderColumns:
-        """The computations alone."""
+        """Return the computations alone."""
         chosen = np.isin(self.opcode, COMPUTATIONS)
         return make_columns(self.opcode[chosen], self.stage, self.microbatch[chosen])
 
 
 def endless_order(plan: Plan, rank: int) -> EndlessOrder:
-    """The order of a rank under an asynchronous schedule.
+    """Return the order of a rank under an asynchronous schedule.
 
-    Raises PlanError for a layout or number of microbatches that the schedule does not take.
+    Raises PlanError for a layout or number of microbatches that the schedule does not support.
     """
     seat = sit_alone(plan).of(rank)
     _check(plan)
@@ -102,7 +102,7 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
     turn = per_update(plan, stage)
     updated_in = (np.arange(count // turn) + 1) * turn - 1
     merged_in = _merges(plan, stage, count)
-    # Updates and merges make versions in the order of their turns, a merge behind the update of its turn.
+    # Updates and merges make versions in the order of their turns, a merge after the update of its turn.
     made_in = np.sort(np.concatenate([updated_in, merged_in]), kind="stable")
     updates, merges = np.searchsorted(made_in, updated_in), np.searchsorted(made_in, merged_in, side="right") - 1
     last_use = np.full(len(made_in) + 1, -1, np.int64)
@@ -134,57 +134,57 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
 
 
 def minibatches_per_update(plan: Plan, stage: int) -> int:
-    """How many minibatches' gradients an update of a stage takes the mean of: all microbatches if the plan flushes."""
+    """Return the number of minibatches per update of a stage; all microbatches for a synchronous schedule."""
     if not plan.is_asynchronous:
         return plan.num_microbatches
     turns = _RULES[_name(plan)][1](plan, stage)
-    # Virtual workers update by themselves; other replicas together.
+    # Virtual workers update independently; other replicas together.
     return turns if plan.schedule == WAVES else turns * len(plan.stages[stage].ranks)
 
 
 def num_filling_steps(plan: Plan) -> int:
-    """Global batches that enter before the body and behind it; 0 if the plan flushes. A run takes as many or more."""
+    """Return the global batches before and after the body, the least that a run takes; 0 for synchronous schedules."""
     return 2 * _fill(plan) // plan.num_microbatches if plan.is_asynchronous else 0
 
 
 def _fill(plan: Plan) -> int:
-    """Minibatches that run through before the body, and that enter after it: W."""
+    """Return W: the minibatches that run before the body, which is also the number that enter after it."""
     under_way = max(num_active(plan, stage) * len(item.ranks) for stage, item in enumerate(plan.stages))
     return (-(-under_way // plan.num_microbatches) + plan.exchange.staleness) * plan.num_microbatches
 
 
 def _merges(plan: Plan, stage: int, count: int) -> Ids:
-    """The turns in which waves are merged, of ``count`` turns: the last ones of the waves from the D-th on."""
+    """Return the turns, of ``count``, in which waves are merged: the last turns of the waves from the D-th on."""
     if plan.schedule != WAVES or len(plan.stages[stage].ranks) == 1:
         return np.zeros(0, np.int64)
     wave = _every_step(plan, stage)
     return np.arange(plan.exchange.staleness, count // wave) * wave + wave - 1
 
 
-def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - the signature of all rules
     return np.maximum(local - num_active(plan, stage) + 1, 0)
 
 
 def _at_entry(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:
-    # The stage that is furthest behind says which version all of them have: without unlike replicas, the first one.
+    # The stage that is furthest behind determines the version of all stages: the first one, if replicas are equal.
     entry = max(range(len(plan.stages)), key=lambda s: (num_active(plan, s) - 1) * len(plan.stages[s].ranks))
     own, first = len(plan.stages[stage].ranks), len(plan.stages[entry].ranks)
     entered = np.maximum((local * own + replica) // first - num_active(plan, entry) + 1, 0)
     return entered * first // own
 
 
-def _one_behind(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+def _one_behind(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - the signature of all rules
     return np.maximum(local // _every_step(plan, stage) - 1, 0)
 
 
-def _with_waves(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+def _with_waves(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - the signature of all rules
     updated: Ids = np.maximum(local - num_active(plan, 0) + 1, 0)
     if len(plan.stages[stage].ranks) == 1:
         return updated
     return updated + np.maximum(updated // _every_step(plan, stage) - plan.exchange.staleness, 0)
 
 
-def _every_turn(plan: Plan, stage: int) -> int:  # noqa: ARG001 - a rule of its kind
+def _every_turn(plan: Plan, stage: int) -> int:  # noqa: ARG001 - the signature of all rules
     return 1
 
 
@@ -192,7 +192,7 @@ def _every_step(plan: Plan, stage: int) -> int:
     return plan.num_microbatches // len(plan.stages[stage].ranks)
 
 
-# Versions of minibatches, and after how many backwards of a replica an update is due.
+# Versions of minibatches, and the number of a replica's backwards after which an update is due.
 _RULES: dict[AsynchronousName, tuple[Versions, Callable[[Plan, int], int]]] = {
     "pipedream": (_newest, _every_turn),
     "pipedream-vertical": (_at_entry, _every_turn),
@@ -209,24 +209,24 @@ def _check(plan: Plan) -> None:
     if plan.workload.kind == "inference":
         raise PlanError(
             f"The schedule {plan.schedule} was given for inference, where no weights change. Choose 1f1b: without "
-            "backwards it never flushes."
+            "backwards its pipeline is never drained."
         )
     replicas = [len(stage.ranks) for stage in plan.stages]
     if plan.schedule == WAVES and len(set(replicas)) > 1:
         raise PlanError(
-            f"The schedule {plan.schedule} was given stages with {', '.join(map(str, replicas))} replicas; expected as "
-            "many of each, for the replicas of all stages form virtual workers. Choose equal replicas."
+            f"The schedule {plan.schedule} was given stages with {', '.join(map(str, replicas))} replicas; expected "
+            "the same number of each, because the replicas of all stages form virtual workers. Choose equal replicas."
         )
     for index, stage in enumerate(plan.stages):
         if plan.num_microbatches % len(stage.ranks):
             raise PlanError(
                 f"The schedule {plan.schedule} was given {plan.num_microbatches} microbatches for the "
-                f"{len(stage.ranks)} replicas of stage {index}; expected a multiple, for replicas update their weights "
-                "together. Choose such a number of microbatches, or another schedule."
+                f"{len(stage.ranks)} replicas of stage {index}; expected a multiple, because replicas update their "
+                "weights together. Choose such a number of microbatches, or another schedule."
             )
         if plan.schedule == "pipedream-2bw" and num_active(plan, index) * len(stage.ranks) > plan.num_microbatches:
             raise PlanError(
                 f"The schedule {plan.schedule} was given {plan.num_microbatches} microbatches between two updates, "
-                f"while {num_active(plan, index) * len(stage.ranks)} are under way at stage {index}; with fewer "
-                "between updates than under way, two versions do not suffice. Choose more microbatches."
+                f"while {num_active(plan, index) * len(stage.ranks)} are in flight at stage {index}; with fewer "
+                "between updates than in flight, two versions are not enough. Choose more microbatches."
             )

@@ -1,7 +1,7 @@
-"""Where a schedule expects the stages of a plan: which rank has which, and with how many replicas.
+"""Layouts: where a schedule expects the stages of a plan, which rank has which, and with how many replicas.
 
-A *position* is a place in the pipeline. In all layouts but the single one every stage has as many replicas, and the
-r-th replicas of all stages form a pipeline of their own.
+A *position* is a place in the pipeline. In all layouts but the single one every stage has the same number of replicas,
+and the r-th replicas of all stages form a pipeline of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seat:
-    """Where a rank sits: its position of ``num_positions``, its stages in order, its microbatches in order."""
+    """The seat of a rank: its position of ``num_positions``, its stages and its microbatches, both in order."""
 
     position: int
     num_positions: int
@@ -32,7 +32,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seats:
-    """Where all ranks sit: ``positions`` (ranks,) of ``num_positions``, ``stages`` (ranks, chunks) in order.
+    """The seats of all ranks: ``positions`` (ranks,) of ``num_positions``, ``stages`` (ranks, chunks) in order.
 
     Rank r has ``counts[r]`` microbatches, ``firsts[r]`` and every ``steps[r]``-th from there on; all of shape (ranks,).
     """
@@ -45,7 +45,7 @@ class Seats:
     counts: Ids
 
     def of(self, rank: int) -> Seat:
-        """The seat of one rank."""
+        """Return the seat of one rank."""
         first, step, count = (int(column[rank]) for column in (self.firsts, self.steps, self.counts))
         return Seat(
             position=int(self.positions[rank]),
@@ -56,7 +56,7 @@ class Seats:
 
 
 def local_microbatches(plan: Plan, stage: int, rank: int) -> range | tuple[int, ...]:
-    """The microbatches that a rank computes of a stage that it holds, in order."""
+    """Return the microbatches that a rank computes of one of its stages, in order."""
     own = plan.stages[stage]
     return own.microbatches_of(own.ranks.index(rank), plan.num_microbatches)
 
@@ -64,7 +64,7 @@ def local_microbatches(plan: Plan, stage: int, rank: int) -> range | tuple[int, 
 def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
     """Whether two stages compute each microbatch on one rank, so that nothing is sent between them.
 
-    Raises PlanError if they do for some microbatches only.
+    Raises PlanError if they do so for some microbatches only.
     """
     stages = [plan.stages[stage] for stage in (source, target)]
     ranks = [stage.ranks for stage in stages]
@@ -78,25 +78,25 @@ def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
     if shared == {True, False}:
         raise PlanError(
             f"Stages {source} and {target} compute some microbatches on the same rank and some on different ones "
-            f"({list(ranks[0])[:8]} and {list(ranks[1])[:8]}); expected all or none. Deal the ranks out alike."
+            f"({list(ranks[0])[:8]} and {list(ranks[1])[:8]}); expected all or none. Give both the same ranks, in the "
+            "same order."
         )
     return shared == {True}
 
 
 def num_active(plan: Plan, stage: int) -> int:
-    """Microbatches that a replica of ``stage`` has in flight: PipeDream's number.
+    """Return the microbatches that a replica of ``stage`` has in flight: PipeDream's number.
 
-    ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas, which
-    never waits if its stages are balanced. Where
-    stages form branches the sum goes along the way to the end with the most ranks. Where replicas have shares, that of
-    the replica with the largest (`shares`).
+    ceil((R_s + R_(s+1) + …) / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas, which
+    never waits if its stages are balanced. Where stages form branches the sum goes along the path to the end with the
+    most ranks. Where replicas have shares, it is the number of the replica with the largest (`shares`).
     """
     return int(active_counts(plan)[stage])
 
 
 @lru_cache(maxsize=64)
 def active_counts(plan: Plan) -> Ids:
-    """`num_active` of every stage, shape (stages,)."""
+    """Return `num_active` of every stage, shape (stages,)."""
     if plan.has_shares:
         total = plan.num_microbatches
         own = [stage.counts(total) for stage in plan.stages]
@@ -110,10 +110,10 @@ def active_counts(plan: Plan) -> Ids:
 
 
 def find_windows(plan: Plan) -> list[list[int]]:
-    """How many of all microbatches may be under way at each replica of each stage, where they have shares."""
+    """Return, for replicas with shares, how many of all microbatches may be in flight at each replica of each stage."""
     count = plan.num_microbatches
     counts = [stage.counts(count) for stage in plan.stages]
-    # Along the longest way where stages form branches.
+    # Along the longest path where stages form branches.
     widest, behind = [0] * len(plan.stages), [0] * len(plan.stages)
     for stage in reversed(range(len(plan.stages))):
         behind[stage] = max((widest[target] for target in plan.feeds(stage)), default=0)
@@ -123,10 +123,10 @@ def find_windows(plan: Plan) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def sit_alone(plan: Plan, *, alike: bool = False) -> Seats:
-    """One stage on every rank. ``alike``: all stages with the same number of replicas. Raises PlanError otherwise."""
+    """Seat one stage on every rank. Raises PlanError otherwise, and with ``alike`` unless all replica counts match."""
     check_alone(plan)
     if alike and len({len(stage.ranks) for stage in plan.stages}) > 1:
-        raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
+        raise _wrong(plan, "the same number of replicas for every stage", "Give all stages the same number of ranks")
     return _seat_all(plan, [stage.ranks for stage in plan.stages], [(stage,) for stage in range(len(plan.stages))])
 
 
@@ -137,33 +137,33 @@ def check_alone(plan: Plan) -> None:
 
 
 def sit_in_turn(plan: Plan) -> Seats:
-    """Stages i, i + p, i + 2p, ... on the same ranks, every stage with as many replicas. Raises PlanError otherwise."""
+    """Seat stages i, i + p, i + 2p, ... on the same ranks. Raises PlanError otherwise, or if replica counts differ."""
     size = _num_positions(plan)
     own = [stage.ranks for stage in plan.stages[:size]]
     if len(plan.stages) % size or any(stage.ranks != own[i % size] for i, stage in enumerate(plan.stages)):
         raise _wrong(
             plan,
             f"stages i and i + {size} on the same ranks, and a number of stages that {size} divides",
-            "Deal the stages out in turn",
+            "Assign the stages to the ranks in turn",
         )
     return _seat_all(plan, own, [tuple(range(i, len(plan.stages), size)) for i in range(size)])
 
 
 def sit_in_a_v(plan: Plan) -> Seats:
-    """Stages i and 2p - 1 - i on the same ranks, every stage with as many replicas. Raises PlanError otherwise."""
+    """Seat stages i and 2p - 1 - i on the same ranks. Raises PlanError otherwise, or if replica counts differ."""
     size = _num_positions(plan)
     ranks = [stage.ranks for stage in plan.stages]
     if len(ranks) != 2 * size or ranks != ranks[::-1]:
         raise _wrong(
             plan,
             f"two stages on every rank, stage i with stage {2 * size - 1} - i",
-            "Deal the stages out there and back",
+            "Assign the stages to the ranks in order and then in reverse",
         )
     return _seat_all(plan, ranks[:size], [(i, 2 * size - 1 - i) for i in range(size)])
 
 
 def sit_both_ways(plan: Plan) -> Seats:
-    """Two replicas of every stage: position i holds the first of stage i and the second of stage p - 1 - i.
+    """Seat two replicas of every stage: position i holds the first of stage i and the second of stage p - 1 - i.
 
     Raises PlanError otherwise. The microbatches of a seat are those of the first replica; the second has the next.
     """
@@ -173,25 +173,25 @@ def sit_both_ways(plan: Plan) -> Seats:
     if size % 2 or any(len(pair) != 2 for pair in pairs) or [pair[1:] for pair in pairs] != firsts[::-1]:
         raise _wrong(
             plan,
-            "an even number of stages with two replicas each, the first of stage i beside the second of the stage as "
-            "far from the other end",
-            "Let the pipeline run both ways",
+            "an even number of stages with two replicas each, the first replica of stage i on the rank of the second "
+            "replica of stage p - 1 - i",
+            "Let the pipeline run in both directions",
         )
     return _seat_all(plan, firsts, [(i, size - 1 - i) for i in range(size)])
 
 
 def _num_positions(plan: Plan) -> int:
-    """Into how many pipelines positions the ranks divide. Raises PlanError for stages with unlike replicas."""
+    """Return the number of positions in each pipeline. Raises PlanError if the numbers of replicas differ."""
     replicas = {len(stage.ranks) for stage in plan.stages}
     if len(replicas) > 1:
-        raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
+        raise _wrong(plan, "the same number of replicas for every stage", "Give all stages the same number of ranks")
     return plan.num_ranks // replicas.pop()
 
 
 def _seat_all(plan: Plan, ranks: list[tuple[int, ...]], stages: list[tuple[int, ...]]) -> Seats:
-    """The seats of the ranks at each position, with the stages of it; its first stage deals out the microbatches."""
+    """Return the seats of the ranks at each position with its stages; microbatches go by the replicas of the first."""
     if plan.has_shares:
-        raise _wrong(plan, "replicas that take turns, without shares", "Leave the shares out")
+        raise _wrong(plan, "replicas that take turns, without shares", "Remove the shares")
     sitting = np.concatenate([np.array(own, np.int64) for own in ranks])
     position, replica = (
         np.repeat(np.arange(len(ranks)), [len(own) for own in ranks]),

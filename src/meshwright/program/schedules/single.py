@@ -7,18 +7,18 @@
     zb-h2    2(p - i) - 1 forwards ahead instead of p - i, gradients of weights 2i behind instead of i:
              no rank is idle between its first and last computation                section 2.3
 
-PipeDream-Flush with replicated stages: k = ceil(R_s + R_(s+1) + … / R_s), PipeDream's number of active minibatches per
-replica; no order of such ranks can wait in a circle, because k_s R_s > (k_(s+1) - 1) R_(s+1).
+PipeDream-Flush with replicated stages: k = ceil((R_s + R_(s+1) + …) / R_s), PipeDream's number of active minibatches
+per replica; no order of such ranks can deadlock, because k_s R_s > (k_(s+1) - 1) R_(s+1).
 
 Where replicas have shares of the microbatches, GPipe and 1F1B have windows in place of counts. With equal replicas 1F1B
-keeps so many microbatches of a replica in flight. Where replica r of stage s computes m_r of M microbatches, one is due
+keeps k microbatches of a replica in flight. Where replica r of stage s computes m_r of M microbatches, one is due
 every M / m_r microbatches, and it runs
 
     forward of m before backward of b  if  m - b < w_r = floor(M / m_r) + q        q = Σ stages behind max ceil(M / m_r)
 
-that is, while b is on its way through the stages behind and back, and none of their replicas is waited for. With equal
-shares this is PipeDream's number of active minibatches. No order of such ranks can wait in a circle: let forwards of
-microbatch m happen at m, backwards at m + w_r; then w_r of a stage is above q, and no w_r of the next one is.
+that is, while b is on its way through the later stages and back, and none of their replicas is waited for. With equal
+shares this is PipeDream's number of active minibatches. No order of such ranks can deadlock: let forwards of
+microbatch m happen at m, backwards at m + w_r; then every w_r of a stage is above q, and no w_r of the next one is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwright.spec.plan import Plan
 
 
 def gpipe(plan: Plan) -> RankOrders:
-    """All forwards, then all backwards in the same order."""
+    """Return GPipe: all forwards, then all backwards in the same order."""
     if plan.has_shares:
         return write_windows(plan, [[plan.num_microbatches] * len(stage.ranks) for stage in plan.stages])
     seats = sit_alone(plan)
@@ -43,7 +43,7 @@ def gpipe(plan: Plan) -> RankOrders:
 
 
 def one_forward_one_backward(plan: Plan) -> RankOrders:
-    """Fill the pipeline, then alternate one backward and one forward, then drain."""
+    """Return 1F1B: fill the pipeline, then alternate one backward and one forward, then drain."""
     if plan.has_shares:
         return write_windows(plan, find_windows(plan))
     seats = sit_alone(plan)
@@ -51,20 +51,20 @@ def one_forward_one_backward(plan: Plan) -> RankOrders:
 
 
 def zb_h1(plan: Plan) -> RankOrders:
-    """Zero bubble within the memory of 1f1b."""
+    """Return ZB-H1: zero bubble within the memory of 1f1b."""
     seats = sit_alone(plan, alike=True)
     return write_zero_bubble(seats, ahead=seats.num_positions - seats.positions, behind=seats.positions)
 
 
 def zb_h2(plan: Plan) -> RankOrders:
-    """Zero bubble with about twice the memory of 1f1b."""
+    """Return ZB-H2: zero bubble with about twice the memory of 1f1b."""
     seats = sit_alone(plan, alike=True)
     ahead = 2 * (seats.num_positions - seats.positions) - 1
     return write_zero_bubble(seats, ahead, behind=2 * seats.positions)
 
 
 def write_windows(plan: Plan, windows: Sequence[Sequence[int]]) -> RankOrders:
-    """The orders of all ranks. Raises PlanError for several stages on a rank."""
+    """Return the orders of all ranks from windows per replica. Raises PlanError for several stages on a rank."""
     check_alone(plan)
     orders: dict[int, OrderColumns] = {}
     for index, stage in enumerate(plan.stages):

@@ -1,4 +1,4 @@
-"""Schedules of pipelines whose ranks hold v stages each, dealt out in turn.
+"""Schedules of pipelines whose ranks hold v stages each, assigned in turn.
 
 With p positions, microbatches go in rounds of k; step s of the forwards computes chunk (s // k) mod v of microbatch
 (s // (k·v))·k + s mod k, the backwards the chunks in reverse.
@@ -6,8 +6,8 @@ With p positions, microbatches go in rounds of k; step s of the forwards compute
     interleaved    (v - 1)·k + 2(p - 1 - i) forwards ahead, then one forward, one backward     Narayanan et al., SC 2021
     looped-bfs     chunk after chunk, all microbatches through each                            Lamy-Poirier, MLSys 2023
 
-k is the number of microbatches over max(1, microbatches // p) rounds, as torch has it (ScheduleInterleaved1F1B); p in
-Megatron-LM, which asks for multiples of p.
+k is the number of microbatches over max(1, microbatches // p) rounds, as in torch (ScheduleInterleaved1F1B); p in
+Megatron-LM, which requires multiples of p.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec.plan import Plan
 
 
 def interleaved(plan: Plan) -> RankOrders:
-    """Megatron-LM's virtual pipeline. Raises PlanError for microbatches that do not divide into equal rounds."""
+    """Return Megatron-LM's virtual pipeline. Raises PlanError for microbatches that do not divide into equal rounds."""
     seats = sit_in_turn(plan)
     sizes = _round_sizes(plan, seats)
     ahead = (seats.stages.shape[1] - 1) * sizes + 2 * (seats.num_positions - 1 - seats.positions)
@@ -31,13 +31,13 @@ def interleaved(plan: Plan) -> RankOrders:
 
 
 def looped_breadth_first(plan: Plan) -> RankOrders:
-    """All microbatches through one chunk after the other; on the way back the last one first, as torch has it."""
+    """Return all microbatches through one chunk after the other; backwards start with the last one, as in torch."""
     seats = sit_in_turn(plan)
     return write_in_turn(seats, seats.stages.shape[1] * seats.counts, seats.counts, last_first=True)
 
 
 def _round_sizes(plan: Plan, seats: Seats) -> NDArray[np.int64]:
-    """Microbatches of a round, by rank."""
+    """Return the microbatches of a round, by rank."""
     rounds = np.maximum(1, seats.counts // seats.num_positions)
     for rank in np.flatnonzero(seats.counts % rounds)[:1].tolist():
         count, number = int(seats.counts[rank]), int(rounds[rank])

@@ -1,9 +1,10 @@
-"""The loops of schedules that are rules of thumb, compiled: the orders of all ranks are written at once.
+"""Compiled loops of rule-based schedules, which write the orders of all ranks at once.
 
-in turn        a rank forwards until it is so many microbatches ahead of its backwards, then backwards and forwards
-               in turn; step s of its forwards is chunk (s // k) mod v, microbatch (s // (k·v))·k + s mod k, of v
-               chunks and rounds of k microbatches, and so its backwards are with the chunks in reverse
-zero bubble    forwards ahead, then gradients of inputs and forwards in turn; gradients of weights stay behind
+in turn        a rank forwards until it is a given number of microbatches ahead of its backwards, then alternates
+               backwards and forwards; step s of its forwards is chunk (s // k) mod v, microbatch
+               (s // (k·v))·k + s mod k, of v chunks and rounds of k microbatches; backwards are the same with the
+               chunks in reverse
+zero bubble    forwards ahead, then gradients of inputs and forwards in turn; gradients of weights are deferred
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
 
 
 def write_in_turn(seats: Seats, ahead: Ids, round_size: Ids, *, last_first: bool = False) -> RankOrders:
-    """At most ``ahead`` forwards ahead, in rounds of so many microbatches, both by rank.
+    """Write orders of at most ``ahead`` forwards ahead, in rounds of ``round_size`` microbatches, both by rank.
 
     ``last_first``: backwards begin with the last microbatch of a round.
     """
@@ -37,7 +38,7 @@ def write_in_turn(seats: Seats, ahead: Ids, round_size: Ids, *, last_first: bool
 
 
 def write_zero_bubble(seats: Seats, ahead: Ids, behind: Ids) -> RankOrders:
-    """Forwards ``ahead``, gradients of weights ``behind``, by rank."""
+    """Write orders with forwards ``ahead`` and gradients of weights ``behind``, by rank."""
     orders = _empty(seats, 3)
     _write_zero_bubble(
         orders.offsets, ahead, behind, seats.stages[:, 0].copy(), (seats.firsts, seats.steps), _rows(orders)
@@ -46,7 +47,7 @@ def write_zero_bubble(seats: Seats, ahead: Ids, behind: Ids) -> RankOrders:
 
 
 def _empty(seats: Seats, parts: int) -> RankOrders:
-    """Room for ``parts`` computations of every microbatch and stage."""
+    """Return room for ``parts`` computations of every microbatch and stage."""
     offsets = np.concatenate([[0], np.cumsum(parts * seats.stages.shape[1] * seats.counts)])
     count = int(offsets[-1])
     columns = OrderColumns(
@@ -70,7 +71,7 @@ def _write_in_turn(
     opcode, stage, microbatch = rows
     firsts, steps = dealt
     chunks = stages.shape[1]
-    # Of forwards and of backwards: how many are done; chunk and first microbatch of the round, and place in it.
+    # For forwards and for backwards: how many are done; chunk and first microbatch of the round, and place in it.
     done, chunk, begin, place = (
         np.empty(2, np.int64),
         np.empty(2, np.int64),

@@ -1,10 +1,12 @@
 """Sharding: a graph and a `Sharding` → the local graph of one rank and the collectives between the ranks.
 
-table       `placements.toml`: what can be split of each operator, what conversions exchange (`table`, `views`, `dims`)
-propagate   `rules` choose along which label each op is split; so every tensor lies some way (`facts`, `absorb`)
-experts     `grouped` finds mixtures that sort choices by expert, `dispatch` what travels for them, `experts` counts
-local       `convert` brings tensors to lie as they are read, `local` writes the local graph, `shard` does it per axis
-data        `zero` says what replicas gather and scatter that share their parameters
+table       `placements.toml`: the dims by which each operator can be split, and the collectives of conversions
+            (`table`, `views`, `dims`)
+propagate   `rules` choose the label along which each op is split, and so the layout of every tensor (`facts`, `absorb`)
+experts     `grouped` finds mixtures that sort choices by expert, `dispatch` their exchanges, `experts` checks counts
+local       `convert` converts tensors to the layouts in which they are read, `local` writes the local graph, `shard`
+            does it per axis
+data        `zero` gives the gathers and scatters of replicas that shard their parameters
 """
 
 from meshwright.program.sharding.experts import check_configured_experts

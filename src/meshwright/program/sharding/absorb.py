@@ -1,7 +1,7 @@
-"""Whether what a product makes in columns can stay split.
+"""Decide whether the output of a column-parallel product can stay split.
 
-It can if every path from there leads, without a reader that needs it whole, to a product that takes it by rows, to a
-loss over the vocabulary, or out of the graph; and if what is met on the way by ops of several inputs is split alike.
+It can if every path from there leads, without a reader that needs it whole, to a row-parallel product, to a
+loss over the vocabulary, or out of the graph; and if other inputs of ops on the way are split in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Piece = tuple[int, int, int]
 
 
 class _Walk(NamedTuple):
-    """What was reached from op ``source``, and what must be split beside it."""
+    """The tensors reached from op ``source``, and other tensors that must be split in the same way."""
 
     state: PropagationState
     source: int
@@ -28,7 +28,7 @@ class _Walk(NamedTuple):
 
 
 def is_absorbed(state: PropagationState, index: int, split: Split) -> bool:
-    """Whether all that reads the outputs of op ``index`` can go on with them split so."""
+    """Whether all readers of the outputs of op ``index`` can continue with them split along ``split``."""
     walk = _Walk(state, index, {}, set())
     return _outputs_absorbed(walk, index, split) and all(_may_be(walk, piece) for piece in walk.needed)
 
@@ -70,7 +70,7 @@ def _reader_absorbs(walk: _Walk, index: int, position: int, place: tuple[int, in
 
 
 def _may_be(walk: _Walk, piece: _Piece) -> bool:
-    """Whether a tensor is split so, or may come to be: of what follows from the source, only what was reached."""
+    """Whether a tensor is split in this way, or may still be; a tensor that follows from the source must be reached."""
     state, (tensor, *place) = walk.state, piece
     made = state.facts.producer.get(tensor)
     if made is None or piece in walk.reached:

@@ -1,4 +1,4 @@
-"""Dims of operators that compute, whose equation follows from shapes and attributes: norms, sums, convolutions."""
+"""Dims of operators whose equation follows from shapes and attributes: norms, sums, convolutions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def broadcast(call: OpSignature) -> Found:
-    """Inputs and outputs broadcast against each other."""
+    """Return dims of inputs and outputs that broadcast against each other."""
     rank = max(len(shape) for shape in (*call.inputs, *call.outputs))
     return [aligned(s, rank) for s in call.inputs], [aligned(s, rank) for s in call.outputs]
 
 
 def along(call: OpSignature) -> Found:
-    """Every row along ``dim`` is worked on by itself."""
+    """Return dims of an operator on rows along ``dim``; every other dim can be split."""
     fixed = (call.dim(default=-1),)
     return [with_fixed(plain(s), fixed) for s in call.inputs], [with_fixed(plain(s), fixed) for s in call.outputs]
 
 
 def normed(call: OpSignature) -> Found:
-    """The last dims are normalised."""
+    """Return dims of an operator that normalises the last dims, which stay whole."""
     shape, count = call.inputs[0], len(call.numbers("normalized_shape"))
     rank = len(shape)
     fixed = range(rank - count, rank)
@@ -34,7 +34,7 @@ def normed(call: OpSignature) -> Found:
 
 
 def group_normed(call: OpSignature) -> Found:
-    """Channels are normalised in groups, over all places."""
+    """Return dims of a normalisation of channels in groups, over all positions; groups can be split."""
     shape, groups = call.inputs[0], call.number("num_groups", 1)
     channels = (*one("g", groups), *one("Xc", shape[1] // groups))
     dims = (one("d0", shape[0]), channels, *whole(shape[2:], "place"))
@@ -42,12 +42,12 @@ def group_normed(call: OpSignature) -> Found:
 
 
 def reduced(call: OpSignature) -> Found:
-    """Sums over ``dim``, all dims where none is given; the parts of a sum are summed up."""
+    """Return dims of sums over ``dim``, by default all dims; parts of a split sum are summed up."""
     return _reduced(call, fixed=False)
 
 
 def reduced_whole(call: OpSignature) -> Found:
-    """Reductions over ``dim`` whose parts are no sums."""
+    """Return dims of reductions over ``dim`` that cannot be completed by a sum, so that these dims stay whole."""
     return _reduced(call, fixed=True)
 
 
@@ -62,7 +62,7 @@ def _reduced(call: OpSignature, *, fixed: bool) -> Found:
 
 
 def matmul(call: OpSignature) -> Found | None:
-    """Products of matrices, the dims in front broadcast."""
+    """Return dims of products of matrices, with the leading dims broadcast."""
     left, right = call.inputs
     if min(len(left), len(right)) < 2:
         return None
@@ -75,7 +75,7 @@ def matmul(call: OpSignature) -> Found | None:
 
 
 def convolution(call: OpSignature) -> Found:
-    """Channels; places stay whole, and so do channels in groups."""
+    """Return dims of a convolution: channels can be split, but not positions, nor channels in groups."""
     return _convolution(call, "io")
 
 
@@ -95,7 +95,7 @@ def _convolution(call: OpSignature, letters: str) -> Found:
 
 
 def recurrent(call: OpSignature) -> Found:
-    """Samples; steps and states stay whole."""
+    """Return dims of a recurrent layer: only samples can be split; time steps and states stay whole."""
     place = 0 if call.attributes.get("batch_first") == "True" else 1
 
     def state(shape: Shape, tag: str) -> Dims:

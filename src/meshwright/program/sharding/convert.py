@@ -1,7 +1,8 @@
-"""Conversions: the ops that bring tensors to lie as they are read, and what they exchange (table: ``conversions``).
+"""Conversions: inserted ops that bring tensors to the layout in which they are read, and their collectives.
 
-A tensor that several ops read alike is converted once, before the first of them; the gradients of its readers are
-summed before they are exchanged. Readers that give whole gradients and others that give parts of a sum are not alike.
+`placements.toml` lists the conversions. A tensor that several ops read in the same layout is converted once, before the
+first of them; the gradients of its readers are summed before they are exchanged. Readers that give whole gradients and
+readers that give parts of a sum need separate conversions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 _KEYS_AND_VALUES = (1, 2)
-# Conversions that make a view of what they convert.
+# Conversions whose result is a view of the converted tensor.
 _VIEWS = ("copy", "ring")
 
 
@@ -42,7 +43,7 @@ class PendingCollective:
 
 
 class _Reader(NamedTuple):
-    """An op that reads a tensor in another way than it lies."""
+    """An op, and the position at which it reads a tensor in another layout."""
 
     op: int
     position: int
@@ -50,13 +51,13 @@ class _Reader(NamedTuple):
 
 @dataclass(slots=True)
 class Conversions:
-    """What becomes of a propagated graph's ``tensors``, which have local shapes, to which new ones are appended.
+    """Changes to a propagated graph; new tensors are appended to its ``tensors``, which have local shapes.
 
-    ``before`` and ``behind``: ops to insert at an op of the whole graph. ``read``: what an op reads at a position
-    instead of its tensor; ``kept``: what it keeps for its backward instead of one. ``summed``: what an op makes instead
-    of a tensor, as a sum over the ranks. ``layouts`` and ``sources``: how a new tensor lies, and what it is made from.
-    ``exchanges``: what an inserted op exchanges, by the tensor that it makes; ``inside``: what ops of the whole graph
-    do. ``reduced``: parameters whose gradients are sums over the ranks.
+    ``before`` and ``behind``: ops to insert at an op of the whole graph. ``read``: the tensor that an op reads at a
+    position instead of its own; ``kept``: what it saves for its backward instead of one. ``summed``: the partial sum
+    that an op makes instead of a tensor. ``layouts`` and ``sources``: the layout of a new tensor, and the one that it
+    is made from. ``exchanges``: the collectives of an inserted op, by the tensor that it makes; ``inside``: those of
+    ops of the whole graph. ``reduced``: parameters whose gradients are sums over the ranks.
     """
 
     state: PropagationState
@@ -84,7 +85,7 @@ class Conversions:
             self._convert(tensor, want, readers, partial=partial)
 
     def new(self, source: int, what: str, like: Tensor) -> int:
-        """Append what an inserted op makes of a tensor, the own part of each rank."""
+        """Append the output of an op inserted for tensor ``source``, each rank's own part."""
         new = len(self.tensors)
         given = replace(like, name=self.tensors[source].name)
         self.tensors.append(_derived(given, what, shape=like.shape, storage=new))
@@ -92,14 +93,14 @@ class Conversions:
         return new
 
     def swap(self, new: int, source: int) -> None:
-        """Note that the op that makes a tensor exchanges one like ``source`` with all ranks, and its gradient back."""
+        """Record that the op that makes ``new`` exchanges a tensor like ``source`` all to all, and its gradient."""
         size, exchange = self.state.facts.size, PendingCollective("all_to_all", backward=False, tensor=source)
         self.exchanges[new] = [replace(exchange, copies=size)]
         if self.state.facts.graph.mode == "training" and self.tensors[new].requires_grad:
             self.exchanges[new].append(replace(exchange, copies=size, backward=True))
 
     def read_instead(self, index: int, tensors: Mapping[int, int]) -> None:
-        """Let an op read, and keep for its backward, other tensors."""
+        """Make an op read, and save for its backward, other tensors."""
         op = self.state.facts.graph.ops[index]
         for position, tensor in enumerate(op.inputs):
             if tensor in tensors:
@@ -107,7 +108,7 @@ class Conversions:
                 self.kept[index, tensor] = (tensors[tensor],)
 
     def layout_of(self, tensor: int) -> Layout:
-        """How a tensor of the whole graph lies."""
+        """Return the layout of a tensor of the whole graph."""
         if tensor in self.state.partial and self._stays_partial(tensor):
             return Partial()
         return self._layout(self.state.places.get(tensor))
@@ -121,11 +122,11 @@ class Conversions:
         return Shard(dim, Extent(0, batched) if symbolic else Extent(parts))
 
     def _stays_partial(self, tensor: int) -> bool:
-        """Numbers are not completed."""
+        """Whether a partial sum is left as it is: scalars are."""
         return not self.state.facts.shapes[tensor]
 
     def _readers(self) -> dict[tuple[int, Place, bool], list[_Reader]]:
-        """Readers of each tensor that must be converted, by what they want; True: they give parts of its gradient.
+        """Return readers of each tensor to convert, by wanted place, and whether they give parts of its gradient.
 
         Parts of a parameter's gradient are summed once per step, unless other readers give all of it on every rank.
         """
@@ -135,8 +136,8 @@ class Conversions:
         for index, op in enumerate(facts.graph.ops):
             for position, (tensor, want) in enumerate(zip(op.inputs, state.wanted(index), strict=True)):
                 have, partial = state.places.get(tensor), state.sums_gradient(index, position)
-                # Of what depends on parameters alone, ranks with samples of their own have parts of the gradient: these
-                # are summed with the parameters'.
+                # For tensors that depend on parameters alone, ranks with own samples have parts of the gradient, which
+                # are summed together with the parameters' gradients.
                 is_summed = facts.own_samples and facts.input_free[tensor] and not facts.is_parameter(tensor)
                 if (index, position) in self.read or (have == want and is_summed):
                     continue
@@ -147,7 +148,7 @@ class Conversions:
         return found
 
     def _mixed_gradients(self) -> set[int]:
-        """Parameters of whose gradients some readers give parts, and others, converted or not, the whole."""
+        """Return parameters for which some readers give parts of the gradient, and others, converted or not, all."""
         state, facts = self.state, self.state.facts
         parts: set[int] = set()
         whole: set[int] = set()
@@ -173,7 +174,7 @@ class Conversions:
         self.layouts[new], self.sources[new] = self._layout(want), tensor
         self.before.setdefault(first, []).append(self._op(kind, tensor, new, first))
         if kind == "ring":
-            # Parts travel while the attention computes, not before.
+            # Parts are sent while the attention computes, not before.
             self.inside.setdefault(first, []).extend(self._sends(tensor))
         else:
             self.exchanges[new] = self._exchanges(conversion, tensor, new)
@@ -182,7 +183,7 @@ class Conversions:
         self._keep(tensor, new, [reader.op for reader in readers], regathers=conversion.backward == "reduce_scatter")
 
     def _keep(self, tensor: int, new: int, readers: list[int], *, regathers: bool) -> None:
-        """For their backward, ops keep what they read; or what that was gathered from, to gather it once more."""
+        """Make ops save for their backward what they read, or its source before a gather, to gather it again."""
         ops = self.state.facts.graph.ops
         keepers = [index for index in dict.fromkeys(readers) if tensor in ops[index].saved]
         if self.sharding.regather and self.axis == "tensor" and regathers and keepers:
@@ -194,7 +195,7 @@ class Conversions:
             self.kept[index, tensor] = tuple(dict.fromkeys(self.read.get((index, at), tensor) for at in positions))
 
     def _goes_round(self, conversion: Conversion, readers: list[_Reader]) -> bool:
-        """Whether keys and values travel round the ranks instead of being gathered."""
+        """Whether keys and values travel round a ring of ranks instead of being gathered."""
         ops = self.state.facts.graph.ops
         attention = all(
             ops[reader.op].kind.startswith(_ATTENTION) and reader.position in _KEYS_AND_VALUES for reader in readers
@@ -203,9 +204,9 @@ class Conversions:
         return ring and attention and conversion.kind == "all_gather"
 
     def _sends(self, source: int) -> list[PendingCollective]:
-        """What goes round a ring for keys, or values: every rank sees the parts of all others.
+        """Return the sends of a ring for keys, or values: every rank sees the parts of all others.
 
-        Backward it does so once more, and gradients go all the way home (torch, _templated_ring_attention_backward).
+        Backward sends them round again, and gradients all the way home (torch, _templated_ring_attention_backward).
         """
         size = self.state.facts.size
         sends = [PendingCollective("send", backward=False, tensor=source, count=size - 1)]
@@ -224,7 +225,7 @@ class Conversions:
         return found
 
     def _complete_sums(self, index: int) -> None:
-        """Behind an op whose outputs are sums over the ranks: what makes them whole, or scatters them."""
+        """Insert, after an op whose outputs are sums over the ranks, the collective that completes or scatters them."""
         facts = self.state.facts
         for tensor in facts.graph.ops[index].outputs:
             if tensor not in self.state.partial or self._stays_partial(tensor):
@@ -241,7 +242,7 @@ class Conversions:
             ]
 
     def _exchange_inside(self, index: int) -> None:
-        """What an op exchanges itself, a number per place of its second input."""
+        """Record the collectives inside an op: one number per element of its second input."""
         facts, split = self.state.facts, self.state.splits[index]
         row, op = facts.rows[index], facts.graph.ops[index]
         if index in facts.sorted_ops or row is None or split is None or split.label not in facts.dims[index].inner:
@@ -267,18 +268,18 @@ class Conversions:
 
 
 def _derived(tensor: Tensor, what: str, *, shape: tuple[Extent, ...], storage: int) -> Tensor:
-    """A new tensor that an existing one is converted to."""
+    """Return a new tensor that an existing one is converted to."""
     role: Role = "activation" if tensor.role != "saved" else "saved"
     return replace(tensor, name=f"{tensor.name}_{what}", shape=shape, storage=storage, role=role, aliases=())
 
 
 def split_extent(extent: Extent, size: int) -> Extent:
-    """The largest of ``size`` parts."""
+    """Return the largest of ``size`` parts of an extent."""
     return Extent(-(-extent.fixed // size), -(-extent.per_sample // size))
 
 
 def split_shape(shape: tuple[Extent, ...], place: Place, size: int) -> tuple[Extent, ...]:
-    """A shape that is split at a place."""
+    """Return a shape that is split at a place."""
     if place is None:
         return shape
     dim = place[0]

@@ -1,9 +1,9 @@
-"""The dims of an op's inputs and outputs by name: which of them are the same, and which cannot be split.
+"""Labelled dims of an op's inputs and outputs: which of them are the same, and which cannot be split.
 
 A dim is written as factors, major to minor, each with a label: 768 columns that are 12 heads of 64 are (h, k). An op
-can be split along a label; every tensor that has it is split there. Where the label stands behind others in its dim,
-each of their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are written for a batch of a
-prime number of samples, `SAMPLES`, which nothing divides by chance.
+can be split along a label; every tensor that has it is split there. If other labels come before it in its dim,
+each of their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are computed for a prime
+number of samples, `SAMPLES`, so that no other size divides them by chance.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SAMPLES = 1_000_003
 
 
 class Split(NamedTuple):
-    """An op split along a label, each of ``parts`` equal parts of it by itself."""
+    """An op split along a label, each of ``parts`` equal parts of it separately."""
 
     label: str
     parts: int = 1
 
 
 class OpDims(NamedTuple):
-    """The labelled dims of one op; ``fixed`` labels cannot be split, ``inner`` ones only with an exchange in the op."""
+    """Labelled dims of one op; ``fixed`` labels cannot be split, ``inner`` ones only with a collective in the op."""
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
@@ -40,11 +40,11 @@ class OpDims(NamedTuple):
     inner: frozenset[str] = frozenset()
 
     def in_outputs(self, label: str) -> bool:
-        """Whether some output is split along it; else their values are sums over the ranks."""
+        """Whether some output is split along the label; otherwise the outputs are sums over the ranks."""
         return any(find_label(dims, label) for dims in self.outputs)
 
     def split_at(self, dims: Dims, place: tuple[int, int]) -> Split | None:
-        """The split of the op that splits a tensor of it, with dims ``dims``, at (dim, parts); None if none does."""
+        """Return the split of the op that splits its tensor with dims ``dims`` at (dim, parts), None if none does."""
         dim, parts = place
         before = 1
         found: Split | None = None
@@ -55,13 +55,13 @@ class OpDims(NamedTuple):
         return None if found is None or found.label in self.fixed else found
 
     def place_in(self, dims: Dims, split: Split | None) -> tuple[int, int] | None:
-        """Where a split of the op splits one of its tensors: (dim, parts); None if that is whole."""
+        """Return where a split of the op splits a tensor with dims ``dims``: (dim, parts); None if it stays whole."""
         found = find_label(dims, split.label) if split else None
         return (found[0], found[1] * split.parts) if found and split else None
 
 
 def gradient_is_sum(dims: OpDims, position: int, split: Split | None, *, product: bool) -> bool:
-    """Whether each rank has only a part of the gradient of an input: it is whole, and what it is used for is split.
+    """Whether each rank has only a part of an input's gradient, because the input is whole but its use is split.
 
     Where a product sums over the ranks, an input without the summed dim is a bias, which is added once.
     """
@@ -71,7 +71,7 @@ def gradient_is_sum(dims: OpDims, position: int, split: Split | None, *, product
 
 
 def find_label(dims: Dims, label: str) -> tuple[int, int, int] | None:
-    """Dim, parts before it and size of a label in a tensor; None if it has none such."""
+    """Return dim, parts before it and size of a label in a tensor; None if the tensor does not have it."""
     for dim, factors in enumerate(dims):
         parts = 1
         for name, size in factors:
@@ -85,7 +85,7 @@ def find_label(dims: Dims, label: str) -> tuple[int, int, int] | None:
 def op_dims(
     kind: str, attributes: tuple[tuple[str, str], ...], inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
 ) -> OpDims:
-    """The dims of an op of these shapes; of an operator that the table does not know, none can be split."""
+    """Return the dims of an op of these shapes; for an operator that is not in the table, none can be split."""
     row = operator_rows().get(operator_name(kind))
     call = OpSignature(operator_name(kind), dict(attributes), inputs, outputs)
     if row is None:

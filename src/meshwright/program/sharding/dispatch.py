@@ -1,14 +1,14 @@
-"""Dispatch and combine: the ops by which sorted choices travel to the ranks that have their experts, and home.
+"""Dispatch and combine: the ops that send sorted choices to the ranks of their experts, and back.
 
-    exchange_counts   ends of all experts → how many rows come from each rank for each expert that is here
-    arrival           those counts → places in what arrives, rank by rank, of the rows in the order of their experts
+    exchange_counts   ends of all experts → number of rows from each rank for each local expert
+    arrival           those counts → indices, into the rows that arrive rank by rank, in the order of their experts
     return            → the inverse of that
-    group_ends        → where the rows of each expert that is here end
+    group_ends        → ends of the rows of each local expert
     group_ids         → the expert of each row, for biases
-    dispatch          rows → what arrives; combine: the other way
-    aten.index        what arrived → in the order of the experts, and back
+    dispatch          rows → the rows that arrive; combine: the reverse
+    aten.index        rows that arrived → in the order of the experts, and back
 
-Only counts and rows are exchanged. The tensors have the sizes of experts that are chosen alike often.
+Only counts and rows are exchanged. The tensors have the sizes for experts that are chosen equally often.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDEX = "aten.index.Tensor"
 
 
 def exchange_rows(made: Conversions, mixture: Grouped) -> None:
-    """Add the exchanges of a mixture to the conversions of its graph."""
+    """Add the exchanges of a mixture of experts to the conversions of its graph."""
     graph, size = made.state.facts.graph, made.state.facts.size
     behind = made.state.facts.producer[mixture.ends]
     here = mixture.num_experts // size
@@ -74,7 +74,7 @@ def exchange_rows(made: Conversions, mixture: Grouped) -> None:
 
 
 def _behind(made: Conversions, index: int, what: str, source: int, like: Tensor) -> int:
-    """What an op behind another makes of one tensor."""
+    """Insert an op after another; return what it makes of one tensor."""
     new = made.new(source, what, like)
     made.behind.setdefault(index, []).append(_op(made, what, (source,), new, index))
     return new
@@ -87,6 +87,6 @@ def _op(made: Conversions, what: str, inputs: tuple[int, ...], new: int, index: 
         inputs=inputs,
         outputs=(new,),
         module=made.state.facts.graph.ops[index].module,
-        # Rows in another order are put back by it.
+        # The backward restores the order of the rows by the index.
         saved=inputs[1:] if what == _INDEX and made.tensors[inputs[0]].requires_grad else (),
     )

@@ -1,4 +1,4 @@
-"""How many ranks of the expert axis can share experts out: told of a graph's modules, or of a configuration at once."""
+"""Check that the ranks of the expert axis divide the experts, of a graph's modules or of a model configuration."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshwright.spec.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# What transformers 5 calls the experts of a layer in its configurations, by type of model.
+# Keys of the number of experts per layer in configurations of transformers 5, which depend on the type of model.
 _KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
 
 
 def check_experts(size: int, module: str, num_experts: int) -> None:
-    """Raise PlanError for experts of a module that ``size`` ranks of the expert axis do not divide."""
+    """Raise PlanError if ``size`` ranks of the expert axis do not divide the experts of a module."""
     if num_experts % size:
         few = f"fewer experts than ranks: {num_experts}" if num_experts < size else f"{num_experts} experts"
         raise PlanError(
@@ -24,9 +24,9 @@ def check_experts(size: int, module: str, num_experts: int) -> None:
 
 
 def check_configured_experts(config: Mapping[str, Any], where: str, sizes: Sequence[int]) -> None:
-    """Raise PlanError if the experts of a Hugging Face configuration can take none of the sizes of the expert axis.
+    """Raise PlanError if no size of the expert axis divides the experts of a Hugging Face configuration.
 
-    A configuration without numbers of experts says nothing: its graph will.
+    A configuration without numbers of experts raises nothing; its graph is checked later.
     """
     counts = dict(_expert_counts(config))
     errors = []
@@ -41,7 +41,7 @@ def check_configured_experts(config: Mapping[str, Any], where: str, sizes: Seque
 
 
 def _expert_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Keys of numbers of experts, those of a model's text part among them."""
+    """Yield keys and numbers of experts, including those of a multimodal model's text part."""
     for key in _KEYS:
         count = config.get(key)
         if type(count) is int and count > 1:

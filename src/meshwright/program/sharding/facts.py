@@ -1,4 +1,4 @@
-"""What propagation asks of a graph: labelled dims of every op, who makes and reads a tensor, what depends on what."""
+"""Facts of a graph for propagation: labelled dims of every op, producers and readers of tensors, dependencies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from meshwright.program.sharding.calls import Dim
     from meshwright.spec.graph import Extent, Graph
 
-# A dim of a parameter may be split unevenly where each rank has that many of it: vocabularies are padded or cut off by
-# their size (Megatron-LM pads to multiples of 128 per rank), everything smaller would be lopsided.
+# A parameter's dim may be split unevenly if it has at least this size per rank: vocabularies are padded or cut off by
+# their size (Megatron-LM pads to multiples of 128 per rank), and smaller dims would be split too unevenly.
 UNEVEN_FROM = 128
 
 
@@ -42,11 +42,11 @@ class AxisGraph:
         return op_dims(op.kind, op.attributes, inputs, outputs)
 
     def is_parameter(self, tensor: int) -> bool:
-        """Whether the tensor is a parameter, which may be laid out as its first reader wants it."""
+        """Whether the tensor is a parameter, which may get the layout that its first reader wants."""
         return self.graph.tensors[tensor].role == "parameter"
 
     def requires_gradient(self, tensor: int) -> bool:
-        """Whether a gradient of the tensor is made."""
+        """Whether a gradient of the tensor is computed."""
         return self.graph.mode == "training" and self.graph.tensors[tensor].requires_grad
 
     def depends_on_batch(self, tensor: int) -> bool:
@@ -54,7 +54,7 @@ class AxisGraph:
         return any(extent.per_sample for extent in self.graph.tensors[tensor].shape)
 
     def elements(self, tensor: int) -> int:
-        """Elements of a tensor, for comparison with others."""
+        """Return the number of elements of a tensor, to compare with others."""
         return math.prod(self.shapes[tensor])
 
     @cached_property
@@ -64,7 +64,7 @@ class AxisGraph:
 
     @cached_property
     def readers(self) -> dict[int, list[tuple[int, int]]]:
-        """Ops that read a tensor, with the position among their inputs."""
+        """Ops that read each tensor, with the position among their inputs."""
         found: dict[int, list[tuple[int, int]]] = {}
         for index, op in enumerate(self.graph.ops):
             for position, tensor in enumerate(op.inputs):
@@ -73,7 +73,7 @@ class AxisGraph:
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """Per op, the ops whose values it depends on, as bits of a number."""
+        """Per op, the ops that it depends on, as bits of a number."""
         found: list[int] = []
         for op in self.graph.ops:
             above = 0
@@ -112,7 +112,7 @@ class AxisGraph:
         return split.parts == 1 and len(dims[dim]) == 1 and not extent.per_sample and size >= UNEVEN_FROM * self.size
 
     def operands(self, index: int) -> Iterator[tuple[int, int, tuple[Dim, ...]]]:
-        """Position, tensor and dims of each input of an op."""
+        """Yield position, tensor and dims of each input of an op."""
         for position, (tensor, dims) in enumerate(
             zip(self.graph.ops[index].inputs, self.dims[index].inputs, strict=True)
         ):
@@ -120,5 +120,5 @@ class AxisGraph:
 
 
 def divides(extent: Extent, size: int) -> bool:
-    """Whether so many ranks get equal parts at every batch size."""
+    """Whether ``size`` ranks get equal parts at every batch size."""
     return extent.fixed % size == 0 and extent.per_sample % size == 0

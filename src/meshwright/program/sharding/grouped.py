@@ -1,18 +1,19 @@
-"""Grouped products: what of a graph computes on the choices of a router, sorted by expert.
+"""Grouped products: find the part of a graph that computes on a router's choices, sorted by expert.
 
 A mixture without capacity computes every matrix of its experts by one product (torch's ``_grouped_mm``; transformers,
-torchtitan): of T tokens with k choices each, the S = k·T choices are sorted by expert, and ``ends`` tells where the
+torchtitan): of T tokens with k choices each, the S = k·T choices are sorted by expert, and ``ends`` holds where the
 rows of each expert end.
 
     ids (S)  ─sort─▶ sorted ids, order ;   tokens[order // k] ─▶ rows (S, ·) ;   histogram(ids) ─cumsum─▶ ends (E)
     rows ─grouped product(matrices, ends)─▶ ... ─grouped product─▶ rows ;   rows[inverse of order] ─▶ choices
 
-On the expert axis each rank sorts the choices of its own samples. What stands between the first product and the last
-one, biases that an expert's rows read among it, runs on the rank that has the expert: ``entering`` rows travel there,
-``leaving`` ones home, and nothing is dropped. How many rows that are depends on the router: the local graph has as many
-as there are where all experts are chosen alike often.
+On the expert axis each rank sorts the choices of its own samples. The ops between the first product and the last
+one, including biases that an expert's rows read, run on the rank that has the expert: ``entering`` rows are sent
+there, ``leaving`` ones back, and none is dropped. The number of rows depends on the router: the local graph has the
+number for experts that are chosen equally often.
 
-Any graph is read so, by operators and not by names; a grouped product whose rows are sorted in another way is refused.
+Any graph is read in this way, by operators and not by names; a grouped product whose rows are sorted in another way is
+refused.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _SAME = ("to", "_to_copy", "clone", "contiguous", "alias", "detach")
 _COUNTS = ("histc", "bincount")
 _BLANK = ("empty_like", "zeros_like")
 _PUT = ("index_put", "index_put_", "scatter", "scatter_")
-# A size that grows with the batch.
+# Matches a size that grows with the batch.
 _COUNTS_ROWS = re.compile(r"\bb\b")
-# What a tensor says of the sorted choices; "biases" are rows of a parameter, one for the expert of each choice.
+# Role of a tensor for the sorted choices; "biases" are rows of a parameter, one for the expert of each choice.
 _Kind = Literal["ids", "order", "rows", "biases", "counts", "blank", "inverse"]
 
 
@@ -48,8 +49,8 @@ _Kind = Literal["ids", "order", "rows", "biases", "counts", "blank", "inverse"]
 class Grouped:
     """One mixture: its ``module``, and tensors and ops of its graph (ids).
 
-    ``moved``: ops that run where the experts are, ascending; ``ids`` and ``ends`` are read by them. ``rows``: all
-    tensors whose first dim are the sorted choices. ``dims``: those of the ops that the table of operators cannot tell.
+    ``moved``: ops that run where the experts are, ascending; they read ``ids`` and ``ends``. ``rows``: all tensors
+    whose first dim is the sorted choices. ``dims``: dims of ops that the table of operators cannot give.
     """
 
     module: str
@@ -65,7 +66,7 @@ class Grouped:
 
 @lru_cache(maxsize=8)
 def find_grouped(graph: Graph) -> tuple[Grouped, ...]:
-    """The mixtures of a graph, in its order.
+    """Return the mixtures of a graph, in its order.
 
     Raises PlanError for a grouped product whose groups are not those of sorted choices.
     """
@@ -91,7 +92,7 @@ def find_grouped(graph: Graph) -> tuple[Grouped, ...]:
 
 
 def _sort_of(graph: Graph, producer: Mapping[int, int], product: Op) -> int:
-    """The op that sorted what a product's groups are counted in."""
+    """Return the op that sorted the choices from which a product's groups are counted."""
     tensor = product.inputs[2] if len(product.inputs) == 3 else None
     passed = set[str]()
     while tensor is not None:
@@ -110,13 +111,13 @@ def _refuse(op: Op, why: str) -> PlanError:
     return PlanError(
         f"The expert axis cannot lay out the mixture in {op.module or op.name!r}: op {op.name!r} ({op.kind}) {why}. "
         "Expected choices that are sorted by expert, grouped products of their rows, and rows put back into order, as "
-        "transformers' grouped_mm has them. Plan with expert = 1."
+        "in transformers' grouped_mm. Plan with expert = 1."
     )
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What is known of the tensors behind one sort."""
+    """The roles of the tensors that follow from one sort."""
 
     graph: Graph
     producer: Mapping[int, int]
@@ -128,7 +129,7 @@ class _Reading:
     dims: dict[int, OpDims] = field(default_factory=dict)
 
     def start(self, index: int) -> None:
-        """The sort itself."""
+        """Read the sort itself."""
         op = self.graph.ops[index]
         if len(self.graph.tensors[op.inputs[0]].shape) != 1:
             raise _refuse(op, "sorts more than one list")
@@ -136,7 +137,7 @@ class _Reading:
         self._label(index)
 
     def read(self, index: int) -> tuple[int, ...]:
-        """Take in an op that reads something of this sort; what it makes of it, () where that is in order again."""
+        """Read an op that uses tensors of this sort; return its outputs, () if they are in the original order again."""
         op = self.graph.ops[index]
         kind = self._kind_made(index, op, operator_name(op.kind))
         if kind is None:
@@ -173,7 +174,7 @@ class _Reading:
             is_alone = all(kind == "biases" for kind in known)
             self.of_rows.append(index)
             return "biases" if is_alone else "rows"
-        raise _refuse(op, "reads what is known of sorted choices in a way that is not known here")
+        raise _refuse(op, "uses sorted choices in an unsupported way")
 
     def _indexed(self, index: int, op: Op, source: _Kind | None, chosen: _Kind | None) -> _Kind | None:
         if source == "rows" and chosen == "inverse":
@@ -189,7 +190,7 @@ class _Reading:
         raise _refuse(op, "picks rows by something else than the order of the choices, or their experts")
 
     def _is_of_parameter(self, tensor: int) -> bool:
-        """Whether a tensor is a parameter, or a view or copy of one, with the experts in front."""
+        """Whether a tensor is a parameter, or a view or copy of one, with the experts as its first dim."""
         shape = self.graph.tensors[tensor].shape
         while self.graph.tensors[tensor].role != "parameter":
             made = self.producer.get(tensor)
@@ -200,7 +201,7 @@ class _Reading:
         return bool(shape and given) and shape[0] == given[0]
 
     def _label_range(self, op: Op) -> None:
-        """The range that is put into order counts the choices of a rank, too."""
+        """Label the range that is put into order, because it counts the choices of a rank, too."""
         made = self.producer.get(op.inputs[2]) if len(op.inputs) == 3 else None
         source = self.graph.ops[made] if made is not None else None
         if made is None or source is None or operator_name(source.kind) != "arange":
@@ -209,7 +210,7 @@ class _Reading:
         self.kinds[source.outputs[0]] = "inverse"
 
     def _label(self, index: int, *labelled: int, inner: bool = False) -> None:
-        """Let the first dim of an op's inputs (all, or those that are named) and outputs be the sorted choices."""
+        """Label the first dim of an op's inputs (all, or those given) and outputs as the sorted choices."""
         op, wanted = self.graph.ops[index], labelled or self.graph.ops[index].inputs
         made = () if inner else op.outputs
         self.dims[index] = OpDims(
@@ -219,7 +220,7 @@ class _Reading:
         )
 
     def _dims_of(self, tensor: int, tag: object, is_labelled: bool) -> tuple[tuple[tuple[str, int], ...], ...]:
-        # Labels have the sizes of a batch of one sample: they say which dims are split, and no more.
+        # Labels have the sizes of a batch of one sample: they only say which dims are split.
         sizes = [extent.at(1) for extent in self.graph.tensors[tensor].shape]
         return tuple(
             one(ROWS if at == 0 and is_labelled else f"X{tag}.{at}", size) if at or not is_labelled else ((ROWS, size),)
@@ -227,7 +228,7 @@ class _Reading:
         )
 
     def finish(self, ends: int) -> Grouped:
-        """What was read, as a whole."""
+        """Return the mixture that was read."""
         ops, moved = self.graph.ops, self._moved()
         made = {i for index in moved for i in ops[index].outputs}
         entering = [i for index in moved for i in ops[index].inputs if self.kinds.get(i) == "rows" and i not in made]
@@ -235,7 +236,7 @@ class _Reading:
         leaving = [i for index in moved for i in ops[index].outputs if i in outside or i in self.graph.outputs]
         for op in (ops[index] for index in moved):
             if any(_COUNTS_ROWS.search(text) for _, text in op.attributes):
-                raise _refuse(op, "says how many rows there are, which the router decides")
+                raise _refuse(op, "fixes the number of rows, which the router decides")
         weights = ops[self.products[0]].inputs[1]
         return Grouped(
             module=self.product.module or self.product.name,
@@ -250,7 +251,7 @@ class _Reading:
         )
 
     def _moved(self) -> tuple[int, ...]:
-        """Products, what reads or makes rows of biases, and what stands between."""
+        """Return the products, ops that read or make rows of biases, and the ops between them."""
         kinds, ops = self.kinds, self.graph.ops
         behind: set[int] = set()
         for index in self.of_rows:
@@ -271,7 +272,7 @@ class _Reading:
 def misplaced(
     graph: Graph, mixtures: Sequence[Grouped], places: Mapping[int, tuple[int, int] | None]
 ) -> Iterator[PlanError]:
-    """An error for each mixture whose sorted choices lie otherwise than each rank having those of its samples."""
+    """Yield an error for each mixture with sorted choices that are not split by the samples of each rank."""
     for mixture in mixtures:
         for tensor in sorted(mixture.rows):
             if places.get(tensor) != (0, 1):

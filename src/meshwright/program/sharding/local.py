@@ -1,8 +1,8 @@
-"""Local graph: what one rank of an axis computes, once it is known how every op and tensor is split.
+"""Local graph: what one rank of an axis computes, given how every op and tensor is split.
 
-Tensors keep their ids and get local shapes; ops keep their order and get local FLOPs. Where an op reads a tensor that
-lies another way, an op of kind ``mesh.*`` stands before the first that reads it so; its output is a new tensor. A sum
-over the ranks is a new tensor, too, from which the op behind it makes the old one.
+Tensors keep their ids and get local shapes; ops keep their order and get local FLOPs. Where ops read a tensor in
+another layout, an op of kind ``mesh.*`` comes before the first that reads it so; its output is a new tensor. A sum
+over the ranks is a new tensor, too, from which the op after it makes the old one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def localise(state: PropagationState, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:
-    """The local graph, its conversions, and the new position of each op of the whole graph."""
+    """Return the local graph, its conversions, and the new index of each op of the whole graph."""
     graph = state.facts.graph
     tensors = [_local_tensor(state, i) for i in range(len(graph.tensors))]
     for index in range(len(graph.ops)):
@@ -49,7 +49,7 @@ def localise(state: PropagationState, axis: Axis, sharding: Sharding) -> tuple[G
 
 
 def _share_storages(graph: Graph, made: Conversions) -> None:
-    """Views share the memory of what they are made from, which may be a converted tensor by now."""
+    """Make views share the memory of their source, which may be a converted tensor by now."""
     tensors = made.tensors
     for index, op in enumerate(graph.ops):
         for output in op.outputs:
@@ -69,7 +69,7 @@ def _local_tensor(state: PropagationState, i: int) -> Tensor:
 
 
 def _local_saved(state: PropagationState, index: int, i: int) -> Tensor:
-    """What an op keeps for its backward lies as the first of its tensors that it is like (`_dim_in_saved`)."""
+    """Give a value saved for backward the split of the first tensor of its op with matching dims."""
     facts, tensor = state.facts, state.facts.graph.tensors[i]
     op, dims, split = facts.graph.ops[index], facts.dims[index], state.splits[index]
     others = (*zip(op.outputs, dims.outputs, strict=True), *zip(op.inputs, dims.inputs, strict=True))
@@ -88,17 +88,17 @@ def _local_saved(state: PropagationState, index: int, i: int) -> Tensor:
 
 
 def _is_alike(saved: Shape, shape: Shape, _: int) -> bool:
-    """Whether what is saved has the leading dims of another tensor, or one in place of some: statistics."""
+    """Whether a saved tensor has the leading dims of another tensor, or size one in place of some: statistics."""
     return len(saved) <= len(shape) and all(a in (b, Extent(1)) for a, b in zip(saved, shape, strict=False))
 
 
 def _begins_alike(saved: Shape, shape: Shape, dim: int) -> bool:
-    """Whether it has those up to the one that is split: scores of attention, of which the last dim is another."""
+    """Whether it has the dims up to the split one: attention scores, whose last dim differs."""
     return len(saved) > dim and saved[: dim + 1] == shape[: dim + 1]
 
 
 def _is_merged(saved: Shape, shape: Shape, dim: int) -> bool:
-    """Whether its first dim is several of another tensor in one, among them the one that is split: batched products."""
+    """Whether its first dim merges several of another tensor, including the split one: batched products."""
     whole: Extent | None = Extent(1)
     for count, extent in enumerate(shape, 1):
         whole = _times(whole, extent) if whole is not None else None
@@ -108,7 +108,7 @@ def _is_merged(saved: Shape, shape: Shape, dim: int) -> bool:
 
 
 def _times(a: Extent, b: Extent) -> Extent | None:
-    """The product, if it is none of two sizes that grow with the batch."""
+    """Return the product, None if both sizes grow with the batch."""
     if a.per_sample and b.per_sample:
         return None
     return Extent(a.fixed * b.fixed, a.per_sample * b.fixed + a.fixed * b.per_sample)
@@ -132,7 +132,7 @@ def _local_op(state: PropagationState, index: int, made: Conversions, tensors: l
 
 
 def _share(flops: Extent, state: PropagationState, index: int, split: Split) -> Extent:
-    """The FLOPs of the largest part."""
+    """Return the FLOPs of the largest part."""
     dims, size = state.facts.dims[index], state.facts.size
     found = next(f for item in (*dims.inputs, *dims.outputs) if (f := find_label(item, split.label)))
     whole, part = found[2], -(-found[2] // size)
@@ -162,7 +162,7 @@ def _local_attributes(state: PropagationState, index: int, tensors: list[Tensor]
 
 
 def _local_sizes(text: str, old: tuple[Extent, ...], new: tuple[Extent, ...]) -> str:
-    """``[12, -1]`` of what has six of the twelve."""
+    """Return sizes with local values: ``[12, -1]`` becomes ``[6, -1]`` if six of the twelve are local."""
     words = re.findall(r"[^\[\], ]+", text)
     if len(words) > len(old):
         return text

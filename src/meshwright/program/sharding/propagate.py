@@ -1,13 +1,15 @@
-"""Propagate: along which label each op of a graph is split on one axis, and so how every tensor lies on it.
+"""Propagate: find the label along which each op of a graph is split on one axis, and so the layout of every tensor.
 
-Ops are taken in the graph's order. A rule (`rules.AxisRule`) chooses an op's label from how its inputs lie; what the
-table says of the op then gives how its inputs must lie and its outputs come. Parameters lie as their first reader wants
-them. A sum over the ranks is completed where it is made: summed whole on every rank, or scattered over a dim.
+Ops are visited in the graph's order. A rule (`rules.AxisRule`) chooses an op's label from the layout of its inputs; the
+table's row of the op then gives the layout that its inputs must have and that its outputs get. Parameters get the
+layout that their first reader wants. A sum over the ranks is completed where it is made: summed whole on every rank, or
+scattered over a dim.
 
-A value that is wanted in parts and depends on parameters alone, as a table of positions does, or on nothing that has a
-gradient, as rows looked up by tokens, is made in parts; so is one that has something for every sample of a rank, and
-depends on none, as a mask that was repeated. A value that was repeated or cut out of another, and that all
-readers want whole, is made whole. Its op is told so, and everything is propagated once more.
+Some values are made in parts if a reader wants parts of them: those that depend on parameters alone, such as a table of
+positions; those that depend on nothing with a gradient, such as rows looked up by tokens; and those that have an entry
+for every sample of a rank but depend on no sample, such as a repeated mask. A value that was repeated or cut out of
+another, and that all readers want whole, is made whole. Such ops are assigned that split, and everything is propagated
+once more.
 """
 
 from __future__ import annotations
@@ -23,32 +25,32 @@ if TYPE_CHECKING:
     from meshwright.program.sharding.calls import Dim
     from meshwright.program.sharding.dims import OpDims, Split
 
-# (dim, parts) along which a tensor is split, None where it is whole.
+# (dim, parts) along which a tensor is split, None if it is whole.
 Place = tuple[int, int] | None
-# Each round tells at least one op more what it must make; chains of views over a table of positions are short.
+# Each round assigns at least one more op; chains of views over a table of positions are short.
 _ROUNDS = 32
-# Functions of `views` whose results are cheaper made from something whole than gathered.
+# Functions of `views` whose results are cheaper to make from a whole tensor than to gather.
 _REPEATS = ("expanded", "repeated", "part")
 
 
 class AxisRule(Protocol):
-    """What decides on one axis."""
+    """Decides how tensors and ops are split on one axis."""
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:
-        """How the inputs of the graph lie; those not named are whole."""
+        """Return the layout of the graph's inputs; inputs that are not named are whole."""
 
     def choose(self, state: PropagationState, index: int) -> Split | None:
-        """The label along which an op is split, None if it stays whole."""
+        """Return the label along which an op is split, None if it stays whole."""
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
-        """How a sum over the ranks is to lie once it is completed."""
+        """Return the layout of a completed sum over the ranks."""
 
     def is_given(self, facts: AxisGraph, index: int) -> bool:
-        """Whether the user says how an op is split, so that nothing else tells it."""
+        """Whether the user specifies how an op is split, so that propagation must not change it."""
 
 
 class PropagationState(NamedTuple):
-    """How tensors lie, as far as propagation has come: ``places`` of tensors that have a place, ``splits`` of ops."""
+    """Layouts found so far: ``places`` of tensors, ``splits`` of ops, and ``partial`` tensors (sums over the ranks)."""
 
     facts: AxisGraph
     places: dict[int, Place]
@@ -56,7 +58,7 @@ class PropagationState(NamedTuple):
     partial: set[int]
 
     def wanted(self, index: int) -> list[Place]:
-        """How the inputs of an op must lie for it to be split as chosen."""
+        """Return the layout that each input of an op needs for the op's split."""
         dims, row = self.facts.dims[index], self.facts.rows[index]
         reads = len(dims.inputs) if row is None else row.reads
         unread = (self.places.get(tensor) for tensor in self.facts.graph.ops[index].inputs[reads:])
@@ -72,7 +74,7 @@ class PropagationState(NamedTuple):
 
 
 def propagate(facts: AxisGraph, rule: AxisRule) -> PropagationState:
-    """The places of all tensors and the splits of all ops."""
+    """Return the places of all tensors and the splits of all ops."""
     told: dict[int, Split | None] = {}
     for _ in range(_ROUNDS):
         state = _propagate(facts, rule, told)
@@ -99,8 +101,8 @@ def _place_outputs(state: PropagationState, rule: AxisRule, index: int, split: S
     op = facts.graph.ops[index]
     summed = split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
     for tensor, item in zip(op.outputs, dims.outputs, strict=True):
-        # A loss is summed over the ranks for people to see, not for any gradient: it stays as each rank has it, as in
-        # torch, and so does what is made from it.
+        # A loss is summed over the ranks only for display, not for a gradient: each rank keeps its own, as in
+        # torch, and likewise scalars computed from it.
         numbers = not facts.shapes[tensor] and any(i in state.partial and not facts.shapes[i] for i in op.inputs)
         if summed or numbers:
             state.partial.add(tensor)
@@ -108,7 +110,7 @@ def _place_outputs(state: PropagationState, rule: AxisRule, index: int, split: S
 
 
 def _tell(state: PropagationState, told: Mapping[int, Split | None], rule: AxisRule) -> dict[int, Split | None]:
-    """Ops that are to make in parts what is wanted in parts, or whole what is wanted whole."""
+    """Return ops to reassign: parts are made in parts, and whole values whole, if their readers want them so."""
     facts = state.facts
     found: dict[int, Split | None] = {}
     for index, op in enumerate(facts.graph.ops):
@@ -128,7 +130,7 @@ def _tell(state: PropagationState, told: Mapping[int, Split | None], rule: AxisR
 
 
 def _is_read_whole(state: PropagationState, tensor: int) -> bool:
-    """Whether all that read it want it whole, and give a whole gradient, which costs no exchange."""
+    """Whether all readers want a tensor whole and give a whole gradient, which costs no collective."""
     return all(
         state.wanted(index)[position] is None and not state.sums_gradient(index, position)
         for index, position in state.facts.readers[tensor]
@@ -138,7 +140,7 @@ def _is_read_whole(state: PropagationState, tensor: int) -> bool:
 def _is_free(facts: AxisGraph, tensor: int, made: int, dim: int) -> bool:
     row = facts.rows[made]
     if facts.own_samples and facts.input_free[tensor] and facts.graph.tensors[tensor].shape[dim].per_sample:
-        # A mask for every sample, as it is repeated.
+        # A mask for every sample that was repeated.
         return True
     if facts.requires_gradient(tensor):
         read = (i for i in facts.graph.ops[made].inputs if not facts.is_parameter(i))
@@ -147,7 +149,7 @@ def _is_free(facts: AxisGraph, tensor: int, made: int, dim: int) -> bool:
 
 
 def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int]) -> Split | None:
-    """The split of an op that lays one of its outputs out so."""
+    """Return the split of an op that splits one of its outputs at ``place``, None if there is no valid one."""
     dims: OpDims = facts.dims[index]
     item: tuple[Dim, ...] = dims.outputs[facts.graph.ops[index].outputs.index(tensor)]
     split = dims.split_at(item, place)
@@ -155,13 +157,13 @@ def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int])
 
 
 def follow(state: PropagationState, index: int) -> Split | None:
-    """The split that most of an op's inputs come with, by elements; None if they come whole or it cannot be kept."""
+    """Return the split of most of an op's inputs, by elements; None if they are whole or it cannot be kept."""
     weights = arriving(state, index)
     return max(weights, key=lambda split: weights[split], default=None)
 
 
 def arriving(state: PropagationState, index: int) -> dict[Split, int]:
-    """The splits that an op's inputs come with and that it can keep, with the elements that come so."""
+    """Return the splits of an op's inputs that it can keep, each with the number of elements split so."""
     facts = state.facts
     weights: dict[Split, int] = {}
     for _, tensor, dims in facts.operands(index):

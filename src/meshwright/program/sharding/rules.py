@@ -1,12 +1,12 @@
-"""The rules by which ops are split on each axis, for any captured graph: no rule knows the name of a module.
+"""The rules by which ops are split on each axis, for any captured graph: no rule uses the name of a module.
 
-tensor     a product with a parameter is split by rows where its other input comes split along the summed dim; by
-           columns where every reader can take what it makes, down to another product, attention or loss; a table of
-           many rows by rows; anything else follows its inputs. Sums are completed whole, or over tokens (sequence
-           parallelism)
-context    tokens of all inputs are split, and everything follows; attention's keys and values come whole
+tensor     a product with a parameter is row-parallel where its other input is split along the summed dim;
+           column-parallel where every reader can use a part of its output, down to another product, attention or loss;
+           a table of many rows is split by rows; any other op follows its inputs. Sums are completed whole, or over
+           tokens (sequence parallelism)
+context    tokens of all inputs are split, and everything follows; attention reads whole keys and values
 expert     every rank has samples of its own; products with a matrix per expert, batched or grouped (`grouped`), are
-           split over the experts, and tables as the user says; sums are scattered over the samples
+           split over the experts, and tables by the user's placements; sums are scattered over the samples
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from meshwright.spec.sharding import OpPlacement, Sharding
 
 _ATTENTION = "aten.scaled_dot_product_attention"
-# What makes a name a pattern (`fnmatch`).
+# Characters that make a name a pattern (`fnmatch`).
 _WILD = frozenset("*?[")
-# Products that make queries, keys and values at once, or gate and value, are split in each of their parts.
+# Products that make queries, keys and values at once, or gate and value, are split in each of these parts.
 _FUSED = (1, 3, 2)
 
 
 def rule_for(axis: Axis, sharding: Sharding) -> AxisRule:
-    """The rule of an axis, the user's own placements before it."""
+    """Return the rule of an axis, which applies the user's own placements first."""
     own = tuple(placement for placement in sharding.placements if placement.axis == axis)
     if axis == "tensor":
         return TensorRule(own, sequence_parallel=sharding.sequence_parallel)
@@ -51,28 +51,28 @@ def rule_for(axis: Axis, sharding: Sharding) -> AxisRule:
 
 
 def is_meant(placement: OpPlacement, op: Op) -> bool:
-    """Whether a placement is for this op, which no axis has added."""
+    """Whether a placement is for this op; ops that an axis has added are never meant."""
     named = fnmatchcase(op.name, placement.op) or fnmatchcase(op.module, placement.op)
     return named and not op.kind.startswith(MESH)
 
 
 @dataclass(frozen=True)
 class _OwnFirst:
-    """Placements of the user's before the axis' own rule."""
+    """Applies the user's placements before the axis' own rule."""
 
     own: Sequence[OpPlacement]
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:  # noqa: ARG002 - nothing is split
-        """How the inputs of the graph lie."""
+        """Return the layout of the graph's inputs."""
         return {}
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:  # noqa: ARG002 - whole
-        """How a completed sum lies."""
+        """Return the layout of a completed sum."""
         return None
 
     @cached_property
     def _by_name(self) -> dict[str, int]:
-        """The last placement of each name without a wildcard; a search makes hundreds of them."""
+        """The last placement of each name without a wildcard; indexed, because a search makes hundreds of them."""
         return {placement.op: i for i, placement in enumerate(self.own) if not _WILD.intersection(placement.op)}
 
     @cached_property
@@ -80,34 +80,34 @@ class _OwnFirst:
         return [i for i, placement in enumerate(self.own) if _WILD.intersection(placement.op)][::-1]
 
     def _last_meant(self, op: Op) -> int:
-        """The last placement that is for an op; -1 if none is."""
+        """Return the index of the last placement for an op; -1 without one."""
         if op.kind.startswith(MESH):
             return -1
         named = max(self._by_name.get(name, -1) for name in (op.name, op.module))
         return max(named, next((i for i in self._by_pattern if i > named and is_meant(self.own[i], op)), -1))
 
     def is_given(self, facts: AxisGraph, index: int) -> bool:
-        """Whether the user says how an op is split."""
+        """Whether the user specifies how an op is split."""
         return self._last_meant(facts.graph.ops[index]) >= 0
 
     def choose(self, state: PropagationState, index: int) -> Split | None:
-        """The split of an op."""
+        """Return the split of an op."""
         last = self._last_meant(state.facts.graph.ops[index])
         return self.choose_by_rule(state, index) if last < 0 else _own_split(state.facts, index, self.own[last])
 
     def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
-        """The split where the user says nothing."""
+        """Return the split of an op without a placement of the user."""
         return follow(state, index)
 
 
 @dataclass(frozen=True)
 class TensorRule(_OwnFirst):
-    """Megatron's layout, found from the shapes of the products."""
+    """Megatron's tensor parallelism, derived from the shapes of the products."""
 
     sequence_parallel: bool = False
 
     def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
-        """Rows, columns, or what the inputs come with."""
+        """Return a split by rows, by columns, or that of the inputs."""
         facts = state.facts
         row = facts.rows[index]
         if row is None or not row.product:
@@ -116,10 +116,10 @@ class TensorRule(_OwnFirst):
         return _rows(state, index) or _table_rows(facts, index) or _columns(state, index) or follow(state, index)
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
-        """Over the tokens, the dim before the last.
+        """Scatter over the tokens, the dim before the last.
 
-        Where samples stand in it too, over the tokens of each, or over all in a row if only that goes on in what reads
-        it, as where tokens stand before samples.
+        If that dim also holds samples, scatter over the tokens of each sample, or over all of them in a row if only
+        that split can continue in the readers, as where tokens come before samples.
         """
         facts, shape = state.facts, state.facts.graph.tensors[tensor].shape
         if not self.sequence_parallel or len(shape) < 2 or not divides(shape[-2], facts.size):
@@ -135,10 +135,10 @@ class TensorRule(_OwnFirst):
 
 @dataclass(frozen=True)
 class ContextRule(_OwnFirst):
-    """Tokens of all inputs are split."""
+    """Context parallelism: tokens of all inputs are split."""
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:
-        """Inputs of whole numbers (samples, tokens) are split over tokens; raise PlanError if there are none."""
+        """Split inputs of whole numbers (samples, tokens) over tokens. Raises PlanError if no input has tokens."""
         graph = facts.graph
         if not any(op.kind.startswith(_ATTENTION) for op in graph.ops):
             raise PlanError(
@@ -160,10 +160,10 @@ class ContextRule(_OwnFirst):
 
 @dataclass(frozen=True)
 class ExpertRule(_OwnFirst):
-    """Samples are split, as over replicas, but for products with a matrix per expert."""
+    """Expert parallelism: samples are split, as over replicas, except in products with a matrix per expert."""
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:
-        """All inputs are split over samples; raise PlanError where the graph has nothing that the ranks divide."""
+        """Split all inputs over samples. Raises PlanError if the graph has no experts that the ranks divide."""
         graph = facts.graph
         counts = {mixture.module: mixture.num_experts for mixture in facts.mixtures}
         for index, op in enumerate(graph.ops):
@@ -180,12 +180,12 @@ class ExpertRule(_OwnFirst):
         return dict.fromkeys(batched, (0, 1))
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
-        """Over the samples."""
+        """Scatter over the samples."""
         shape = state.facts.graph.tensors[tensor].shape
         return (0, 1) if shape and shape[0].per_sample and divides(shape[0], state.facts.size) else None
 
     def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
-        """Over the experts, or what the inputs come with."""
+        """Return a split over the experts, or that of the inputs."""
         if index in state.facts.sorted_ops:
             return Split(ROWS)
         for label, _ in _expert_labels(state.facts, index):
@@ -197,7 +197,7 @@ class ExpertRule(_OwnFirst):
 
 
 def _goes_on(facts: AxisGraph, tensor: int, place: tuple[int, int]) -> bool:
-    """Whether some op that reads a tensor can be split as the tensor is."""
+    """Whether some reader of a tensor can be split as the tensor is."""
     for index, position in facts.readers.get(tensor, ()):
         dims = facts.dims[index]
         split = dims.split_at(dims.inputs[position], place)
@@ -232,7 +232,7 @@ def _own_split(facts: AxisGraph, index: int, placement: OpPlacement) -> Split | 
 
 
 def _splittable(facts: AxisGraph, index: int) -> str:
-    """Which dims of an op could be split, for messages."""
+    """Return which dims of an op could be split, for messages."""
     dims, found = facts.dims[index], []
     for where, tensors in (("output", dims.outputs[:1]), ("input", dims.inputs[:1])):
         for dim in range(len(tensors[0]) if tensors else 0):
@@ -259,14 +259,14 @@ def _check_heads(facts: AxisGraph, index: int) -> None:
 def _parameters(
     facts: AxisGraph, index: int
 ) -> Iterator[tuple[int, tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]]:
-    """Position, and tensor with dims, of the matrices among an op's inputs that are parameters."""
+    """Yield position, and tensor with dims, of the matrices among an op's inputs that are parameters."""
     for position, tensor, dims in facts.operands(index):
         if facts.is_parameter(tensor) and len(dims) > 1:
             yield position, (tensor, dims)
 
 
 def _labels_of(facts: AxisGraph, index: int) -> Iterator[tuple[str, int, bool, bool]]:
-    """Labels of an op's parameters: label, size, whether another input has it, whether an output has it."""
+    """Yield labels of an op's parameters: label, size, whether another input has it, whether an output has it."""
     others = [dims for _, tensor, dims in facts.operands(index) if not facts.is_parameter(tensor)]
     for _, (_, dims) in _parameters(facts, index):
         for factors in dims:
@@ -276,7 +276,7 @@ def _labels_of(facts: AxisGraph, index: int) -> Iterator[tuple[str, int, bool, b
 
 
 def _rows(state: PropagationState, index: int) -> Split | None:
-    """A summed dim of the other input, if that comes split along it."""
+    """Return the split along a summed dim of the other input, if that is split along it."""
     facts = state.facts
     for label, _, shared, made in _labels_of(facts, index):
         if not shared or made:
@@ -292,7 +292,7 @@ def _rows(state: PropagationState, index: int) -> Split | None:
 
 
 def _table_rows(facts: AxisGraph, index: int) -> Split | None:
-    """Rows of a table that is looked up by values of the batch."""
+    """Return the split over the rows of a table that is looked up by values of the batch."""
     for label, size, shared, made in _labels_of(facts, index):
         big = not shared and not made and size >= UNEVEN_FROM
         if big and facts.can_split(index, Split(label)) and facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
@@ -301,7 +301,7 @@ def _table_rows(facts: AxisGraph, index: int) -> Split | None:
 
 
 def _columns(state: PropagationState, index: int) -> Split | None:
-    """Columns, if all that reads the output can go on with a part of it."""
+    """Return the split over columns, if all readers of the output can continue with a part of it."""
     facts = state.facts
     if not facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
         return None
@@ -316,7 +316,7 @@ def _columns(state: PropagationState, index: int) -> Split | None:
 
 
 def _expert_labels(facts: AxisGraph, index: int) -> Iterator[tuple[str, int]]:
-    """Labels of products that an input, a parameter and the output share: one matrix per expert."""
+    """Yield labels of products that an input, a parameter and the output share: one matrix per expert."""
     row, op = facts.rows[index], facts.graph.ops[index]
     if row is not None and row.product and _is_batched(op):
         for label, size, shared, made in _labels_of(facts, index):

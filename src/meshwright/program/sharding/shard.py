@@ -1,4 +1,4 @@
-"""`shard_graph`: one axis after the other, each makes the local graph of the one before still more local."""
+"""Shard a graph (`shard_graph`): axis by axis, each localises the local graph of the axis before it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from meshwright.spec.sharding import Layout, Replicate, Sharding
 if TYPE_CHECKING:
     from meshwright.program.sharding.convert import Conversions
 
-# The tensor axis comes last: what it splits may be split by the others before, tokens for instance.
+# The tensor axis comes last: it may split dims that the others have split before, such as tokens.
 _ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")
-# Arguments that are numbers to compute with, as that of tokens, by which routers' losses are divided.
+# Arguments that are numbers to compute with, such as the number of tokens, by which routers' losses are divided.
 _VALUES = ("other", "value", "fill_value")
 _COUNTS_SAMPLES = re.compile(r"(\d+\*)?b(\+\d+)?")
 
 
 @lru_cache(maxsize=32)
 def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
-    """The local graph of one rank under a sharding, and what it exchanges.
+    """Return the local graph of one rank under a sharding, with its collectives.
 
-    Raises PlanError for what an op cannot take: heads, tokens or experts that do not divide, a placement along a dim
-    that cannot be split, an axis for which the graph has nothing to split.
+    Raises PlanError for a sharding that an op does not support: heads, tokens or experts that do not divide, a
+    placement along a dim that cannot be split, an axis for which the graph has nothing to split.
     """
     if any(op.phase == "backward" for op in graph.ops):
         raise PlanError(
@@ -45,8 +45,8 @@ def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
         if not any(is_meant(placement, op) for op in graph.ops):
             known = {name for op in graph.ops for name in (op.module, op.name) if name}
             raise PlanError(
-                f"A placement is given for {placement.op!r}, but no op of graph {graph.name!r} is named or stands in a "
-                f"module named so{suggest(placement.op, known)}. Correct it, or leave it out."
+                f"A placement is given for {placement.op!r}, but graph {graph.name!r} has no op of that name or in a "
+                f"module of that name{suggest(placement.op, known)}. Correct it, or leave it out."
             )
     sharded = ShardedGraph(graph=graph, layouts={}, collectives=(), reduced_parameters={})
     for axis in _ORDER:
@@ -70,7 +70,7 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
     collectives = [*earlier, *_collectives(local, axis, made, moved)]
     parts = list(made.reduced)
     if axis == "expert":
-        # Its ranks are replicas to each other: of what they share each has the gradient of its samples.
+        # Its ranks are replicas of each other: for unsplit parameters each has the gradient of its own samples.
         parts = [i for i in facts.read_parameters if isinstance(layouts[axis][i], Replicate)]
     reduced = {**sharded.reduced_parameters, axis: tuple(parts)}
     return ShardedGraph(
@@ -83,7 +83,7 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
 
 
 def with_samples(graph: Graph, factor: int) -> Graph:
-    """The graph of ``factor`` times as many samples, those of all ranks of the axis."""
+    """Return the graph for the samples of all ``factor`` ranks of the axis. Raises PlanError for a fixed batch."""
     if graph.batch_size is not None:
         raise PlanError(
             f"Graph {graph.name!r} was captured for batches of {graph.batch_size} samples only, so experts cannot take "
@@ -99,7 +99,7 @@ def with_samples(graph: Graph, factor: int) -> Graph:
 
 
 def _with_samples(op: Op, scaled: Callable[[Extent], Extent]) -> Op:
-    """The op with the FLOPs of all samples, and with numbers that count them."""
+    """Return the op with the FLOPs of all samples, and with numbers that count them scaled."""
     numbers = tuple(
         (name, str(scaled(Extent.decode_scalar(text))) if name in _VALUES and _COUNTS_SAMPLES.fullmatch(text) else text)
         for name, text in op.attributes
@@ -110,7 +110,7 @@ def _with_samples(op: Op, scaled: Callable[[Extent], Extent]) -> Op:
 
 
 def _extended(layouts: tuple[Layout, ...], sources: dict[int, int], count: int) -> tuple[Layout, ...]:
-    """Layouts on an earlier axis, with those of new tensors, which lie there as what they are made from."""
+    """Return layouts on an earlier axis, with those of new tensors, which have the layouts of their sources."""
     found = list(layouts)
     for new in range(len(layouts), count):
         found.append(found[sources[new]])
@@ -118,7 +118,7 @@ def _extended(layouts: tuple[Layout, ...], sources: dict[int, int], count: int) 
 
 
 def _collectives(local: Graph, axis: Axis, made: Conversions, moved: tuple[int, ...]) -> list[Collective]:
-    """The exchanges of inserted ops and of those of the whole graph."""
+    """Return the collectives of inserted ops and of ops of the whole graph."""
     found = [(moved[index], exchange) for index, exchanges in made.inside.items() for exchange in exchanges]
     for at, op in enumerate(local.ops):
         found += [(at, exchange) for output in op.outputs for exchange in made.exchanges.get(output, ())]
@@ -137,6 +137,6 @@ def _collectives(local: Graph, axis: Axis, made: Conversions, moved: tuple[int, 
 
 
 def _issued(collective: Collective) -> tuple[bool, int]:
-    """Where a collective stands in the order of the step: ops ascending, then their backwards descending."""
+    """Return the sort key of a collective in the order of the step: ops ascending, then their backwards descending."""
     backward = collective.phase == "backward"
     return backward, -collective.at if backward else collective.at

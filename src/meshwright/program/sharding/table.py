@@ -1,4 +1,4 @@
-"""The table ``placements.toml``: what can be split of each operator, and how tensors come to lie another way."""
+"""The table ``placements.toml``: how each operator can be split, and how tensors are converted between layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ConversionKind = Literal["all_reduce", "reduce_scatter", "all_gather", "copy", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
-    """Operators that are split alike; see the head of the table."""
+    """Operators that are split in the same way; the head of the table describes the fields."""
 
     names: str
     equation: str = ""
@@ -30,7 +30,7 @@ class OperatorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What brings a tensor from one layout to another; "" where nothing is exchanged."""
+    """The op and the collectives that convert a tensor from one layout to another; None for no collective."""
 
     kind: ConversionKind
     have: Lies
@@ -55,24 +55,24 @@ def _table() -> _Table:
 
 @cache
 def operator_rows() -> dict[str, OperatorRow]:
-    """The rows by the names of their operators."""
+    """Return the rows by the names of their operators."""
     return {name: row for row in _table().operators for name in row.names.split()}
 
 
 def conversions() -> tuple[Conversion, ...]:
-    """All rows of conversions."""
+    """Return all rows of conversions."""
     return _table().conversions
 
 
 def operator_name(kind: str) -> str:
-    """``relu_`` of an op's kind, ``aten.relu_.default``."""
+    """Return the operator's name in an op's kind: ``relu_`` for ``aten.relu_.default``."""
     parts = kind.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
 
 @cache
 def find_conversion(have: Layout, want: Layout, *, partial_gradient: bool) -> Conversion | None:
-    """The row for a tensor that lies as ``have`` and is read as ``want``; None if it can be read as it is."""
+    """Return the row for a tensor of layout ``have`` that is read as ``want``; None if no conversion is needed."""
     if have == want and not (isinstance(have, Replicate) and partial_gradient):
         return None
     lies = _lies(have), _lies(want)

@@ -1,4 +1,4 @@
-"""Dims of operators that put elements elsewhere: views, parts, joins, repetitions, and what is picked by an index."""
+"""Dims of operators that move elements: views, parts, joins, repetitions, and selections by an index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def permuted(call: OpSignature) -> Found:
-    """The dims in another order."""
+    """Return the dims in another order."""
     rank = len(call.inputs[0])
     order = list(range(rank))
     if call.operator == "permute":
@@ -27,7 +27,7 @@ def permuted(call: OpSignature) -> Found:
 
 
 def reshaped(call: OpSignature) -> Found:
-    """Dims are merged and divided: common factors, from the front."""
+    """Return dims that are merged and divided: common factors, from the front."""
     left: list[list[tuple[str, int]]] = [[] for _ in call.inputs[0]]
     right: list[list[tuple[str, int]]] = [[] for _ in call.outputs[0]]
     ours, theirs = _Side(call.inputs[0], left), _Side(call.outputs[0], right)
@@ -44,7 +44,7 @@ def reshaped(call: OpSignature) -> Found:
 
 
 class _Side:
-    """What is left of a shape whose factors are taken from the front."""
+    """The remaining factors of a shape, taken from the front."""
 
     def __init__(self, shape: Shape, dims: list[list[tuple[str, int]]]) -> None:
         self.shape, self.dims, self.place, self.rest = shape, dims, -1, 1
@@ -61,7 +61,7 @@ class _Side:
 
 
 def divided(call: OpSignature) -> Found:
-    """One dim is cut into parts: equal ones are split each by itself."""
+    """Return dims where one is cut into parts; of equal parts each is split separately."""
     dim = call.dim()
     size, dims = call.inputs[0][dim], plain(call.inputs[0])
     if call.operator == "unbind":
@@ -74,7 +74,7 @@ def divided(call: OpSignature) -> Found:
 
 
 def joined(call: OpSignature) -> Found:
-    """Inputs beside each other along a dim; equal ones are split each by itself."""
+    """Return dims of inputs joined along a dim; of equal inputs each is split separately."""
     count, rank = len(call.inputs), len(call.outputs[0])
     dim = call.number("dim", 0) % rank
     if call.operator == "stack":
@@ -93,7 +93,7 @@ def _put(dims: Dims, dim: int, factors: Dim) -> Dims:
 
 
 def part(call: OpSignature) -> Found:
-    """A part along ``dim``, which stays whole unless it is all of it."""
+    """Return dims of a part along ``dim``, which stays whole unless the part is all of it."""
     dim, shape = call.dim(), call.inputs[0]
     dims = plain(shape)
     if call.operator == "select":
@@ -104,20 +104,20 @@ def part(call: OpSignature) -> Found:
 
 
 def expanded(call: OpSignature) -> Found:
-    """Dims of size one are repeated."""
+    """Return dims where those of size one are repeated."""
     rank = len(call.outputs[0])
     return [aligned(call.inputs[0], rank)], [plain(call.outputs[0])]
 
 
 def repeated(call: OpSignature) -> Found:
-    """Each element along ``dim`` several times."""
+    """Return dims where each element along ``dim`` is repeated."""
     dim, times = call.dim(default=-1), call.number("repeats", 1)
     dims = plain(call.inputs[0])
     return [dims], [_put(dims, dim, (*dims[dim], *one("Xr", times)))]
 
 
 def picked(call: OpSignature) -> Found:
-    """Elements at an index along ``dim``; the other dims run beside each other."""
+    """Return dims of elements at an index along ``dim``; the other dims correspond."""
     dim = call.dim()
     dims = [_put(plain(s), dim, one(f"Xs{i}", s[dim])) for i, s in enumerate(call.inputs)]
     if call.operator == "gather":
@@ -130,7 +130,7 @@ def picked(call: OpSignature) -> Found:
 
 
 def selected(call: OpSignature) -> Found:
-    """Rows at an index along ``dim``."""
+    """Return dims of rows at an index along ``dim``."""
     dim = call.dim()
     dims = plain(call.inputs[0])
     index = one("w", call.inputs[1][0] if call.inputs[1] else 1)
@@ -138,7 +138,7 @@ def selected(call: OpSignature) -> Found:
 
 
 def indexed(call: OpSignature) -> Found | None:
-    """Elements at several indices of one shape, in dims next to each other: the last ones that fit."""
+    """Return dims of elements at several indices of one shape, in adjacent dims: the last ones that match."""
     (source, *indices), (result,) = call.inputs, call.outputs
     shape, left = indices[0], len(source) - len(indices)
     if any(index != shape for index in indices) or len(result) != left + len(shape):
@@ -154,18 +154,18 @@ def indexed(call: OpSignature) -> Found | None:
 
 
 def changed(call: OpSignature) -> Found:
-    """Dims that change their size stay whole."""
+    """Return dims; those that change their size stay whole."""
     grown = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]
     return [with_fixed(plain(call.inputs[0]), grown)], [with_fixed(plain(call.outputs[0]), grown)]
 
 
 def made(call: OpSignature) -> Found:
-    """Values that no input has: each rank makes its own."""
+    """Return dims of values that depend on no input: each rank makes its own."""
     return [whole(s, i) for i, s in enumerate(call.inputs)], [plain(s) for s in call.outputs]
 
 
 def made_like(call: OpSignature) -> Found:
-    """Values that no input has, beside an input in the dims that have its sizes."""
+    """Return dims of values that depend on no input, with the labels of an input where the sizes are equal."""
     if len(call.inputs) != 1 or len(call.inputs[0]) != len(call.outputs[0]):
         return made(call)
     differ = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]

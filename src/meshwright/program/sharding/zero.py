@@ -1,11 +1,11 @@
-"""What fully sharded data parallelism exchanges (ZeRO stage 3; torch's FSDP2): groups of parameters, in order.
+"""Collectives of fully sharded data parallelism (ZeRO stage 3; torch's FSDP2): groups of parameters, in order.
 
-Of every parameter each of the data ranks holds a part of dim 0, padded to equal parts; the parameters of a group travel
-together in one flat buffer. The root group has what no other holds.
+Each of the data ranks holds a part of dim 0 of every parameter, padded to equal parts; the parameters of a group are
+sent together in one flat buffer. The root group has the parameters that no other group holds.
 
     forward    a group is gathered before its first op; the root group before everything, and it stays
-    backward   before the last op of a group goes backward it is gathered again, if it was let go, and then, ahead of
-               time, the group that comes next; behind its first op its gradients are reduced and scattered, those of
+    backward   before the last op of a group goes backward the group is gathered again, if it was freed, and then
+               the next group is prefetched; after its first op its gradients are reduced and scattered, those of
                the root at the end
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard (`pre_backward`, `_backward_prefetch`, `_root_post_backward`);
@@ -48,7 +48,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCollective:
-    """An all-gather of group ``group`` just before op ``at`` runs in a phase, or a reduce-scatter just behind it."""
+    """An all-gather of group ``group`` just before op ``at`` runs in a phase, or a reduce-scatter just after it."""
 
     kind: Literal["all_gather", "reduce_scatter"]
     phase: Phase
@@ -58,7 +58,7 @@ class GroupCollective:
 
 @lru_cache(maxsize=32)
 def parameter_groups(graph: Graph) -> tuple[ParameterGroup, ...]:
-    """The root group, and one per layer that the model repeats: what wrapping every block, then the model, makes.
+    """Return the root group, and one per repeated layer, as if every block and then the model were wrapped.
 
     A parameter that several layers read belongs to the root, as do layers that occur once. ``graph`` may be the local
     graph of a sharding.
@@ -93,7 +93,7 @@ def _group(
 
 
 class GatherUnit(NamedTuple):
-    """Parameters that are gathered together for the ops at places ``first`` to ``last`` of a stage."""
+    """Parameters that are gathered together for the ops at indices ``first`` to ``last`` of a stage."""
 
     first: int
     last: int
@@ -101,7 +101,7 @@ class GatherUnit(NamedTuple):
 
 
 def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[GatherUnit, tuple[GatherUnit, ...]]:
-    """What a stage has of the root group, and of the others (`parameter_groups`), less what is ``kept`` whole."""
+    """Return a stage's part of the root group, and of the others (`parameter_groups`), without ``kept`` ones."""
     place = {op: index for index, op in enumerate(stage.ops)}
     held = set(stage.parameters) - kept
     root, *groups = parameter_groups(graph)
@@ -117,9 +117,9 @@ def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[GatherU
 
 
 def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True) -> tuple[GroupCollective, ...]:
-    """All gathers and scatters of one forward and backward, in the order in which they are issued.
+    """Return all gathers and scatters of one forward and backward, in the order in which they are issued.
 
-    ``groups`` as of `parameter_groups`. ``reshard``: groups but the root are let go behind their forward.
+    ``groups`` as from `parameter_groups`. ``reshard``: all groups except the root are freed after their forward.
     """
     order = [index for index, group in enumerate(groups) if group.parameters]
     forward = sorted(order, key=lambda i: (groups[i].start, not groups[i].is_root))
@@ -143,9 +143,9 @@ def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True
 
 
 def padded_bytes(graph: Graph, parameters: Iterable[int], num_ranks: int, float_bytes: int | None = None) -> int:
-    """Bytes of the flat buffer of parameters, or of their gradients, in which every rank has an equal part.
+    """Return the bytes of the flat buffer of parameters, or of their gradients, with an equal part for every rank.
 
-    ``float_bytes``: bytes of a floating element in the precision in which they travel.
+    ``float_bytes``: bytes of a floating element in the precision in which they are sent.
     """
     total = 0
     for i in parameters:

@@ -1,7 +1,7 @@
-"""Scenarios: what if devices, links and runs were other than the cluster says? Applies the effects of `spec.scenario`.
+"""Scenarios: simulate changed devices, links and runs, by applying the effects of `spec.scenario`.
 
-`apply_scenario`   the cost model of the machines as a scenario makes them, with which any plan is simulated
-`simulate_scenario`   a plan on them, with all figures that come of it
+`apply_scenario`   the cost model of the machines that a scenario changes, with which any plan can be simulated
+`simulate_scenario`   a plan on them, with all resulting figures
 `sweep_cases`      a grid of parameters of plan and scenario
 `JitteredSteps`    many steps with random times, for several seeds
 """

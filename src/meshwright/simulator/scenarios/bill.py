@@ -1,7 +1,7 @@
-"""What a plan costs: money per hour of the devices and nodes that it uses, per step, per sample, and per run.
+"""The price of a plan: money per hour of the devices and nodes that it uses, per step, per sample, and per run.
 
-Of each device the last price for its kind holds, and of each node; both add up. A run is paid for as long as it takes,
-with all that it loses.
+The last price given for a kind of device holds, and likewise for nodes; both are added. A run is paid for its whole
+time, including all losses.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SECONDS_PER_HOUR = 3600.0
 def price_per_hour(
     num_devices: int, cluster: Cluster, scenario: Scenario, idle: Collection[int] = ()
 ) -> tuple[float, str] | None:
-    """Money per hour of the first so many devices that are not ``idle`` and their nodes, and its currency.
+    """Return money per hour of the first ``num_devices`` devices that are not ``idle`` and their nodes, and currency.
 
-    None without a price.
+    Returns None without a price.
 
-    Raises ScenarioError for prices in several currencies, and for that of a kind of device that is not there.
+    Raises ScenarioError for prices in several currencies, and for a kind of device that the cluster does not have.
     """
     prices = scenario.effects_of(Price)
     if not prices:
@@ -61,9 +61,9 @@ def bill(
     run_s: float | None,
     num_steps: float | None,
 ) -> dict[str, Any]:
-    """Figures of what steps of so many seconds cost, and of a run if there is one; empty without a price.
+    """Return what steps of ``step_s`` seconds cost, and a run if there is one; empty without a price.
 
-    With a run, steps and samples have their share of all that it loses.
+    With a run, steps and samples carry their share of all losses.
     """
     priced = price_per_hour(plan.num_devices, cluster, scenario, plan.idle if isinstance(plan, Plan) else ())
     if priced is None:

@@ -1,7 +1,7 @@
-"""When does something fail? Moments in order, each with how long it takes to repair.
+"""Times of failures, in order, each with its repair time.
 
-Failures of n equal parts that come at random with a mean of m seconds come together at random with a mean of m / n. By
-Weibull's law with another shape each part has its own clock, which begins anew at every failure of it.
+The failures of n equal parts, each at random with a mean of m seconds, are at random with a mean of m / n in total.
+Under Weibull's law with another shape each part has its own clock, which restarts at every failure of the part.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from meshwright.spec.scenario import Failures, Scenario
 
 
 class Failure(NamedTuple):
-    """A moment of the run in seconds, and the seconds until the part is back."""
+    """The time of a failure in seconds of the run, and the seconds until it is repaired."""
 
     at_s: float
     repair_s: float
 
 
 def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int) -> Iterator[Failure]:
-    """All failures of a run on so many devices and nodes, in order; most scenarios never run out of them."""
+    """Yield all failures of a run on the given numbers of devices and nodes, in order; usually without end."""
     streams = []
     for place, effect in enumerate(scenario.effects):
         if isinstance(effect, Failures):
@@ -35,7 +35,7 @@ def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int)
 
 
 def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -> float | None:
-    """The mean seconds between failures of all parts; None where no mean is given."""
+    """Return the mean seconds between failures of all parts; None if no mean is given."""
     rates = [
         (num_devices if effect.of == "device" else num_nodes) / effect.mttf
         for effect in scenario.effects_of(Failures)
@@ -45,9 +45,9 @@ def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -
 
 
 def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> float:
-    """The repair of one length with which runs are as long, in the mean, as with those of all kinds of failures.
+    """Return the one repair time that gives the same mean run time as the repairs of all kinds of failures.
 
-    Of failures without memory, which begin a repair anew: with shares w of repairs r it is -M ln Σ w e^(-r/M).
+    For failures without memory that restart a repair: with shares w of repairs r it is -M ln Σ w e^(-r/M).
     """
     effects = [effect for effect in scenario.effects_of(Failures) if effect.mttf is not None]
     if not effects:
@@ -63,7 +63,7 @@ def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> fl
 
 
 def are_at_random(scenario: Scenario) -> bool:
-    """Whether failures have no memory, so that closed forms hold."""
+    """Whether failures are memoryless, so that closed forms hold."""
     return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
 
 

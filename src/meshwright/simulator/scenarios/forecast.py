@@ -1,8 +1,8 @@
-"""What a run of many steps comes to in a scenario: its time, where that goes, how often to save, and what it costs.
+"""Forecast a run of many steps in a scenario: its time, where that goes, how often to save, and what it costs.
 
-The step times of all stretches of the run are simulated (`machines`, at the moments at which effects begin and end);
-the run is followed on them for several seeds (`run`). Where no interval is given, the best one is taken: by closed form
-where failures have no memory (below), else the one of a grid whose runs are shortest, under the same failures.
+The step times of all stretches of the run are simulated (`machines`, at the times at which effects begin and end);
+then the run is followed for several seeds (`run`). If no interval is given, the best one is taken: by closed form
+if failures are memoryless (below), else the one of a grid whose runs are shortest, under the same failures.
 
 The best interval loses least time. Failures come at random with a mean of M seconds between them, and saving takes C
 seconds:
@@ -13,8 +13,8 @@ seconds:
     best      the τ that makes the expected time shortest: M (1 + W(-e^(-1 - C/M))), W being Lambert's function;
               the derivative of e^((τ + C)/M) / τ - 1 / τ is zero there
 
-The expected time of T seconds of work, saved every τ, with R seconds to go on after a failure, failures while saving
-and going on included (Daly):   M e^(R/M) (e^((τ + C)/M) - 1) T / τ. Repairs are part of R (`failures`).
+The expected time of T seconds of work, saved every τ, with R seconds to restart after a failure, including failures
+during saves and restarts (Daly):   M e^(R/M) (e^((τ + C)/M) - 1) T / τ. Repairs are part of R (`failures`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from meshwright.simulator.scenarios.run import Change, RunTimes, Saving, StepStr
 from meshwright.spec import Graph, Placement, Plan, ScenarioError
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Scenario, SlowDevice
 
-# From how many steps a run is long: 30 days of steps, if no number is given.
+# Length of a run if no number of steps is given: 30 days.
 USUAL_RUN_S = 30 * 86400.0
-# Of a grid from an eighth of Young's interval to eight times it: neighbours differ by 4 %.
+# Grid points from an eighth of Young's interval to eight times it: neighbours differ by 4 %.
 _GRID = 107
 
-# Seconds of a step so many seconds after the begin with a plan made anew without some ranks; None where none fits.
+# Step time, from seconds since the start of the run and lost ranks, of a new plan without them; None if none fits.
 ReplanAt = Callable[[float, tuple[int, ...]], float | None]
-# Seconds of a step so many seconds after the begin.
+# Step time in seconds, from seconds since the start of the run.
 StepAt = Callable[[float], float]
 
 
 def is_about_runs(scenario: Scenario) -> bool:
-    """Whether a scenario says what happens in a long run."""
+    """Whether a scenario has effects on long runs."""
     slow = scenario.effects_of(SlowDevice)
     return bool(scenario.effects_of(Failures, LostDevice, Checkpoints)) or any(
         effect.since or effect.until is not None for effect in slow
@@ -59,10 +59,10 @@ def is_about_runs(scenario: Scenario) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Runs of ``num_steps`` steps, one for each seed, that are saved as ``saving`` says.
+    """Runs of ``num_steps`` steps, one for each seed, saved as described by ``saving``.
 
-    ``mttf_s``: the mean time between failures of all devices used, None where none is given; ``step_time_s`` at the
-    begin; ``expected_s`` by Daly's closed form, None where it does not hold.
+    ``mttf_s``: the mean time between failures of all devices used, None if not given; ``step_time_s`` at the
+    start of the run; ``expected_s`` by Daly's closed form, None where it does not hold.
     """
 
     num_steps: float
@@ -78,7 +78,7 @@ class Forecast:
         return float(np.mean([run.wall_s for run in self.runs]))
 
     def row(self) -> dict[str, Any]:
-        """The figures, of means over seeds; intervals by formula where failures come."""
+        """Return the figures, as means over seeds; intervals by formula if there are failures."""
         walls = [run.wall_s for run in self.runs]
         parts = {
             f"run_{name}_share": float(sum(getattr(run, f"{name}_s") for run in self.runs) / sum(walls))
@@ -115,10 +115,10 @@ def forecast_run(
     num_seeds: int,
     replan_at: ReplanAt | None = None,
 ) -> Forecast:
-    """Follow runs of a plan, whose step takes ``step_at(seconds after the begin)``.
+    """Follow runs of a plan whose step takes ``step_at(seconds since the start)``.
 
-    Raises ScenarioError for a run that has no end, for devices that the cluster has not, and for a plan that should be
-    made anew where nobody can (``replan_at``).
+    Raises ScenarioError for a run that never ends, for devices that the cluster does not have, and if a lost device
+    requires a new plan but ``replan_at`` is not given.
     """
     nodes = {usual.cluster.node_index(device) for device in _devices_of(plan)}
     counts = plan.num_devices, len(nodes)
@@ -152,7 +152,7 @@ def forecast_run(
 
 
 def saved_bytes(plan: Plan | Placement, graph: Graph) -> int:
-    """Bytes of parameters and optimizer states of the whole model, once."""
+    """Return the bytes of parameters and optimizer states of the whole model, counted once."""
     work = plan.workload
     each = work.numbers.value_bytes + state_bytes(work.optimizer, work.precision)
     storages = {tensor.storage: tensor for tensor in graph.tensors if tensor.role == "parameter"}
@@ -160,7 +160,7 @@ def saved_bytes(plan: Plan | Placement, graph: Graph) -> int:
 
 
 def _saving(plan: Plan | Placement, graph: Graph, scenario: Scenario) -> Saving | None:
-    """How the last effect that says so saves; no number for an interval that is to be found."""
+    """Return the checkpoints of the scenario's last such effect, with NaN for an interval to be found; None if none."""
     effects = scenario.effects_of(Checkpoints)
     if not effects:
         return None
@@ -198,7 +198,7 @@ def _best(
 def _stretches(
     plan: Plan | Placement, usual: CostModel, scenario: Scenario, step_at: StepAt, replan_at: ReplanAt | None
 ) -> list[StepStretch]:
-    """The times between which steps have one speed."""
+    """Split the run into stretches of constant step time."""
     losses = list[tuple[LostDevice, set[int]]]()
     for place, effect in enumerate(scenario.effects):
         if isinstance(effect, LostDevice):
@@ -219,7 +219,7 @@ def _stretches(
             step_s = math.inf
             if all(effect.then == "replan" for effect, ranks in away if ranks & lost):
                 if replan_at is None:
-                    raise ScenarioError("lost-device: nobody can plan anew here; give then = 'wait'.")
+                    raise ScenarioError("lost-device: no planner is available to replan; give then = 'wait'.")
                 step_s = replan_at(moment, every) or math.inf
         change: Change = "" if lost == before or not moment else "lost" if lost - before else "back"
         stretches.append(StepStretch(begin_s=moment, step_s=step_s, change=change))
@@ -228,7 +228,7 @@ def _stretches(
 
 
 def _devices_of(plan: Plan | Placement) -> Sequence[int]:
-    """The devices that a plan uses of the cluster's."""
+    """Return the devices of the cluster that a plan uses."""
     return plan.devices if isinstance(plan, Plan) else range(plan.num_devices)
 
 
@@ -236,17 +236,17 @@ def _is_on(effect: LostDevice, moment: float) -> bool:
     return effect.since <= moment and (effect.until is None or moment < effect.until)
 
 
-# Of so many mean times, saving takes so long that the best interval is the mean time, but for 1e-13 of it.
+# Above this ratio of save time to mean time between failures, the best interval is that mean time, to 1e-13 of it.
 _LONG_SAVE = 30.0
 
 
 def young_interval(save_s: float, mttf_s: float) -> float:
-    """Young's first-order interval in seconds of work."""
+    """Return Young's first-order interval in seconds of work."""
     return math.sqrt(2 * save_s * mttf_s)
 
 
 def daly_interval(save_s: float, mttf_s: float) -> float:
-    """Daly's higher-order interval."""
+    """Return Daly's higher-order interval in seconds of work."""
     if save_s >= 2 * mttf_s:
         return mttf_s
     ratio = save_s / (2 * mttf_s)
@@ -254,7 +254,7 @@ def daly_interval(save_s: float, mttf_s: float) -> float:
 
 
 def best_interval(save_s: float, mttf_s: float) -> float:
-    """The interval with the shortest expected time, by Newton's method for x = τ / M in (1 - x) e^(x + C/M) = 1."""
+    """Return the interval of least expected time, by Newton's method for x = τ / M in (1 - x) e^(x + C/M) = 1."""
     ratio = save_s / mttf_s
     if ratio > _LONG_SAVE:
         return mttf_s
@@ -269,7 +269,7 @@ def best_interval(save_s: float, mttf_s: float) -> float:
 
 
 def expected_seconds(work_s: float, interval_s: float, save_s: float, restart_s: float, mttf_s: float) -> float:
-    """The expected time of a long run; infinite where no interval without a failure can be hoped for, or none is."""
+    """Return the expected time of a long run; infinite if it is never saved, or the result overflows."""
     if math.isinf(interval_s):
         return math.inf
     try:

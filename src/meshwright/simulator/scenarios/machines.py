@@ -5,8 +5,8 @@
     slow-link           links of nodes, paths between two nodes, uplinks of racks
     network-cards       NICs per node             oversubscription   racks with uplinks
 
-What was measured holds for the usual links and speeds. So beside the changed cluster there is the **usual** one, with
-the same devices at their usual speed on the usual links, and the cost model scales what it says of that
+Measurements hold for the usual links and speeds. So beside the changed cluster there is the **usual** one, with
+the same devices at their usual speed on the usual links, and the cost model scales the estimates for it
 (`CostModel.usual_links`).
 """
 
@@ -44,9 +44,9 @@ from meshwright.spec.selectors import Devices, Way
 
 
 def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> CostModel:
-    """The cost model of the cluster as the scenario makes it, so many seconds after the begin of a run.
+    """Return the cost model of the cluster with the scenario's effects, ``at_s`` seconds after the start of a run.
 
-    The model itself where nothing is changed. Raises ScenarioError for what the cluster has not.
+    Returns ``cost`` itself if nothing changes. Raises ScenarioError if an effect names parts that the cluster lacks.
     """
     changed, usual = change_machines(cost.cluster, scenario, at_s)
     if changed == cost.cluster:
@@ -55,7 +55,7 @@ def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> Co
 
 
 def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> tuple[Cluster, Cluster]:
-    """The cluster as the scenario makes it, and the same devices at their usual speed on the usual links."""
+    """Return the cluster with the scenario's effects, and the same devices at usual speed on the usual links."""
     machines = _Machines(cluster=cluster, scenario=scenario)
     for place, effect in enumerate(scenario.effects):
         machines.apply(effect, place, at_s)
@@ -64,7 +64,7 @@ def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> 
 
 @dataclass(slots=True, kw_only=True)
 class _Machines:
-    """A cluster while effects are applied, with the kind of each rank, how much slower it is, and its memory."""
+    """A cluster while effects are applied, with the kind, slowdown and memory of each rank's device."""
 
     cluster: Cluster
     scenario: Scenario
@@ -81,16 +81,16 @@ class _Machines:
         self.now = self.cluster
 
     def changed(self) -> Cluster:
-        """What the effects made of it."""
+        """Return the cluster with all effects applied."""
         rows = zip(self.kinds, self.slowdowns, self.memory_bytes, strict=True)
         return _with_kinds(self.now, [_changed_kind(*row) for row in rows])
 
     def usual(self) -> Cluster:
-        """The devices at their usual speed on the usual links."""
+        """Return the devices at their usual speed on the usual links."""
         return _with_kinds(self.cluster, self.kinds)
 
     def apply(self, effect: Effect, place: int, at_s: float) -> None:
-        """Let an effect happen; those that are about runs and not about machines do nothing."""
+        """Apply an effect; effects on runs rather than machines do nothing."""
         match effect:
             case SlowDevice():
                 is_on = effect.since <= at_s and (effect.until is None or at_s < effect.until)
@@ -122,7 +122,7 @@ class _Machines:
 
 
 def _changed_kind(kind: DeviceKind, slowdown: float, memory_bytes: int) -> DeviceKind:
-    """A kind with another speed or memory, under a name that says so; the kind itself where nothing differs."""
+    """Return the kind with another speed or memory and a name that says so; the kind itself if nothing differs."""
     words = ""
     if slowdown != 1:
         words += f" {slowdown:.12g}x slower" if slowdown > 1 else f" {1 / slowdown:.12g}x faster"
@@ -176,7 +176,10 @@ def _slow_node(node: Node, way: Way, effect: SlowLink) -> Node:
 
 
 def _racks(cluster: Cluster, effect: Oversubscription) -> Racks:
-    """Uplinks of a rack as many as its NICs divided by the ratio, rounded down; together they carry the rest too."""
+    """Return racks whose number of uplinks is that of their NICs divided by the ratio, rounded down.
+
+    Together the uplinks have the bandwidth of the NICs divided by the ratio exactly.
+    """
     if effect.nodes_per_rack >= len(cluster.nodes):
         raise ScenarioError(
             f"racks of {effect.nodes_per_rack} nodes were given, and cluster {cluster.name!r} has "
@@ -191,7 +194,7 @@ def _racks(cluster: Cluster, effect: Oversubscription) -> Racks:
 
 
 def _with_kinds(cluster: Cluster, kinds: Sequence[DeviceKind]) -> Cluster:
-    """The cluster with a kind for each rank; the cluster itself where none differs."""
+    """Return the cluster with a kind for each rank; the cluster itself if none differs."""
     if all(kind == cluster.device_kind(rank) for rank, kind in enumerate(kinds)):
         return cluster
     nodes, rank = list[Node](), 0

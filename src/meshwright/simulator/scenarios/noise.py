@@ -1,12 +1,12 @@
-"""Jitter: random factors on the times of instructions, drawn by what an instruction is and not by when it is asked.
+"""Jitter: random factors on the times of instructions, drawn by what an instruction is, not by order of evaluation.
 
     factor of an instruction = exp(spread · z) · (straggler factor, with its probability)
 
 z is standard normal. Both are hashes of (seed, effect, rank, step) and, for a draw per instruction, (opcode, stage,
 microbatch, bytes): so they do not depend on the order of evaluation, on the number of steps or on the schedule, and two
-schedules are compared under the same luck. A send has the factor of its sender, a sum of gradients that of its lowest
-rank, for all members take the same time. Receives take no time of their own. The hash is SplitMix64's finaliser
-(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), the normal one Box and Muller's.
+schedules are compared under the same luck. A send has the factor of its sender, a gradient sum that of its lowest
+rank, because all members take the same time. Receives take no time themselves. The hash is SplitMix64's finaliser
+(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014); normal numbers are Box and Muller's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
 
 
 def has_jitter(scenario: Scenario) -> bool:
-    """Whether anything is random about the time of a step."""
+    """Whether the scenario makes the time of a step random."""
     return any(
         effect.spread or (effect.straggler_probability and effect.straggler_factor != 1)
         for effect in scenario.effects_of(Jitter)
@@ -41,10 +41,10 @@ def has_jitter(scenario: Scenario) -> bool:
 def with_jitter(
     program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int, width: int = 1
 ) -> Unrolled:
-    """The unrolled program with the times that a seed gives its instructions.
+    """Return the unrolled program with the random durations of a seed.
 
-    Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow as its slowest.
-    Raises ScenarioError for a time that the simulation cannot hold.
+    Rank r is device r of the cluster, or a tensor-parallel group of ``width`` devices (`spec.teams`), which is as slow
+    as its slowest device. Raises ScenarioError for a time that the simulation cannot represent.
     """
     network = unrolled.network
     members = (jitter_factors(program, unrolled, scenario, cluster, seed, (width, place)) for place in range(width))
@@ -58,7 +58,7 @@ def with_jitter(
             f"hold ({to_seconds(MOST_PICOSECONDS):.0f} s). Give a smaller spread or straggler_factor."
         )
     duration_ps = drawn_ps.astype(np.int64)
-    # A link that is held is held for some time.
+    # A link is held for at least 1 ps.
     np.maximum(duration_ps, (usual_ps > 0) & (routes(network) >= 0), out=duration_ps)
     scale = (duration_ps / np.maximum(usual_ps, 1))[network.mark_instruction]
     shift_ps = np.rint(network.mark_shift_ps * scale).astype(np.int64)
@@ -73,9 +73,9 @@ def jitter_factors(
     seed: int,
     member: tuple[int, int] = (1, 0),
 ) -> Floats:
-    """The factor of each instruction, shape (n,), before members of a sum of gradients share one.
+    """Return the factor of each instruction, shape (n,), before members of a collective are made equal.
 
-    ``member``: devices of a team, and which of them is meant.
+    ``member``: the number of devices of a tensor-parallel group, and the index of one of them.
     """
     columns = instruction_columns(program, unrolled)
     rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]
@@ -97,7 +97,7 @@ def jitter_factors(
 
 
 def draw_factors(effect: Jitter, seed: tuple[int, ...], keys: list[NDArray[np.integer]]) -> Floats:
-    """A factor for each row of the keys, shape (n,); equal rows have equal factors."""
+    """Return a factor for each row of the keys, shape (n,); equal rows have equal factors."""
     state = np.full(len(keys[0]), 0x9E3779B97F4A7C15, np.uint64)
     for key in (*(np.full(len(keys[0]), part) for part in seed), *keys):
         state = _mix(state ^ _mix(key.astype(np.int64).view(np.uint64)))
@@ -109,7 +109,7 @@ def draw_factors(effect: Jitter, seed: tuple[int, ...], keys: list[NDArray[np.in
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64: a step of its sequence, and its finaliser."""
+    """Apply SplitMix64: one step of its sequence, and its finaliser."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -118,13 +118,13 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _uniform(state: NDArray[np.uint64]) -> Floats:
-    """Between 0 and 1, and neither."""
+    """Map to floats strictly between 0 and 1."""
     uniform: Floats = ((state >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
     return uniform
 
 
 def _share_in_collectives(network: Network, factor: Floats) -> None:
-    """Give all members of a collective the factor of the lowest, in place."""
+    """Give all members of a collective the factor of the lowest rank, in place."""
     number = collectives(network)
     members = np.flatnonzero(number >= 0)
     # Instructions are numbered stream by stream, so the first is that of the lowest rank.

@@ -1,4 +1,4 @@
-"""What comes of a plan in a scenario: one row of figures."""
+"""The outcome of a plan in a scenario: one row of figures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Graph, Placement, Plan
 from meshwright.spec.scenario import Scenario
 
-# Seconds of a step of the best plan for the machines of a cost model; None where none fits them.
+# Step time in seconds of the best plan for the machines of a cost model; None if no plan fits them.
 Replan = Callable[[CostModel], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioOutcome:
-    """A steady step without jitter; steps under jitter, a long run and its price as far as the scenario has any."""
+    """A steady step without jitter; if the scenario has them, steps under jitter, a long run and its price."""
 
     simulation: Simulation
     steps: StepTimes | None
@@ -33,7 +33,7 @@ class ScenarioOutcome:
     price: dict[str, Any]
 
     def row(self) -> dict[str, Any]:
-        """All figures, each with its unit in the name."""
+        """Return all figures; each name has its unit."""
         simulation = self.simulation
         row: dict[str, Any] = {
             "step_time_s": simulation.step_time_s,
@@ -61,12 +61,11 @@ def simulate_scenario(
     contention: Contention = "queued",
     replan: Replan | None = None,
 ) -> ScenarioOutcome:
-    """Simulate a plan on the machines of ``usual`` as the scenario makes them.
+    """Simulate a plan on the machines of ``usual`` with the scenario's effects.
 
-    A run is followed if the scenario says what happens in one, or if a number of ``run_steps`` is given. ``result`` is
-    the simulation of the plan on the machines at the begin, if it is there already; ``replan`` plans anew where devices
-    are lost. Raises ScenarioError for what the
-    cluster has not, else as `simulate_plan`.
+    A run is followed if the scenario has effects on runs, or if ``run_steps`` is given. ``result`` is
+    the simulation of the plan at the start of the run, if it is known already; ``replan`` makes a new plan when devices
+    are lost. Raises ScenarioError if an effect names parts that the cluster lacks, else as `simulate_plan`.
     """
     cost = apply_scenario(usual, scenario)
     result = result or simulate_plan(plan, graph, cost.cluster, cost=cost, contention=contention)

@@ -1,8 +1,8 @@
-"""The parameters of a sweep: their names, the values that they take, and plan and scenario with some of them set.
+"""The parameters of a sweep: their names and values, and how to set them in plan and scenario.
 
     plan.num_microbatches=4,8,16        a field of the plan; of its parts plan.exchange.bucket_bytes, plan.stages.0.stop
     slow-device.factor=1..3:5           a field of the scenario's effect of that kind: five values from 1 to 3
-    slow-link.2.bandwidth=1..16:5log GB/s   of the second effect of that kind, each so many times the one before
+    slow-link.2.bandwidth=1..16:5log GB/s   of the second effect of that kind: five values at constant ratio
     seed=0..9                           whole numbers
 
 A value is read as in a document, so it has its unit there.
@@ -28,7 +28,7 @@ _RANGE = re.compile(
     r"(?P<first>[+-]?[0-9.]+?)\.\.(?P<last>[0-9.]+)(?::(?P<count>[0-9]+)(?P<log>log)?)?(?:\s*(?P<unit>[A-Za-zµ].*))?"
 )
 _NUMBER = re.compile("[0-9]{1,6}")
-# What is read before a sweep begins, so that another value in the document would change nothing.
+# Fields that are read before a sweep begins, so that another value in the document would change nothing.
 _FIXED = {
     "cluster": "All cases are about one cluster: give --cluster, one sweep for each, or let a scenario change it",
     "model": "All cases are about the plan's graph: plan the other model, and sweep that plan",
@@ -43,35 +43,35 @@ Value = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A name, ``plan.`` a field, an effect's kind and field, or ``seed``, and the values that it takes."""
+    """A name (``plan.`` and a field, an effect's kind and field, or ``seed``) and its values."""
 
     name: str
     values: tuple[Value, ...]
 
 
 def read_parameter(text: str) -> Parameter:
-    """Read ``NAME=VALUES``. Raises ScenarioError for what is none."""
+    """Read ``NAME=VALUES``. Raises ScenarioError for other text."""
     name, separator, values = text.partition("=")
     if not separator or not name.strip() or not values.strip():
         raise ScenarioError(
-            f"--sweep {text!r} names no values; expected PARAMETER=VALUES, as plan.num_microbatches=4,8,16 or "
+            f"--sweep {text!r} names no values; expected PARAMETER=VALUES, such as plan.num_microbatches=4,8,16 or "
             "slow-device.factor=1..3:5."
         )
     return Parameter(name=name.strip(), values=read_values(values))
 
 
 def read_values(text: str) -> tuple[Value, ...]:
-    """Read a list of values and ranges: ``1,2,8..16``. Raises ScenarioError for a range that is none."""
+    """Read a list of values and ranges: ``1,2,8..16``. Raises ScenarioError for an invalid range."""
     return tuple(each for part in text.split(",") for each in _values(part.strip()))
 
 
 def change_case(
     plan: Plan | Placement, scenario: Scenario, values: Mapping[str, Value]
 ) -> tuple[Plan | Placement, Scenario]:
-    """Plan and scenario with some parameters set.
+    """Return plan and scenario with some parameters set.
 
-    Raises ScenarioError for a parameter that the scenario has not or that no case can change, DocumentError for one
-    that the plan has not or for a value of another type than it is, and PlanError for an impossible plan.
+    Raises ScenarioError for a parameter that the scenario does not have or that cannot be swept, DocumentError for a
+    field that the plan does not have or for a value of the wrong type, and PlanError for an impossible plan.
     """
     plan_data = encode(plan)
     data: dict[str, Any] = {
@@ -89,7 +89,7 @@ def change_case(
 
 
 def put_value(where: Any, path: Sequence[str | int], value: Value, name: str) -> None:
-    """Set what stands in nested tables and lists at the end of a path, for the parameter of that name."""
+    """Set the value at the end of a path in nested tables and lists, for the parameter ``name``."""
     for key in path[:-1]:
         where = where[_place(where, key, name)] if isinstance(where, list) else _table(where, name).setdefault(key, {})
     if isinstance(where, list):
@@ -100,7 +100,7 @@ def put_value(where: Any, path: Sequence[str | int], value: Value, name: str) ->
 
 def _table(where: Any, name: str) -> dict[str | int, Any]:
     if not isinstance(where, dict):
-        raise ScenarioError(f"The parameter {name!r} is none: {where!r} has no parts. Leave its last part out.")
+        raise ScenarioError(f"The parameter {name!r} does not exist: {where!r} has no parts. Omit its last part.")
     return where
 
 
@@ -109,8 +109,8 @@ def _place(where: Sequence[Any], key: str | int, name: str) -> int:
         return key
     if not _NUMBER.fullmatch(key) or int(key) >= len(where):
         raise ScenarioError(
-            f"The parameter {name!r} is none: {key!r} stands where a number from 0 to {len(where) - 1} is expected, "
-            "that of a part of a list."
+            f"The parameter {name!r} does not exist: {key!r} stands where a number from 0 to {len(where) - 1} is "
+            "expected, the index of an item of a list."
         )
     return int(key)
 
@@ -126,7 +126,9 @@ def _path_in_scenario(name: str, scenario: Scenario) -> list[str | int]:
     if name == "seed":
         return ["seed"]
     if name == "plan":
-        raise ScenarioError("The parameter 'plan' is a whole document; expected plan.FIELD, as plan.num_microbatches.")
+        raise ScenarioError(
+            "The parameter 'plan' is a whole document; expected plan.FIELD, such as plan.num_microbatches."
+        )
     kind, *rest = name.split(".")
     places = [place for place, effect in enumerate(scenario.effects) if kind == effect.KIND]
     is_numbered = len(rest) == 2 and _NUMBER.fullmatch(rest[0]) is not None
@@ -134,13 +136,13 @@ def _path_in_scenario(name: str, scenario: Scenario) -> list[str | int]:
     if not places:
         kinds = {str(effect.KIND) for effect in scenario.effects} | {"seed", "plan"}
         raise ScenarioError(
-            f"The parameter {name!r} is of no effect of the scenario{suggest(kind, kinds)}. Give a --scenario that has "
-            "such an effect, or a parameter as plan.num_microbatches."
+            f"The parameter {name!r} names no effect of the scenario{suggest(kind, kinds)}. Give a --scenario that has "
+            "such an effect, or a parameter such as plan.num_microbatches."
         )
     if not (len(rest) == 1 or is_numbered) or not 1 <= which <= len(places):
         raise ScenarioError(
-            f"The parameter {name!r} is none; expected {kind}.FIELD, or {kind}.1.FIELD to {kind}.{len(places)}.FIELD, "
-            f"for the scenario has {len(places)} of that kind."
+            f"The parameter {name!r} does not exist; expected {kind}.FIELD, or {kind}.1.FIELD to "
+            f"{kind}.{len(places)}.FIELD, because the scenario has {len(places)} effects of that kind."
         )
     if len(rest) == 1 and len(places) > 1:
         raise ScenarioError(
@@ -164,8 +166,8 @@ def _values(text: str) -> list[Value]:
             raise ValueError
     except (ValueError, OverflowError):
         raise ScenarioError(
-            f"The values {text!r} are no range; expected 0..9 for whole numbers, or 1..3:5 for five numbers, or "
-            "1..16:5log for five of which each is so many times the one before, then a unit if there is one."
+            f"The values {text!r} are not a range; expected 0..9 for whole numbers, or 1..3:5 for five numbers, or "
+            "1..16:5log for five numbers at constant ratio, then a unit if there is one."
         ) from None
     unit = f" {match['unit']}" if match["unit"] else ""
     if whole:

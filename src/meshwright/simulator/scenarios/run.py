@@ -1,10 +1,10 @@
-"""A long run: so many steps, saved now and then, with failures, and with times in which steps are slower or stop.
+"""A long run: a number of steps, saved at intervals, with failures, and with times in which steps are slower or stop.
 
 The run is followed from event to event: a save that is due, a failure, a change of the machines. Between failures all
-whole intervals go by at once, so that a run of months takes no longer than its failures. What was computed since the
-last whole save is lost with a failure, and with a device that goes; then pass detection, repair and restart, and
-failures meanwhile begin these anew. Where the run waits for devices it restarts once they are back and what failed
-meanwhile is repaired. Their return is planned: what is not saved is saved then, and nothing is to be detected. The last
+whole intervals are advanced at once, so the cost for a run of months depends only on its failures. Work since the last
+complete save is lost at a failure, and when devices are lost; then follow detection, repair and restart, and a
+failure meanwhile restarts these. A run that waits for devices restarts when they are back and everything that failed
+meanwhile is repaired. Their return is planned: unsaved work is saved first, and there is no detection. The last
 interval is not saved.
 """
 
@@ -18,7 +18,7 @@ from typing import Literal
 from meshwright.simulator.scenarios.failures import Failure
 from meshwright.spec import ScenarioError
 
-# A run that loses more often than this does not come to its end.
+# A run with more failures than this is taken never to end.
 MAX_FAILURES = 100_000
 _NEVER = Failure(math.inf, 0.0)
 
@@ -28,10 +28,10 @@ Change = Literal["", "lost", "back"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStretch:
-    """From ``begin_s`` on a step takes ``step_s``, infinite while the run stands still.
+    """From ``begin_s`` on a step takes ``step_s``, infinite while the run is stopped.
 
-    ``change``: what happens at its begin. Devices are ``lost``, with what they held; or are ``back``, for which a run
-    that went on without them saves; or only speeds change.
+    ``change`` is what happens at its start: devices are ``lost``, with everything in their memory; or are ``back``, for
+    which a run that continued without them saves; or ``""``, if only speeds change.
     """
 
     begin_s: float
@@ -41,7 +41,7 @@ class StepStretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """An interval in seconds of work, infinite for none, the seconds to save, to notice a failure and to restart."""
+    """The interval between saves in seconds of work (infinite: never), and seconds to save, detect and restart."""
 
     interval_s: float = math.inf
     save_s: float = 0.0
@@ -51,7 +51,7 @@ class Saving:
 
 @dataclass(slots=True, kw_only=True)
 class RunTimes:
-    """Where the seconds of a run go: all but counts add up to ``wall_s``."""
+    """Where the seconds of a run go: all times add up to ``wall_s``."""
 
     computing_s: float = 0.0
     lost_s: float = 0.0
@@ -63,14 +63,14 @@ class RunTimes:
 
     @property
     def wall_s(self) -> float:
-        """The time of the run."""
+        """The total time of the run."""
         return self.computing_s + self.lost_s + self.saving_s + self.restarting_s + self.waiting_s
 
 
 def follow_run(
     num_steps: float, stretches: Sequence[StepStretch], failures: Iterator[Failure], saving: Saving
 ) -> RunTimes:
-    """Follow a run to its end; stretches are in order, the first from 0 on. Raises ScenarioError if it has no end."""
+    """Follow a run to its end; stretches are in order, the first from 0 on. Raises ScenarioError if it never ends."""
     run = _Run(num_steps=num_steps, stretches=stretches, failures=failures, saving=saving)
     while run.left > 1e-12 * num_steps:
         run.go_on()
@@ -78,7 +78,7 @@ def follow_run(
 
 
 class _Run:
-    """The state of a run: the moment, and steps that are saved, that are not, and the seconds that these took."""
+    """The state of a run: the time, the steps saved and unsaved, and the seconds of the unsaved ones."""
 
     def __init__(
         self, *, num_steps: float, stretches: Sequence[StepStretch], failures: Iterator[Failure], saving: Saving
@@ -86,17 +86,17 @@ class _Run:
         self.times = RunTimes()
         self._num_steps, self._stretches, self._failures, self._saving = num_steps, stretches, failures, saving
         self._now, self._place, self._saved, self._fresh, self._fresh_s = 0.0, 0, 0.0, 0.0, 0.0
-        # Until when what failed while the run stood still is repaired.
+        # When everything that failed while the run was stopped is repaired.
         self._repaired_s = 0.0
         self._failure = next(failures, _NEVER)
 
     @property
     def left(self) -> float:
-        """Steps that are not done."""
+        """Steps still to do."""
         return self._num_steps - self._saved - self._fresh
 
     def go_on(self) -> None:
-        """Until the next event."""
+        """Advance to the next event."""
         following = self._stretches[self._place + 1 : self._place + 2]
         change_s = following[0].begin_s if following else math.inf
         if self._failure.at_s <= self._now:
@@ -113,13 +113,13 @@ class _Run:
             if math.isinf(room_s):
                 raise ScenarioError(
                     "The run waits for devices that do not come back, so it has no end. Give `until` to the lost "
-                    "devices, or let the run go on without them (then = 'replan')."
+                    "devices, or let the run continue without them (then = 'replan')."
                 )
             self._wait(room_s)
             return
         left_s, interval_s, save_s = self.left * step_s, self._saving.interval_s, self._saving.save_s
         if not self._fresh and interval_s < left_s:
-            # Infinite times have no whole number of intervals.
+            # An infinite time has no whole number of intervals.
             most = math.inf if math.isinf(room_s) else room_s // (interval_s + save_s)
             whole = min(most, math.ceil(left_s / interval_s) - 1)
             if whole > 0:
@@ -139,7 +139,7 @@ class _Run:
     def _save(self) -> None:
         end_s = self._now + self._saving.save_s
         if end_s > self._failure.at_s:
-            # The failure interrupts it.
+            # The failure interrupts the save.
             self._count(lost_s=self._failure.at_s - self._now)
             self._now = self._failure.at_s
             return
@@ -187,7 +187,7 @@ class _Run:
         self._fresh, self._fresh_s = 0.0, 0.0
 
     def _restart(self, before_s: float) -> None:
-        """Restart so many seconds from now; failures meanwhile are noticed and repaired first."""
+        """Restart ``before_s`` seconds from now; failures meanwhile are detected and repaired first."""
         begin_s, end_s = self._now, self._now + before_s + self._saving.restart_s
         while self._failure.at_s < end_s:
             delay_s = self._saving.detection_s + self._failure.repair_s + self._saving.restart_s
@@ -201,7 +201,7 @@ class _Run:
         self._failure = next(self._failures, _NEVER)
         if self.times.num_failures > MAX_FAILURES:
             raise ScenarioError(
-                f"The run fails {MAX_FAILURES} times before its end: between failures there is not the time to compute "
+                f"The run fails {MAX_FAILURES} times before its end: the time between failures is too short to compute "
                 "and save. Save more often, or give a longer mttf or fewer devices."
             )
 

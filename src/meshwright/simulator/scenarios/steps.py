@@ -1,8 +1,8 @@
-"""How long are steps where times are random? Many steps in a row, for several seeds.
+"""Step times under jitter: many consecutive steps, for several seeds.
 
-Step k lasts from the end of step k - 1 to its own end. The steps in which a pipeline fills, and the last one of a
-schedule that never flushes, which drains, are not counted. Replicas that are alike without jitter differ with it, so
-all ranks are simulated.
+Step k lasts from the end of step k - 1 to its own end. The steps in which a pipeline fills, and the last step of an
+asynchronous schedule, which drains, are not counted. Jitter makes otherwise identical replicas differ, so all ranks
+are simulated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.spec.scenario import Scenario
 from meshwright.spec.used_devices import used_of
 
 NUM_STEPS, NUM_SEEDS = 100, 5
-# Of fewer steps no 95th percentile can be told.
+# Fewer steps give no 95th percentile.
 LEAST_STEPS = 5
 
 
@@ -37,7 +37,7 @@ class StepTimes:
     seconds: NDArray[np.float64]
 
     def rows(self) -> dict[str, float | int]:
-        """The figures that are told; ``seed_spread_s`` is the standard deviation of the means of the seeds."""
+        """Return the figures to report; ``seed_spread_s`` is the standard deviation of the means of the seeds."""
         means = self.seconds.mean(axis=1)
         p50, p95, p99 = np.percentile(self.seconds, (50, 95, 99)).tolist()
         return {
@@ -53,7 +53,7 @@ class StepTimes:
 
 
 class JitteredSteps:
-    """A plan whose steps are simulated with the times of one seed after the other. Raises as `simulate_plan`."""
+    """A plan whose steps are simulated with random times, one seed after the other. Raises as `simulate_plan`."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class JitteredSteps:
         self._costs: ProgramCosts = estimate_program(self._program, plan, graph, cost)
 
     def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
-        """Seconds of so many steps for each seed, the scenario's own being the first.
+        """Return the seconds of ``num_steps`` steps for each seed, starting with the scenario's own.
 
-        Raises ProgramError for a program of which too few steps can be simulated, or whose steps take longer than can
-        be told, and ScenarioError for such an instruction.
+        Raises ProgramError if too few steps of the program can be simulated or its times overflow, and ScenarioError
+        if the jittered time of one instruction does.
         """
         first, last = (SETTLED_STEPS, 1) if self._program.advance else (1, 0)
         most = MAX_UNROLLED // max(self._program.body.num_instructions, 1) - first - last
@@ -94,16 +94,16 @@ class JitteredSteps:
         return StepTimes(seconds=np.array([[to_seconds(step) for step in np.diff(row).tolist()] for row in rows]))
 
     def timeline(self, num_steps: int) -> Timeline:
-        """The first steps with the times of the scenario's own seed."""
+        """Return the timeline of the first steps, with the times of the scenario's own seed."""
         unrolled = unroll(self._program, self._costs, num_steps)
         return record_run(self._program, self._costs, self._run(unrolled, self._scenario.seed or 0))[0]
 
     def _ends(self, unrolled: Unrolled, seed: int) -> NDArray[np.int64]:
-        """When each step ends in ps, shape (steps,)."""
+        """Return when each step ends in ps, shape (steps,)."""
         run, step = self._run(unrolled, seed), unrolled.step
         ends = np.zeros(int(step.max(initial=0)) + 1, np.int64)
         np.maximum.at(ends, step, run.end_ps)
-        # An asynchronous step may end after the next one began to end; what is told adds up all the same.
+        # A step of an asynchronous program may end after a later one; the differences still add up to the total.
         return np.maximum.accumulate(ends)
 
     def _run(self, unrolled: Unrolled, seed: int) -> SimulatedRun:

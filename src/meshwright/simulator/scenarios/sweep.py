@@ -1,6 +1,6 @@
 """A grid of cases: every combination of the values of some parameters of plan and scenario, all simulated.
 
-What parameters and values there are stands in `parameters`. A case that cannot be simulated has its error for a figure.
+`parameters` describes the parameters and values. A case that cannot be simulated has an error in place of figures.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from meshwright.spec.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A case in each row: the values of the parameters, then the figures of all that could be simulated."""
+    """One case per row: the values of the parameters, then the figures, or the error, of its simulation."""
 
     parameters: tuple[Parameter, ...]
     rows: tuple[dict[str, Any], ...]
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of all figures, in order; ``error`` is the last where a case has one."""
+        """The names of all figures, in order; ``error`` comes last, if a case has one."""
         known = dict.fromkeys(key for row in self.rows for key in row)
         names = [name for name in known if name not in {parameter.name for parameter in self.parameters}]
         return tuple(sorted(names, key=lambda name: name == "error"))
@@ -53,8 +53,8 @@ def sweep_cases(
 ) -> Sweep:
     """Simulate every combination of the parameters' values, the last parameter changing fastest, on all cores.
 
-    A case that cannot be has its reason as ``error``. Raises MeshwrightError for a parameter of which no value can be:
-    one that plan and scenario have not, or of which all values are of another type than it is.
+    A case that cannot be simulated has the reason as ``error``. Raises MeshwrightError for a parameter with no usable
+    value: plan and scenario do not have it, or all its values are of the wrong type.
     """
     count = int(np.prod([len(parameter.values) for parameter in parameters], dtype=object))
     if not 1 <= count <= MAX_CASES or len({parameter.name for parameter in parameters}) < len(parameters):
@@ -66,7 +66,7 @@ def sweep_cases(
         _check_values(parameter, plan, scenario)
     combinations = list(product(*(parameter.values for parameter in parameters)))
     names = [parameter.name for parameter in parameters]
-    # What kinds of devices cost is asked once, before processes begin.
+    # Fill the cost model's cache of device costs once, before processes are forked.
     simulate_plan(plan, graph, usual.cluster, cost=usual, contention=contention)
 
     def run(place: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def sweep_cases(
 
 
 def _check_values(parameter: Parameter, plan: Plan | Placement, scenario: Scenario) -> None:
-    """Raise the first error of a parameter of which no value can be, nor is to be had; and for a value given twice."""
+    """Raise the first error of a parameter that has no usable value, and ScenarioError for a value given twice."""
     again = [value for place, value in enumerate(parameter.values) if value in parameter.values[:place]]
     if again:
         raise ScenarioError(f"{parameter.name}: the value {again[0]} was given more than once. Give each value once.")
@@ -102,7 +102,7 @@ def _check_values(parameter: Parameter, plan: Plan | Placement, scenario: Scenar
             change_case(plan, scenario, values)
             return
         except PlanError:
-            # A plan may be impossible with one value and possible with another parameter's.
+            # A plan that is impossible with this value may be possible with another parameter's value.
             return
         except MeshwrightError as error:
             errors.append(type(error)(f"{_words(values)}: {error}"))
