@@ -45,7 +45,7 @@ COLOURS = {
 
 
 def chain(seconds: Sequence[float] = (1,) * 8, num_weights: int = 1, width: int = 1, backward: float = 2.0) -> Graph:
-    """A graph with one op per layer and number of seconds, ``num_weights`` weights each, ``width`` numbers per sample."""
+    """A graph with one op per layer and given time, ``num_weights`` weights each, ``width`` numbers per sample."""
     shape = (Extent(0, 1),) if width == 1 else (Extent(0, 1), Extent(width))
     tensors = [Tensor(name="x", shape=shape, dtype="float32", role="input", storage=0)]
     ops = []
