@@ -1,6 +1,6 @@
 """What the pictures of these pages share: a chain of layers to simulate, even devices, and timelines as SVG.
 
-A layer of the chain takes so many seconds forward per sample and twice as many backward (unless said otherwise), on
+A layer of the chain takes the given seconds forward per sample and twice that time backward (by default), on
 devices of 10^12 FLOP/s. Links take no time unless a picture is about them.
 """
 
@@ -45,7 +45,7 @@ COLOURS = {
 
 
 def chain(seconds: Sequence[float] = (1,) * 8, num_weights: int = 1, width: int = 1, backward: float = 2.0) -> Graph:
-    """A layer of one op for each number of seconds, with so many weights, on ``width`` numbers per sample."""
+    """A graph with one op per layer and given time, ``num_weights`` weights each, ``width`` numbers per sample."""
     shape = (Extent(0, 1),) if width == 1 else (Extent(0, 1), Extent(width))
     tensors = [Tensor(name="x", shape=shape, dtype="float32", role="input", storage=0)]
     ops = []

@@ -1,4 +1,4 @@
-"""Draws docs/images/endless_schedules.svg: schedules that never flush beside 1F1B, as the simulator times them.
+"""Draws docs/images/endless_schedules.svg: asynchronous schedules beside 1F1B, as the simulator times them.
 
     python docs/pictures/endless_schedules.py
 
@@ -32,7 +32,7 @@ LEGEND = legend(
 def draw() -> str:
     """The whole picture as SVG."""
     rows = [(title, FOUR_STAGES, schedule) for title, schedule in PANELS]
-    return draw_schedules("Schedules that never flush", LEGEND, rows, PIXELS_PER_S, num_microbatches=4, batch=4)
+    return draw_schedules("Asynchronous schedules", LEGEND, rows, PIXELS_PER_S, num_microbatches=4, batch=4)
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def scaling(model: str, ranks: list[int]) -> list[float]:
 
 
 def alpa() -> str:
-    """Uneven layers in four stages: as many layers in each, and sliced exactly."""
+    """Uneven layers in four stages: the same number of layers in each, and sliced exactly."""
     seconds = (0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 1.0, 1.0, 1.6, 1.6, 2.4, 2.8)
     graph, machines = chain(seconds), cluster(4)
     equal = [(3, (rank,)) for rank in range(4)]

@@ -106,7 +106,7 @@ def test_every_named_schedule_opens(schedule, num_replicas):
     if schedule in ASYNCHRONOUS_SCHEDULES:
         graph = chain_graph(4)
         plan = make_plan(graph, even_bounds(4, 4), [num_replicas] * 4, 8 * num_replicas, schedule=schedule)
-    elif LAYOUTS[schedule] == "both ways" and num_replicas > 1:
+    elif LAYOUTS[schedule] == "bidirectional" and num_replicas > 1:
         pytest.skip("runs both ways with one replica only")
     else:
         plan, graph = plan_of(schedule, 4, 8 * num_replicas, num_replicas=num_replicas)

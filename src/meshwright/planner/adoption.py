@@ -93,7 +93,7 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
 
 def _positions(plan: Plan) -> list[tuple[int, ...]]:
     """The ranks of every position in line; of a pipeline that runs both ways, those of one way."""
-    both_ways = SCHEDULE_LAYOUTS.get(cast("ScheduleName", plan.schedule)) == "both ways"
+    both_ways = SCHEDULE_LAYOUTS.get(cast("ScheduleName", plan.schedule)) == "bidirectional"
     ranks = [stage.ranks[:1] if both_ways else stage.ranks for stage in plan.stages]
     return list(dict.fromkeys(ranks))
 

@@ -227,13 +227,13 @@ def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
     if deal != "single":
         chunks = {"in turn": state.num_chunks, "v": 2}.get(deal, 1)
         size = count // chunks
-        divisor = 2 if deal == "both ways" else chunks
+        divisor = 2 if deal == "bidirectional" else chunks
         if count % divisor:
             raise PlanError(
                 f"The schedule {state.schedule} needs a number of stages that {divisor} divides; {count} were given. "
                 f"Choose {format_count(max(count // divisor, 1) * divisor, 'stage')}, or another schedule."
             )
-    if not state.replicas and deal == "both ways":
+    if not state.replicas and deal == "bidirectional":
         return (1,) * size
     if not state.replicas:
         microbatches = state.global_batch // (state.microbatch_size * state.expert)
@@ -252,7 +252,7 @@ def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
             f"The schedule {state.schedule} needs as many replicas of every stage; {_words(replicas)} were given. "
             "Give one number for all of them."
         )
-    if deal == "both ways" and set(replicas) != {1}:
+    if deal == "bidirectional" and set(replicas) != {1}:
         raise PlanError(
             f"The schedule {state.schedule} runs one pipeline both ways, so that each stage is there twice; "
             f"{replicas[0]} replicas were given. Give 1."

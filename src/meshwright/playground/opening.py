@@ -107,10 +107,10 @@ def _layout_of(plan: Plan) -> tuple[str, int, tuple[int, ...]]:
     """The layout that a plan's stages are in, stages per rank (0 if it does not matter), replicas of its positions."""
     deal, count = deal_of(plan.schedule), len(plan.stages)
     positions = list(dict.fromkeys(stage.ranks for stage in plan.stages))
-    size = count if deal in ("single", "both ways") else len(positions)
+    size = count if deal in ("single", "bidirectional") else len(positions)
     replicas = tuple(len(stage.ranks) for stage in plan.stages)
-    of_position = (1,) * count if deal == "both ways" else replicas[:size]
-    fits = {"in turn": count % size == 0, "v": count == 2 * size, "both ways": count % 2 == 0}
+    of_position = (1,) * count if deal == "bidirectional" else replicas[:size]
+    fits = {"in turn": count % size == 0, "v": count == 2 * size, "bidirectional": count % 2 == 0}
     is_even = len(set(of_position)) == 1
     if fits.get(deal, True) and (deal == "single" or is_even):
         for name in get_args(LayoutName):

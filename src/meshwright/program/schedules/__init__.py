@@ -26,7 +26,7 @@ from meshwright.program.schedules.single import gpipe, one_forward_one_backward,
 from meshwright.program.schedules.virtual import interleaved, looped_breadth_first
 from meshwright.spec.plan import Plan, ScheduleName, SynchronousName
 
-LayoutKind = Literal["single", "in turn", "v", "both ways"]
+LayoutKind = Literal["single", "in turn", "v", "bidirectional"]
 NamedSchedule = Callable[[Plan], RankOrders]
 
 SCHEDULES: dict[SynchronousName, NamedSchedule] = {
@@ -50,7 +50,7 @@ SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
     "interleaved": "in turn",
     "looped-bfs": "in turn",
     "zb-v": "v",
-    "dualpipe": "both ways",
+    "dualpipe": "bidirectional",
     "dualpipe-v": "v",
     "pipedream": "single",
     "pipedream-vertical": "single",
