@@ -53,7 +53,10 @@ class LayerSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBytes:
-    """Of each layer, shape (L,); ``kept`` of one microbatch are ``kept_fixed + b · kept_per_sample``."""
+    """Bytes of each layer, shape (L,).
+
+    ``kept`` for a microbatch of b samples is ``kept_fixed + b · kept_per_sample``.
+    """
 
     parameters: Floats
     states: Floats
@@ -126,7 +129,7 @@ class Figures:
 
     @cached_property
     def is_in_root(self) -> NDArray[np.bool_]:
-        """Which layers' parameters ZeRO 3 gathers with the root's, shape (L,)."""
+        """Whether ZeRO 3 gathers a layer's parameters with the root's, shape (L,)."""
         starts = {group.start for group in parameter_groups(self._local) if not group.is_root}
         alone = np.array([layer.start not in starts for layer in self._local.layers])
         found: NDArray[np.bool_] = alone[self._short.stands_for]
@@ -134,7 +137,7 @@ class Figures:
 
     @property
     def tied_bytes(self) -> float:
-        """Parameters that several layers read."""
+        """Bytes of parameters that several layers read."""
         return self._tied[0]
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
@@ -176,7 +179,10 @@ class Figures:
     def exchanges(
         self, num_ranks: int, counts: tuple[int, ...], exchange: GradientExchange, shard_size: int = 0
     ) -> Exchanges:
-        """Return the costs of communication among replicas for these numbers of positions; the minimum over all layouts."""
+        """Return the costs of communication among replicas for these numbers of positions.
+
+        They are minima over all layouts.
+        """
         key = num_ranks, counts, exchange.bucket_bytes, shard_size
         if key not in self._exchanges:
             rows = [self._exchange(num_ranks // count, count, exchange.bucket_bytes, shard_size) for count in counts]
@@ -205,9 +211,11 @@ class Figures:
         return min(self.cost.bucket_seconds(graph, graph.parameters, kind) for kind in kinds) / max(num_bytes, 1)
 
     def _exchange(self, replicas: int, positions: int, bucket_bytes: int, shard_size: int) -> tuple[float, ...]:
-        """Return seconds to reduce one byte and a bucket at the best rate, and per byte of a layer's gathers and scatters.
+        """Return the costs of communication among replicas, the minimum over all groups.
 
-        Gathers and scatters are among groups of ``shard_size`` replicas, if that is not 0.
+        The entries are: seconds to reduce one byte; seconds to reduce a bucket at the best rate; seconds per byte of a
+        layer's gathers, and of its scatters. Gathers and scatters are among groups of ``shard_size`` replicas, if that
+        is not 0.
         """
         if replicas == 1:
             return 0.0, 0.0, 0.0, 0.0
@@ -270,7 +278,7 @@ class Figures:
         )
 
     def waiting(self, microbatch_size: int) -> Floats:
-        """Return the bytes of a microbatch that each layer makes for the second part of a split backward, shape (L,)."""
+        """Return the bytes that a layer makes per microbatch for the second part of a split backward, shape (L,)."""
         if microbatch_size not in self._waiting:
             graph, width = self._local, self.workload.float_bytes
             found = np.zeros(len(graph.layers))
@@ -282,7 +290,7 @@ class Figures:
 
     @cached_property
     def _made_for_weights(self) -> list[set[int]]:
-        """By layer, the values of it that the second part of a split backward reads, or whose gradients it does."""
+        """For each layer, its values that the second part of a split backward reads, or whose gradients it reads."""
         graph, shares = self._local, weights_shares(self._local)
         found = []
         for layer in graph.layers:
@@ -326,7 +334,10 @@ class Figures:
         return as_computed(local, self.workload.numbers)
 
     def _step_seconds(self, kind: DeviceKind) -> Floats:
-        """Return the seconds that each layer adds to the optimizer step, which starts after a rank's last computation."""
+        """Return the seconds that each layer adds to the optimizer step.
+
+        The step starts when a rank's last computation has ended.
+        """
         if self._steps_on_device:
             return self._optimizer_seconds(kind)
         if any(away.optimizer != "host" for away in self._offload):

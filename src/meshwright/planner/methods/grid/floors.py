@@ -95,10 +95,10 @@ def _left_later(form: Form, position: int, counts: Sequence[int]) -> tuple[int, 
 
 
 def _gathered_bytes(figures: Figures, recompute: str, mine: Sequence[tuple[int, int]], chunk: int) -> float:
-    """Return the bytes of parameters that ZeRO 3 has gathered when a chunk's backward starts (`cost.memory.shared_units`).
+    """Return the bytes of parameters that ZeRO 3 has gathered at the start of a chunk's backward.
 
-    The layers of the root are always gathered. Of the others, the last one is gathered; so is the one before it if the
-    chunk's last layer is outside the root.
+    The layers of the root are always gathered (`cost.memory.shared_units`). Of the others, the last one is gathered; so
+    is the one before it if the chunk's last layer is outside the root.
     """
     parameters, in_root = figures.bytes(recompute).parameters, figures.is_in_root
     root = sum(float(parameters[start:stop][in_root[start:stop]].sum()) for start, stop in mine) - figures.tied_bytes

@@ -33,7 +33,7 @@ _NO_TIME_S = 1e-15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """So many machines side by side, and what each sends per second."""
+    """A number of machines, and the bandwidth of each."""
 
     num_machines: int
     bandwidth_bytes_per_s: float
@@ -41,11 +41,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipeDreamOptions:
-    """What PipeDream's optimizer can be asked for; the defaults are its own.
+    """Options of PipeDream's optimizer, with its own defaults.
 
-    ``compression_ratio``: activations shrink so many times on links, None for links that take no time at all.
-    ``replicas``: how many a stage may have on each level, 1 alone for a straight pipeline, None for any number.
-    ``fewer_machines``: some may stay idle. ``memory_bytes``: the limit of each machine.
+    ``compression_ratio`` divides activation bytes on links; None for links that take no time. ``replicas`` are the
+    allowed numbers of replicas on each level, (1,) for a straight pipeline, None for any number. ``fewer_machines``:
+    some may stay idle. ``memory_bytes`` is the limit of each machine.
     """
 
     compression_ratio: float | None = None
@@ -56,7 +56,7 @@ class PipeDreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelStage:
-    """The layers between two states (``start`` -1: from the first one) as one stage, on the lowest level.
+    """The layers between two states (``start`` -1: from the first layer) as one stage, on the lowest level.
 
     ``replicas`` are those of each level, the lowest first: the stage is on their product of devices.
     """

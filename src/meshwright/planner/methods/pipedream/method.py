@@ -58,8 +58,9 @@ def pipedream(problem: Problem, state: SearchState) -> Steps:
     found = [item for space in problem.spaces() for item in _search(space, state)]
     if not found:
         raise PlanError(
-            f"PipeDream's planner chooses stages itself, and finds no plan of {list(problem.choices.num_stages)} stages "
-            "for these devices and microbatches. Leave the number of stages open, or use another method."
+            f"PipeDream's planner chooses stages itself, and finds no plan of "
+            f"{list(problem.choices.num_stages)} stages for these "
+            "devices and microbatches. Leave the number of stages open, or use another method."
         )
     seen: set[Plan] = set()
     num_fitting = 0

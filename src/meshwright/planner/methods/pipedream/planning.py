@@ -109,8 +109,8 @@ class PipedreamPlan:
             lines.append(f"the best of all cuts ({format_count(self.num_states, 'state')})")
         else:
             lines.append(
-                f"the best of {format_count(self.num_states, 'state')} of some orders of the layers; there are too many in all. "
-                f"No plan is faster than {format_seconds(self.bound_s)}, which is the same work without transfers: at "
+                f"the best of {format_count(self.num_states, 'state')} of some orders of the layers; all are too many: "
+                f"no plan is faster than {format_seconds(self.bound_s)}, which is the same work without transfers: at "
                 f"most {gap} are lost"
             )
         lines += [

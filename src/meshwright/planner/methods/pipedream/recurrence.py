@@ -65,7 +65,7 @@ class LevelProblem(NamedTuple):
 
 
 class IntervalTable(NamedTuple):
-    """The results of all intervals behind one state, entry [j, m]: seconds (B), or the number of stages; and the last stage.
+    """The results of all intervals behind one state, entry [j, m]: seconds (B) or numbers of stages, and last stages.
 
     Shapes (S, M + 1): the cut k before the last stage, and its number of replicas r. A cut of -2 means that one stage
     is best.
