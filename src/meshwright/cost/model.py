@@ -142,12 +142,18 @@ class CostModel:
         return self.measurements is not None and self.measurements.device == device_kind.usual_name
 
     def host_factor(self, rank: int) -> float:
-        """Return how many times as long as the host of `host_issue` a rank's host takes to issue, at the model's end."""
+        """Return how many times as long as the host of `host_issue` a rank's host takes to issue ops.
+
+        At an ``end`` of the model, it is that end of the interval.
+        """
         node = self.cluster.nodes[self.cluster.node_index(rank)]
         return host_factor(node, self.end, self._measured_host_s(self.cluster.device_kind(rank)))
 
     def optimizer_issue_s(self, num_tensors: int, optimizer: Optimizer) -> float:
-        """Return the seconds of the host of `host_issue` for one step over a number of tensors, by our runtime's loop."""
+        """Return the seconds of the host of `host_issue` for one step over a number of tensors.
+
+        The loop over the tensors is that of our runtime.
+        """
         key = ("optimizer issue", num_tensors, optimizer)
         return self._keep(key, lambda: issue_step(num_tensors, optimizer, self.measurements))
 
@@ -234,10 +240,11 @@ class CostModel:
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
     ) -> Predictions:
-        """Return the seconds of a collective for many sizes (shape (n,)), with intervals and basis; 0 for a single rank.
+        """Return the seconds of a collective for many sizes (shape (n,)), with intervals and basis.
 
-        ``num_bytes`` are those of the full tensor: the output of an all-gather, the input of a reduce-scatter. The
-        ranks may have any order; the ``concurrent`` groups run the same collective at the same time.
+        A single rank takes no time. ``num_bytes`` are those of the full tensor: the output of an all-gather, the input
+        of a reduce-scatter. The ranks may have any order; the ``concurrent`` groups run the same collective at the same
+        time.
         """
         ranks, beside = self.teams.groups(op, ranks, concurrent)
         return self._collectives.predict(op, ranks, num_bytes, beside)
@@ -317,7 +324,10 @@ class CostModel:
         shared: SharedUnits | None = None,
         activations_away: bool = False,
     ) -> StageMemory:
-        """Return the bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
+        """Return the bytes that a stage holds for microbatches of ``batch_size`` samples.
+
+        Arguments are those of `weigh_stage`.
+        """
         graph = as_computed(graph, workload.numbers)
         exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
         # If only some gradients are reduced, it matters which ones.

@@ -61,7 +61,7 @@ class HostCosts:
         return cost_of_seconds(num_bytes * parts / drives.write_bytes_per_s, HOST_COPY, "roofline")
 
     def bound_step_seconds(self, rank: int, gradient_bytes: int, optimizer: Optimizer, place: Place) -> float:
-        """Return a lower bound of an update's seconds: the slowest of its overlapping parts, for these gradient bytes."""
+        """Return a lower bound of an update's seconds, for these gradient bytes: its slowest overlapping part."""
         seconds = [self._cost.host_transfer_seconds(rank, gradient_bytes)]
         seconds.append(self.estimate_step(rank, gradient_bytes, optimizer).at(self._cost.end))
         if place == "nvme":

@@ -72,7 +72,7 @@ def optimizer_bytes(parameter: Tensor, workload: Workload) -> int:
 
 
 def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
-    """Return the loop that our runtime requests (`training.job.make_optimizer`): AdamW fused on GPUs, else the default."""
+    """Return our runtime's loop (`training.job.make_optimizer`): AdamW fused on GPUs, else torch's default."""
     if not on_gpu:
         return "tensors"
     return "fused" if optimizer.kind == "adamw" else "foreach"

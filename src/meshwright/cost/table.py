@@ -78,9 +78,9 @@ class OpTable:
         return self._by_key[key].spread
 
     def issued(self, graph: Graph, op: Op, key: str) -> RooflineSeconds | None:
-        """Return the host's seconds to issue an op of this key, or the same op at another batch size; None if not measured.
+        """Return the host's seconds to issue an op of this key, or the same op at another batch size.
 
-        Gradient accumulation is not included.
+        None if not measured. Gradient accumulation is not included.
         """
         entry = self._by_key.get(key)
         if entry is None or not entry.forward_issue_s:

@@ -51,7 +51,10 @@ def is_view(graph: Graph, op: Op) -> bool:
 
 
 def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str, key: str = "") -> Passes:
-    """Return the work of an op at a batch size, with floating values of ``dtype``; ``key`` is its `key_in`, if known."""
+    """Return the work of an op at a batch size, with floating values of ``dtype``.
+
+    ``key`` is its `key_in`, if known.
+    """
     known = read_work(key or key_in(dtype, graph, op, batch_size))
     count = _Count(graph, op, batch_size, dtype)
     if known is None:

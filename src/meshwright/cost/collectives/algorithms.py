@@ -72,9 +72,10 @@ def count_steps(op: CollectiveOp, group: CollectiveGroup, algorithm: Algorithm =
 def port_share(
     op: CollectiveOp, group: CollectiveGroup, *, num_lanes: float | None = None, algorithm: Algorithm = "ring"
 ) -> float:
-    """Return bytes through the busiest port, in one direction, per byte of the full tensor (see the table); 0 for one rank.
+    """Return the bytes through the busiest port, in one direction, per byte of the full tensor; 0 for one rank.
 
-    ``num_lanes``: L, for links between pairs of devices; None for devices with one port to a switch each.
+    The formulas are in the module's table. ``num_lanes``: L, for links between pairs of devices; None for devices with
+    one port to a switch each.
     """
     num_ranks, per_node = group.num_ranks, group.ranks_per_node
     if num_ranks == 1:
@@ -99,7 +100,7 @@ def port_share(
 
 
 def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
-    """Return the seconds of a ring all-reduce of ``num_bytes`` over links of one latency and bandwidth; 0 for one rank."""
+    """Return the seconds of a ring all-reduce over links of one latency and bandwidth; 0 for a single rank."""
     group = CollectiveGroup(num_ranks=num_ranks)
     share = port_share("all_reduce", group)
     return count_steps("all_reduce", group) * latency_s + share * num_bytes / bandwidth_bytes_per_s

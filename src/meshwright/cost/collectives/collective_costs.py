@@ -64,10 +64,11 @@ class CollectiveCosts:
         concurrent: Groups = (),
         algorithm: Algorithm | None = None,
     ) -> Predictions:
-        """Return the seconds for each size (shape (n,), bytes of the full tensor), with ``concurrent`` groups doing the same.
+        """Return the seconds for each size (shape (n,), bytes of the full tensor).
 
-        For one ``algorithm`` only the datasheet is used: tables do not say which one was measured. Raises
-        MeasurementError for an invalid collective or size, ClusterError for ranks that cannot form a group.
+        The ``concurrent`` groups run the same collective at the same time. For one ``algorithm`` only the datasheet is
+        used: tables do not say which one was measured. Raises MeasurementError for an invalid collective or size,
+        ClusterError for ranks that cannot form a group.
         """
         check_messages(op, num_bytes)
         if algorithm is not None:
