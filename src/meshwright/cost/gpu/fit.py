@@ -190,7 +190,10 @@ def fit_optimizer_shares(steps: Sequence[MeasuredStep], kind: DeviceKind) -> dic
 
 
 def left_out(rows: Sequence[MeasuredOp], kind: DeviceKind, part: str) -> list[tuple[MeasuredOp, float]]:
-    """Return measured / predicted of the third of each op's rows with the most seconds ("large") or fewest ("small")."""
+    """Return measured / predicted of a third of each op's rows.
+
+    They are those with the most seconds ("large") or with the fewest ("small").
+    """
     kept, tested = split_by_size(rows, kind, part)
     rates = _fit(kept, kind)
     return [(row, row.seconds / predicted(rates, row, kind)) for row in tested]

@@ -85,7 +85,10 @@ def fit_trees(columns: NDArray[np.float32], target: Floats, settings: BoostingSe
 
 
 def _bin(columns: NDArray[np.float32], num_bins: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Return (upper edges of the bins, shape (features, bins); the bin of every entry): x > edges[b] means a bin above b."""
+    """Return the upper edges of the bins, shape (features, bins), and the bin of every entry.
+
+    x > edges[b] means a bin above b.
+    """
     edges = np.full((len(columns), num_bins), np.inf, np.float32)
     bins = np.empty(columns.shape, np.uint8)
     for index, column in enumerate(columns):

@@ -1,8 +1,8 @@
 """Valid queries of the kernel predictor: devices, dtypes and sizes.
 
-device   states multiprocessors, cache and clock
-dtype    arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
-sizes    1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
+- device: states multiprocessors, cache and clock
+- dtype: arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
+- sizes: 1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def is_tiled(device: DeviceKind) -> bool:
 
 
 def split_dtype(dtype: str) -> tuple[str, str]:
-    """Return (arithmetic, keys and values) of a record's dtype: ``bfloat16:kv=float8_e4m3fn``; scaling is not a dtype."""
+    """Return (arithmetic, keys and values) of a record's dtype, such as ``bfloat16:kv=float8_e4m3fn``.
+
+    Scaling is not part of the dtype.
+    """
     first, _, rest = dtype.partition(":")
     return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
 

@@ -28,7 +28,7 @@ class Correction:
     weights: Floats
 
     def evaluate(self, places: Floats) -> Floats:
-        """Return the correction of the logarithm of seconds at each place, shape (queries,), given (queries, features)."""
+        """Return the correction of ln seconds at each place, shape (queries,), given (queries, features)."""
         return _likeness(places, self.points) @ self.weights
 
 

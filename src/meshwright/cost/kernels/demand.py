@@ -74,7 +74,10 @@ class Demand:
 
 
 def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
-    """Return the demand of queries of one op, dtype and kernel family on a device with known multiprocessors and cache."""
+    """Return the demand of queries of one op, dtype and kernel family.
+
+    The device must state its multiprocessors and cache.
+    """
     if op == "matmul":
         return _product(sizes, dtype, kernel, device)
     return _attention(sizes, dtype, kernel, device, decode=op == "attention_decode")

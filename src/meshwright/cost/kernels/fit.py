@@ -249,7 +249,7 @@ def _left_out_devices(
     families: tuple[str, ...],
     settings: BoostingSettings,
 ) -> list[tuple[Step, Floats]]:
-    """Return residuals of large parts of devices, from fits without these devices, by the step to the nearest devices."""
+    """Return residuals of large parts of devices from fits without these devices, by step to the others."""
     samples: list[tuple[Step, Floats]] = []
     for out in left_out_sets({group.device: group.capability for group in groups}):
         others = [group for group in groups if group.device not in out]

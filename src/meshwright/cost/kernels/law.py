@@ -87,7 +87,7 @@ def shared_prior(fitted: Sequence[Floats]) -> Prior:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Explained:
-    """Of each query, shape (queries,): seconds, those of compute and of memory in them, and the way that was taken."""
+    """For each query, shape (queries,): seconds, their compute and memory parts, and the chosen way."""
 
     seconds: Floats
     compute: Floats

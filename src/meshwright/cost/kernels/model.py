@@ -52,7 +52,7 @@ _MANY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What is asked besides sizes: op, dtype, kernel family ("" for the usual one of the device) and the device."""
+    """A query without sizes: op, dtype, kernel family ("" for the usual one of the device) and the device."""
 
     op: str
     dtype: str
