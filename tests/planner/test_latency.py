@@ -145,7 +145,7 @@ def test_without_any_it_says_what_the_least_is():
     with pytest.raises(PlanError, match=r"to compute one of 1 takes .* at least"):
         search(GRAPH, cluster_of(4), 16, max_latency_s=least / 2)
     cluster = cluster_of(4)
-    with pytest.raises(PlanError, match=r"The quickest of \d+ plans? that"):
+    with pytest.raises(PlanError, match=r"The fastest of \d+ plans? that"):
         search_plans(
             lambda size: GRAPH,
             cluster,

@@ -95,7 +95,7 @@ def other_torch(measured: Measurements | None) -> str:
 
 
 def _adapt_if_measured(rows: Records, cluster: Cluster) -> KernelModel | None:
-    """Return the shipped kernel predictor adapted to new kernels among the rows; None if there are none."""
+    """Return the shipped kernel predictor adapted to new kernels among the rows; None if nothing is new."""
     kinds = {kind.name: kind for kind in cluster.device_kinds if is_tiled(kind)}
     if not kinds:
         return None

@@ -44,5 +44,5 @@ def explain_step_interval(interval: StepInterval) -> str:
     """Return the interval as one sentence."""
     ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
     if interval.measured:
-        return f"Step time, 80 % interval (from the intervals of its ops, transfers and optimizer): {ends}."
+        return f"Step time, 80 % interval (from its ops, transfers and optimizer): {ends}."
     return f"Step time, 80 % interval (from datasheets; nothing was measured): {ends}."

@@ -8,7 +8,7 @@
     partitions P of the ranks of ⌊links between parts /
                 (|P| - 1)⌋ (Nash-Williams and Tutte, 1961)
 
-Links are a symmetric matrix, 0 where there is none: bandwidths in bytes/s, or numbers of parallel links.
+Links are a symmetric matrix, 0 without a link: bandwidths in bytes/s, or numbers of parallel links.
 """
 
 from __future__ import annotations

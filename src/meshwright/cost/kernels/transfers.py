@@ -6,8 +6,8 @@
 
 Every device is held out alone, and with all of its compute capability. Its residuals, with those of the devices held
 out with it, are one sample of the error of such a step. The interval of a step goes from the 10 % to the 90 % quantile
-of its samples, which have equal weights whatever their numbers of rows, and is no narrower than that of a smaller step.
-A step without samples has the interval of the next larger one.
+of its samples, which have equal weights whatever their numbers of rows, and is at least as wide as that of a smaller
+step. A step without samples has the interval of the next larger one.
 
 Source: conformal prediction for a new group, by pooled distributions (Dunn, Wasserman and Ramdas, JASA 2023).
 """
@@ -36,7 +36,10 @@ UNKNOWN = Interval(low=0.1, high=10.0)
 
 
 def left_out_sets(capabilities: Mapping[str, float]) -> list[frozenset[str]]:
-    """Return the sets of devices that are held out together, given the compute capability of each; never all devices."""
+    """Return the sets of devices that are held out together; never all devices.
+
+    ``capabilities`` has the compute capability of each device.
+    """
     alone = [frozenset((device,)) for device in capabilities]
     alike = [
         frozenset(device for device, there in capabilities.items() if there == here)

@@ -155,7 +155,7 @@ def _staying(graph: Graph, stage: StageSlice) -> set[int]:
 def _saves(
     graph: Graph, stage: StageSlice, spans: Sequence[tuple[int, int, int]]
 ) -> Iterable[tuple[int, int, set[int]]]:
-    """Unit, op and storages of what is saved in the course of a forward."""
+    """Yield unit, op and storages of the values saved during a forward."""
     again = dict(graph.recompute)
     own, skipped, unit = set(stage.ops), -1, 0
     for op in stage.ops:

@@ -121,6 +121,9 @@ def _is_convolution(graph: Graph, op: Op) -> bool:
 
 
 def _copied_input(graph: Graph, op: Op, sizes: TensorSizes) -> int:
-    """Return the bytes of the copied input; images are read in place (oneDNN, is_1stconv in jit_avx512_common_conv_kernel)."""
+    """Return the bytes of the copied input; images are read in place.
+
+    See oneDNN, is_1stconv in jit_avx512_common_conv_kernel.
+    """
     channels = graph.tensors[op.inputs[0]].shape[1].fixed
     return sizes[op.inputs[0]] if channels > _MAX_IMAGE_CHANNELS else 0

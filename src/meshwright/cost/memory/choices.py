@@ -21,9 +21,10 @@ Row = dict[str, Any]
 
 
 def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
-    """Return one row per layer: ``layer``, ``parameters_bytes``, and bytes of a microbatch per choice (``none_bytes`` ...).
+    """Return one row per layer.
 
-    Values that a layer gets from another one count where they are made. Raises GraphError as `weigh_stage` does.
+    Keys: ``layer``, ``parameters_bytes``, and bytes that a microbatch keeps per choice (``none_bytes`` ...). Values
+    that a layer gets from another one count where they are made. Raises GraphError as `weigh_stage` does.
     """
     _check_trains(graph)
     device = backend_of(cluster.device_kind(0))
@@ -82,6 +83,6 @@ def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clus
 def _check_trains(graph: Graph) -> None:
     if graph.mode != "training":
         raise GraphError(
-            f"Graph {graph.name!r} is for inference; expected one for training, to compare recomputation, "
-            "sharding and offload. Capture the model for training."
+            f"Graph {graph.name!r} is for inference; expected one for training, to compare recomputation, sharding and "
+            "offload. Capture the model for training."
         )

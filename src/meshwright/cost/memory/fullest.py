@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 
-# Places of the computations in a row of bytes.
+# Indices of the computations in a row of bytes.
 FORWARD, BACKWARD_FIRST, BACKWARD_LATER, STEP = range(4)
 NUM_MOMENTS = 4
 
@@ -27,7 +27,7 @@ NUM_MOMENTS = 4
 def fullest(
     most: NDArray[np.float64], each: float, gradients: float, num_in_flight: int, num_microbatches: int
 ) -> float:
-    """Bytes at the fullest moment; ``most`` (4,) by computation."""
+    """Return the bytes at the peak; ``most`` (4,) by computation."""
     goes_on = num_microbatches > num_in_flight
     peak = max(
         (num_in_flight - 1) * each + most[FORWARD] + (gradients if goes_on else 0.0),

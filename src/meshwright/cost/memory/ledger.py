@@ -1,7 +1,7 @@
 """Allocations and frees in the course of a step, as one list of events, and its peak.
 
-in use after event e     Σ bytes of the events up to e, frees negative
-peak                     its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
+- in use after event e: Σ bytes of the events up to e, frees negative
+- peak: its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ class OtherSizes:
 def measure_tensors(
     graph: Graph, batch_size: int, float_bytes: int | None, device: Backend
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return bytes and elements of all tensors; GraphError for an invalid batch size and a graph with its own backward."""
+    """Return bytes and elements of all tensors.
+
+    Raises GraphError for an invalid batch size and for a graph with its own backward.
+    """
     graph.check_batch_size(batch_size)
     if has_own_backward(graph):
         raise GraphError(

@@ -68,14 +68,20 @@ class StageMemory:
         return self.received_bytes + self.phases.forward.after_bytes
 
     def peak_bytes(self, num_in_flight: int, num_microbatches: int | None = None) -> int:
-        """Return the peak with ``num_in_flight`` of a step's microbatches (default: all), without transfers in flight."""
+        """Return the peak with ``num_in_flight`` of a step's microbatches (default: all).
+
+        Transfers in flight are not included.
+        """
         count = num_microbatches or num_in_flight
         each, gathered = self.microbatch_bytes, -self.phases.optimizer.after_bytes
         moment = fullest(self.most_bytes(), float(each), float(gathered), num_in_flight, count)
         return self.static_bytes + count * self.input_bytes + round(moment)
 
     def activation_bytes(self, num_in_flight: int, num_microbatches: int) -> int:
-        """Return the largest bytes of inputs and of computing and keeping microbatches, without gradients of parameters."""
+        """Return the peak bytes of inputs and of computing and keeping microbatches.
+
+        Gradients of parameters are not included.
+        """
         most = self.most_bytes() - self.most_bytes(GRADIENTS)
         moment = fullest(most, float(self.microbatch_bytes), 0.0, num_in_flight, num_microbatches)
         return num_microbatches * self.input_bytes + round(moment)

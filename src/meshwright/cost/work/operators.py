@@ -66,6 +66,9 @@ def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str
 
 
 def name_in(kind: str) -> str:
-    """Return the name in an op's kind, ``relu_`` for ``aten.relu_.default``; a kind without dots is returned as it is."""
+    """Return the name in an op's kind: ``relu_`` for ``aten.relu_.default``.
+
+    A kind without dots is returned unchanged.
+    """
     parts = kind.split(".")
     return parts[1] if len(parts) > 1 else parts[0]

@@ -116,7 +116,7 @@ class _Needs:
     def first_from(self, layers: Iterable[int]) -> Integers:
         """Return, for each i, the first of the layers at or after i, shape (L,).
 
-        It is L + 1, beyond any stage, if there is none.
+        It is L + 1, beyond any stage, if no such layer exists.
         """
         known = np.array(sorted(set(layers)), np.int64)
         place = np.searchsorted(known, np.arange(self.num_layers))

@@ -116,7 +116,10 @@ def _sharding(placements: Placements, axis: int) -> Sharding:
 
 
 def _settled(wanted: _Wanted, sharding: Sharding) -> Sharding:
-    """Return the sharding with placements of ops that gives the wanted placements; PlanError if there is none."""
+    """Return the sharding with placements of ops that gives the wanted placements.
+
+    Raises PlanError if no sharding gives them.
+    """
     own = {index: _placement(wanted, index) for index in _without_heads(wanted)}
     for _ in range(_ROUNDS):
         sharding = replace(sharding, placements=tuple(own[index] for index in sorted(own)))

@@ -196,10 +196,11 @@ class CandidateSearch:
         )
 
     def next_best(self, candidate: PlanCandidate, peak_bytes: Sequence[int]) -> PlanCandidate | None:
-        """Return the next plan of the same problem after a candidate that needs too much memory; None if there is none.
+        """Return the next plan of the same problem after a candidate that needs too much memory.
 
-        Unsettled stages have lower bounds of memory (`stage_bytes`). The result of a walk is stored for all problems of
-        the size, the additional memory in its simulation (transfers in flight) for this problem.
+        None if the problem has no further plan. Unsettled stages have lower bounds of memory (`stage_bytes`). The
+        result of a walk is stored for all problems of the size, the additional memory in its simulation (transfers in
+        flight) for this problem.
         """
         search, plan = candidate.found_in, candidate.plan
         tables, problem = self.space.tables(search.size), self._problem(search)

@@ -84,7 +84,7 @@ def solve_slicing(
 
 
 def _read_slicing(problem: SlicingProblem, tables: SlicingTables) -> Slicing | None:
-    """Return the slicing with the least sum in filled tables; None if there is none."""
+    """Return the slicing with the least sum in filled tables; None if no slicing fits."""
     stage, layer, left = len(tables.sums) - 1, 0, problem.num_ranks
     sum_s = float(tables.sums[stage, left, layer])
     if not np.isfinite(sum_s):
