@@ -132,9 +132,7 @@ class Shares:
         if needed:
             lines.append(f"Without {' or without '.join(needed)}, no plan with the other choices fits.")
         if self.left_plain:
-            lines.append(
-                f"Choices that the best plan leaves plain, so that they gain nothing: {', '.join(self.left_plain)}."
-            )
+            lines.append(f"The best plan leaves plain, so that they gain nothing: {', '.join(self.left_plain)}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
