@@ -1,9 +1,10 @@
 """Seconds of the host to issue ops to a CUDA device, which runs them later: per op and per optimizer step.
 
-    forward      calls · forward_call_s + kernels · launch_s      calls: kernels, views and casts backward     nodes ·
-    node_s + kernels · launch_s              nodes: nodes of autograd's graph, including one per parameter; plus
-    `HostCalls.engine_s` once per backward accumulate   kernels · call_s optimizer    tensors · seconds of the loop per
-    tensor
+    forward      calls · forward_call_s + kernels · launch_s      calls: kernels, views and casts
+    backward     nodes · node_s + kernels · launch_s              nodes: nodes of autograd's graph, including one per
+                 parameter; plus `HostCalls.engine_s` once per backward
+    accumulate   kernels · call_s
+    optimizer    tensors · seconds of the loop per tensor
 
 A call in a model takes several times as long as in a loop over one op: modules and the user's Python run in between,
 and caches are cold. This was measured on a CPU without a device, with models whose tensors are so small that computing

@@ -3,11 +3,11 @@
 With p positions in line, of R ranks each, the layers are cut into S stages such that the slowest stage is as fast as
 possible. A stage's time is that of a microbatch's forward and backward on the first rank's device kind:
 
-    single       S = p     stage i on position i
-    in turn      S = v·p   stage i on position i mod p
-    v            S = 2p    stage i on position i, and stage 2p - 1 - i
+    single        S = p     stage i on position i
+    in turn       S = v·p   stage i on position i mod p
+    v             S = 2p    stage i on position i, and stage 2p - 1 - i
     bidirectional S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
-    a file       as its lines say; line i is position i (or rank i, if the file has a line for each rank)
+    a file        as its lines say; line i is position i (or rank i, if the file has a line for each rank)
 """
 
 from __future__ import annotations

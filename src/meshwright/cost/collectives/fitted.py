@@ -1,8 +1,9 @@
 """Seconds of a collective from measurements on a cluster: of this group, or of groups in other places.
 
-    measured      exactly this size and group interpolated  the group, at other sizes: on straight lines through the
-    measured points and a kriging of all series on a grid between and beyond them, computed once (`smoothing`)
-    transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v,  u linear in log n, v linear in 1/n
+    measured      exactly this size and group
+    interpolated  the group, at other sizes: on straight lines through the measured points and a kriging of all series
+                  on a grid between and beyond them, computed once (`smoothing`)
+    transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v, u linear in log n, v linear in 1/n
 
 where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size of the grid, and w(m) = t(m,
 S') - t₀(m) its time above that for the message S' with the same bytes through the busiest port as S has here

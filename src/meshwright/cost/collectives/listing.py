@@ -1,9 +1,10 @@
 """A listing of a cluster's collectives: each at a few sizes, the best orders of ranks for the links, and limits.
 
-bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to compare with a link's orders
-the given one, and the best by the slowest link, with the number of such links (`rings`) limits          BytePS's closed
-form over the nodes and their NICs: with no spare machine (the ring), with half and with the same number of spare
-machines
+bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to compare with a link's
+orders          the given one, and the best by the slowest link, with the number of such links (`rings`)
+limits          BytePS's closed form over the nodes and their NICs: with no spare machine (the ring), with half and
+                with the same number of spare machines
+
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Rings and trees on the graph of links: the best order of the ranks, whatever their numbers.
 
     best_ring   the Hamiltonian cycle whose slowest link is fastest: exact up to `MAX_EXACT` ranks (bisection over the
-    smallest bandwidth; whether a cycle exists, by Held and Karp's sets); with more ranks, or if equally fast, by
-    joining the clusters of the maximum spanning tree, which visits each host once best_tree   the spanning tree whose
-    slowest link is fastest: a maximum spanning tree (Prim) count_rings how many directed rings links of equal speed
-    hold at once: each cycle is used in both directions count_trees how many spanning trees they hold at once: min over
-    partitions P of the ranks of ⌊links between parts /
+                smallest bandwidth; whether a cycle exists, by Held and Karp's sets); with more ranks, or if equally
+                fast, by joining the clusters of the maximum spanning tree, which visits each host once
+    best_tree   the spanning tree whose slowest link is fastest: a maximum spanning tree (Prim)
+    count_rings how many directed rings links of equal speed hold at once: each cycle is used in both directions
+    count_trees how many spanning trees they hold at once: min over partitions P of the ranks of ⌊links between parts /
                 (|P| - 1)⌋ (Nash-Williams and Tutte, 1961)
 
 Links are a symmetric matrix, 0 without a link: bandwidths in bytes/s, or numbers of parallel links.

@@ -1,6 +1,6 @@
 """Compiled units: the kernels into which inductor fuses ops, forward and backward, and their memory traffic.
 
-    rules, making   how an operator is decomposed        written    the values of a unit, both passes
+    rules, making   how an operator is decomposed             written    the values of a unit, both passes
     partition   which of them the backward recomputes     lowering   which of them are stored, and by which loops
     groups      which of these are one kernel                 unit       all of it; costs: seconds of the kernels
 

@@ -8,7 +8,7 @@ flash      the same on others, and with older software (`cost.software`): FlashA
 efficient  float32, a mask, wide heads or older devices: CUTLASS kernels; in 16 bits 1.8 times as long as flash, in
            float32 three times as long as that
 math       a mask with a gradient that is a view of another tensor, step by step and in float32: scores pass through
-memory
+           memory
 
 ``share`` of the peak by the width of a head, and ``short``, a number of additional keys, are read from the tables of
 FlashAttention-3 (Shah et al. 2024, figures 5 and 6: cuDNN and FlashAttention-2 on H100 SXM5, 512 to 16,384 keys). On

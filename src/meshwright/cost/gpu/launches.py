@@ -5,12 +5,12 @@ Counted from what torch runs (torch 2.11 and 2.13, derivatives.yaml and aten/src
     layer_norm, rms_norm    one kernel per pass; the backward's also sum the gradients of the weights
     batch_norm              a block per channel sums it up, then one kernel writes; the backward does both in one
     cross_entropy_loss      log_softmax and nll_loss; the backward fills zeros for nll_loss, then that of log_softmax
-    embedding               rows are copied; back zeros are filled in, then rows added: up to 3,072 by a block that goes
-                            through all, more after a sort (Embedding.cu)
-    dropout                 writes a mask of a byte per element; back the gradient times the mask
-    max_pool2d              each output looks through its window; back each input looks for the windows it is in
-    linear with a bias      the bias is added by the product; back its gradient is a sum over rows
-    convolutions            a bias is added by a kernel of its own
+    embedding               rows are copied; the backward fills zeros, then adds rows: up to 3,072 by a block that
+                            processes all, more after a sort (Embedding.cu)
+    dropout                 writes a mask of a byte per element; the backward multiplies the gradient with the mask
+    max_pool2d              each output searches its window; in the backward each input searches its windows
+    linear with a bias      the bias is added by the product; its gradient is a sum over rows
+    convolutions            a bias is added by a separate kernel
     recurrent layers        after the products of a time step one kernel makes its states
 
 Everything else reads and writes once per gradient, as counted by `cost.work`. A kernel finds in the cache what the

@@ -1,11 +1,12 @@
 """Corrections of the product predictor (`cost.kernels`): unaligned sizes, float32, convolutions.
 
 alignment     tensor cores of 2-byte types load 16 bytes at a time. If a row of a factor or of the result is not a
-multiple of that, cuBLAS uses older kernels, whose rate per multiprocessor and cycle is limited by their loads: twice as
-wide loads, twice the rate. The rate depends on which of the two is odd float32       without tensor cores, not among
-the rows of the predictor: one factor, another for many products at once convolutions  estimated as implicit GEMMs,
-times a factor by the number of places of an image, for point and for window kernels: cuDNN computes with channels last,
-and reorders tensors with channels first except for point kernels with aligned rows of places (multiples of 8)
+              multiple of that, cuBLAS uses older kernels, whose rate per multiprocessor and cycle is limited by their
+              loads: twice as wide loads, twice the rate. The rate depends on which of the two is odd
+float32       without tensor cores, not among the rows of the predictor: one factor, another for many products at once
+convolutions  estimated as implicit GEMMs, times a factor by the number of places of an image, for point and for window
+              kernels: cuDNN computes with channels last, and reorders tensors with channels first except for point
+              kernels with aligned rows of places (multiples of 8)
 
 Fitted to products, their two gradients and convolutions measured on one H100 (`cost.gpu.fit_products`).
 """

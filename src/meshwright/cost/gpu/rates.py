@@ -4,10 +4,11 @@
     bytes = cold + hot · (1 - held) + hot · held / cached        held = 1 / (1 + (moved / (fits · cache))⁴)
 
 share   of the datasheet's bandwidth, by the length of a row: linear in its logarithm between fitted lengths; below the
-shortest it continues to fall as between the two shortest, at most in proportion to the length, since each row has a
-cost hot     bytes that the previous kernel has just written: what fits into the L2 cache is read ``cached`` times as
-fast turns   sequential steps of one multiprocessor: elements of a channel, cells of a window; their seconds are cycles
-and scale with the clock
+        shortest it continues to fall as between the two shortest, at most in proportion to the length, since each row
+        has a cost
+hot     bytes that the previous kernel has just written: what fits into the L2 cache is read ``cached`` times as fast
+turns   sequential steps of one multiprocessor: elements of a channel, cells of a window; their seconds are cycles and
+        scale with the clock
 
 The figures of ``models/gpu.json`` are fitted to kernels measured on one H100 (`cost.gpu.fit`); on other devices their
 shares of the datasheet stay.

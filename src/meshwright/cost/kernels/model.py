@@ -2,9 +2,9 @@
 
     ln t = ln law(query; factors of device and family) + trees of the op(features) + correction(features)
 
-regressed    the device was measured: factors, trees and interval come from its rows (`fit.fit_kernels`) or, with few of
-them, from those of other devices adapted to its own (`fit.adapt_kernels`) transferred  it was not: the factors are the
-mean over the most similar measured devices
+regressed    the device was measured: factors, trees and interval come from its rows (`fit.fit_kernels`) or, with few
+             of them, from those of other devices adapted to its own (`fit.adapt_kernels`)
+transferred  it was not: the factors are the mean over the most similar measured devices
 
 Queries are estimated in columns; nothing here depends on the model's origin. `KernelModel` is plain data.
 """

@@ -1,9 +1,10 @@
 """Memory that torch's caching allocator on CUDA reserves from the driver for a sequence of allocations.
 
-    rounded(n)    n up to a multiple of 512 bytes, at least 512 segment(n)    2 MiB for n ≤ 1 MiB (the small pool); 20
-    MiB below 10 MiB; else n up to a multiple of 2 MiB allocate(n)   the smallest free block of the pool that holds n,
-    else a new segment; the rest becomes a free block if it is at least 512 bytes (small pool) or more than 1 MiB (large
-    pool), and else stays free          the block joins its free neighbours in the segment; segments are never returned
+    rounded(n)    n up to a multiple of 512 bytes, at least 512
+    segment(n)    2 MiB for n ≤ 1 MiB (the small pool); 20 MiB below 10 MiB; else n up to a multiple of 2 MiB
+    allocate(n)   the smallest free block of the pool that holds n, else a new segment; the rest becomes a free block if
+                  it is at least 512 bytes (small pool) or more than 1 MiB (large pool), and else stays
+    free          the block joins its free neighbours in the segment; segments are never returned
 
 "Allocated" counts whole blocks, as `torch.cuda.max_memory_allocated` does, "reserved" all segments. Source: torch,
 c10/cuda/CUDACachingAllocator.cpp with its defaults (no expandable segments): kMinBlockSize, kSmallSize, kSmallBuffer,

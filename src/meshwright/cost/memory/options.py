@@ -9,7 +9,7 @@ experts divided by e, and sharded over N / e ranks only), width w and s bytes of
     activations   the peak of a step (`fullest`), without gradients; recomputation is included in the walk
     host          states, per step 2·w·P / N bytes over PCIe         (Ren et al., ZeRO-Offload, ATC 2021, section 4)
     NVMe          states, also read and written once per step        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
-    activations on the host: each kept byte is copied there and back; those of two layers stay
+                  activations on the host: each kept byte is copied there and back; those of two layers stay
 
 For a `Plan` this is simulated; these functions need only the given options.
 """

@@ -1,15 +1,16 @@
 """Every allocation of a training step of a whole graph on one device, op by op, as eager torch makes them.
 
     forward     an op allocates its outputs and what it keeps for its backward; a value is freed after its last use
-    unless an op saved it backward    ops in reverse: each allocates the gradients of its inputs (`backward`), then what
-    it saved and the gradients of its outputs are freed; a further gradient is added in place if nothing else holds the
-    existing one step        states are made at the first step. AdamW that loops over the parameters one by one needs
-    two more tensors of a parameter's size (torch/optim/adam.py, _single_tensor_adam: the root, its quotient), over all
-    at
-                once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, need none
-    recompute   ops of a range keep only what the range reads, and results of those that `Graph.keeps` names; before its
-    backward the others are recomputed, up to the last value that was saved
-                (torch/utils/checkpoint.py, non-reentrant; create_selective_checkpoint_contexts)
+                unless an op saved it
+    backward    ops in reverse: each allocates the gradients of its inputs (`backward`), then what it saved and the
+                gradients of its outputs are freed; a further gradient is added in place if nothing else holds the
+                existing one
+    step        states are made at the first step. AdamW that loops over the parameters one by one needs two more
+                tensors of a parameter's size (torch/optim/adam.py, _single_tensor_adam: the root, its quotient), over
+                all at once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, need none
+    recompute   ops of a range keep only what the range reads, and results of those that `Graph.keeps` names; before
+                its backward the others are recomputed, up to the last value that was saved (torch/utils/checkpoint.py,
+                non-reentrant; create_selective_checkpoint_contexts)
 
 Gradients of parameters are freed after the optimizer's step (set_to_none) and accumulate over microbatches. Sizes are
 exact for the dtypes of the workload; memory that libraries allocate internally is not included. Checked against torch's

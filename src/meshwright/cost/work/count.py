@@ -5,8 +5,8 @@ by their key (`spec.measurements.op_key`), and by the table ``operators.toml``:
 
     forward    reads the distinct inputs, writes the outputs and what it makes for its backward; a view is only a call
     backward   per gradient that is made: reads the output's gradient and what the forward kept, writes it; gradients
-    that are passed on move nothing accumulate 3 × bytes of the parameters: read the old and the new gradient, write the
-    sum
+               that are passed on move nothing
+    accumulate 3 × bytes of the parameters: read the old and the new gradient, write the sum
 
 ``sizes`` are logarithms of the sizes that distinguish ops of one family (rows, columns, depth, count); the regressor
 measures distances between ops in them. Operators missing in the table have no description: their times are not guessed.

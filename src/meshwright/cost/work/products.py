@@ -3,7 +3,9 @@
 product       2·m·n·k FLOPs for each of count products of an (m, k) by a (k, n); a convolution has k = channels ·
               kernel; backward: one more product for each input that needs a gradient, a sum for a bias
 attention     two such products per head, 2.5 times that backward; with dropout, the scores pass through memory, as
-torch then computes it step by step recurrent     per time step one product of each weight matrix with the batch
+              torch then computes it step by step
+recurrent     per time step one product of each weight matrix with the batch
+
 """
 
 from __future__ import annotations

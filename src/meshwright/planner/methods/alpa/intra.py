@@ -1,7 +1,7 @@
 """The intra-operator pass: split every op and tensor of a graph over a logical mesh.
 
-    fold             one block of a stack of equal blocks stands for all                      (`repeats`)
-    find_groups      which op follows which, and the splits of each root per axis        (`groups`)
+    fold             one block of a stack of equal blocks stands for all                  (`repeats`)
+    find_groups      which op follows which, and the splits of each root per axis             (`groups`)
     strategies       of both axes, with seconds and bytes                               (`strategies`)
     conversions      of tensors between groups, with seconds and bytes                  (`conversions`)
     solve_choices    the integer program                                                (`integer_program`)

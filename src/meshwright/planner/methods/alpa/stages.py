@@ -7,8 +7,8 @@ solves exactly, with all devices used and 1F1B's microbatches in flight and memo
 for M microbatches:
 
     alpa      Σ t + (M / r - 1) max t     transfers between stages, gradient reduction and optimizer cost nothing
-    estimated the closed form of `slicing`: with transfers over the slowest link into a stage, gradient reduction,
-    optimizer
+    estimated the closed form of `slicing`: with transfers over the slowest link into a stage, gradient reduction and
+              optimizer
 """
 
 from __future__ import annotations
