@@ -1,9 +1,9 @@
-"""Fitting the rates of kernels that move memory to kernels measured alone, one sort and width after the other.
+"""Fit the rates of memory-bound kernels to kernels measured alone, one sort and width after the other.
 
     minimise  Σ (ln measured / predicted)² + Σ ((p - prior) / deviation)²      p: logarithms of a rate's figures
 
-by Gauss-Newton steps. A measured op is one kernel or several, of which all but those that are fitted are known by then.
-In the measurements an op ran again and again, so that all that it reads is hot.
+by Gauss-Newton steps. A measured op has one or several kernels; all except the fitted ones are known by then. In the
+measurements an op ran repeatedly, so all of its inputs are hot.
 
     validation/data/h100_ops.parquet   a table of the device, as `meshwright measure --device-table` writes it of others
     cost/models/gpu.json               what ``scripts/renew_gpu_model.py`` fits to it
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     # Seconds of ``count`` products of (m, k) by (k, n) of a dtype.
     Predict = Callable[[float, float, float, float, str], float]
 
-# What is believed of a rate before any row is seen, and the deviation of its logarithm: 2 µs for a kernel
-# (`cost.roofline.LAUNCH_S`), most of the bandwidth, a cache twice as fast, some cycles for a turn.
+# Priors of a rate, and the deviation of its logarithm: 2 µs for a kernel (`cost.roofline.LAUNCH_S`), most of the
+# bandwidth, a cache twice as fast, some cycles for a turn.
 _PRIOR = {"fixed": (2e-6, 1.0), "cached": (2.0, 0.3), "turn": (1e-8, 5.0)}
 _SHARE = (0.8, 0.5)
-# Of a sort whose rows cannot tell its share from the rest of their time: it writes as element-wise ops do.
+# For a sort whose rows cannot separate its share from the rest of their time: it writes like element-wise ops.
 _WRITING, _WRITING_SHARE = "batch_norm_output", (0.9, 0.1)
-# Sorts in the order in which they are fitted: what is made of several kernels comes after those.
+# Sorts in fitting order: those measured together with other kernels come later.
 _ORDER: tuple[tuple[str, ...], ...] = (
     ("pointwise",),
     ("filling",),
@@ -67,7 +67,7 @@ _ORDER: tuple[tuple[str, ...], ...] = (
     ("batch_norm_backward",),
     ("pooling",),
 )
-# Sorts whose share depends on the length of a row, with the lengths at which it is fitted; others have one share.
+# Sorts whose share depends on the length of a row, with the fitted lengths; others have one share.
 _ROWS: dict[str, tuple[int, ...]] = {
     "layer_norm": (768, 2048, 4096, 11008),
     "rms_norm": (768, 2048, 4096, 11008),
@@ -76,21 +76,21 @@ _ROWS: dict[str, tuple[int, ...]] = {
     "softmax": (128, 512, 1024, 2048, 30522, 50257, 128256),
     "softmax_backward": (128, 512, 1024, 2048, 30522, 50257, 128256),
 }
-# What a rate leaves over is this large.
+# The residual of a rate.
 _SPREAD = 0.05
-# Steps of Gauss and Newton; they are done long before.
+# Gauss-Newton steps; they converge long before.
 _STEPS = 60
 _PRODUCTS = frozenset({"aten.mm", "aten.mm.dgrad", "aten.mm.wgrad", "aten.bmm"})
-# Sides of the images whose convolutions were measured.
+# Sides of the measured convolutions' images.
 _SIDES = (7, 14, 28, 56, 112)
-# Intervals of other devices: their shares of the datasheet were never measured. V100 to H200 reach 0.8 to 0.95 of
-# their bandwidth in BabelStream (Deakin et al. and the tables of its repository), and the libraries' kernels differ.
+# Intervals of other devices, whose shares of the datasheet were not measured. V100 to H200 reach 0.8 to 0.95 of their
+# bandwidth in BabelStream (Deakin et al. and the tables of its repository), and the libraries' kernels differ.
 _ELSEWHERE = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOp:
-    """Seconds of one aten op on its own; ``shapes`` of its inputs as the benchmark has them."""
+    """Seconds of one aten op on its own; ``shapes`` of its inputs as in the benchmark."""
 
     op: str
     dtype: str
@@ -100,7 +100,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """Seconds of a step of AdamW over so many elements, by a loop over them."""
+    """Seconds of an AdamW step over a number of elements, by a loop over them."""
 
     loop: OptimizerLoop
     dtype: str
@@ -109,15 +109,15 @@ class MeasuredStep:
 
 
 def kernels_of(row: MeasuredOp, num_multiprocessors: int) -> tuple[Launch, ...]:
-    """The kernels of a measured op; none for ops of another kind."""
+    """Return the kernels of a measured op; empty for other ops."""
     describe = _KERNELS.get(row.op)
     return describe(DTYPE_BYTES[row.dtype], row.shapes, num_multiprocessors) if describe is not None else ()
 
 
 def fit_gpu(rows: Sequence[MeasuredOp], steps: Sequence[MeasuredStep], kind: DeviceKind, predict: Predict) -> GpuModel:
-    """The model from ops and optimizer steps that were measured on a device; its interval from ops left out.
+    """Return the model from ops and optimizer steps measured on a device; its interval from held-out ops.
 
-    ``predict``: seconds of a product by the predictor of kernels, given m, n, k, count and dtype.
+    ``predict``: seconds of a product by the kernel predictor, given m, n, k, count and dtype.
     """
     rates = _fit(rows, kind)
     ratios = np.array([ratio for part in ("large", "small") for _, ratio in left_out(rows, kind, part)])
@@ -135,7 +135,7 @@ def fit_gpu(rows: Sequence[MeasuredOp], steps: Sequence[MeasuredStep], kind: Dev
 
 
 def fit_products(rows: Sequence[MeasuredOp], kind: DeviceKind, predict: Predict) -> ProductRates:
-    """What the predictor of products is off by: medians over the rows of each question."""
+    """Return the errors of the product predictor: medians over the rows of each question."""
     aligned: dict[str, list[float]] = {"float32": [], "float32_many": []}
     odd: dict[str, list[float]] = {"read": [], "written": []}
     cycles = kind.num_multiprocessors * kind.clock_hz
@@ -169,7 +169,7 @@ def fit_products(rows: Sequence[MeasuredOp], kind: DeviceKind, predict: Predict)
 
 
 def _convolution_factor(rows: Sequence[MeasuredOp], dtype: str, side: int, kernel: str, predict: Predict) -> float:
-    """Measured over predicted seconds of convolutions on images of a side, forward and backward, in the mean."""
+    """Return mean measured over predicted seconds of convolutions on images of a side, forward and backward."""
     arithmetic = "tf32" if dtype == "float32" else dtype
     found = []
     for row in rows:
@@ -185,7 +185,7 @@ def _convolution_factor(rows: Sequence[MeasuredOp], dtype: str, side: int, kerne
 
 
 def fit_optimizer_shares(steps: Sequence[MeasuredStep], kind: DeviceKind) -> dict[str, float]:
-    """The share of the bandwidth in steps of fused AdamW that are long enough for the device to pace them."""
+    """Return the share of the bandwidth in steps of fused AdamW that are long enough to be limited by the device."""
     shares: dict[str, float] = {}
     for step in steps:
         moved = step.num_elements * bytes_per_element(Optimizer(kind="adamw"), step.dtype, step.loop)
@@ -197,14 +197,17 @@ def fit_optimizer_shares(steps: Sequence[MeasuredStep], kind: DeviceKind) -> dic
 
 
 def left_out(rows: Sequence[MeasuredOp], kind: DeviceKind, part: str) -> list[tuple[MeasuredOp, float]]:
-    """Measured / predicted of the third of each op's rows with the most seconds ("large") or the fewest ("small")."""
+    """Return measured / predicted of a third of each op's rows.
+
+    They are those with the most seconds ("large") or with the fewest ("small").
+    """
     kept, tested = split_by_size(rows, kind, part)
     rates = _fit(kept, kind)
     return [(row, row.seconds / predicted(rates, row, kind)) for row in tested]
 
 
 def split_by_size(rows: Sequence[MeasuredOp], kind: DeviceKind, part: str) -> tuple[list[MeasuredOp], list[MeasuredOp]]:
-    """(rows to fit, rows left out): a third of those of each op, dtype and length of rows that has three or more."""
+    """Return (rows to fit, rows held out): a third of each op, dtype and row length with at least three rows."""
     alike: dict[tuple[str, str, int], list[MeasuredOp]] = {}
     for row in rows:
         launches = kernels_of(row, kind.num_multiprocessors)
@@ -221,7 +224,7 @@ def split_by_size(rows: Sequence[MeasuredOp], kind: DeviceKind, part: str) -> tu
 
 
 def predicted(rates: dict[str, Rate], row: MeasuredOp, kind: DeviceKind) -> float:
-    """Seconds of a measured op by some rates, which were fitted on its device."""
+    """Return the seconds of a measured op by rates that were fitted on its device."""
     launches = kernels_of(row, kind.num_multiprocessors)
     return sum(launch_seconds(rates[_name(launch)], launch, kind, kind.clock_hz) for launch in launches)
 
@@ -249,7 +252,7 @@ def _name(launch: Launch) -> str:
 def _fit_together(
     names: list[str], rows: list[tuple[MeasuredOp, tuple[Launch, ...]]], rates: dict[str, Rate], kind: DeviceKind
 ) -> dict[str, Rate]:
-    """The rates of some sorts from rows that no other unknown sort takes part in."""
+    """Return the rates of some sorts, from rows without other unknown sorts."""
     knots = [_ROWS.get(name.partition("/")[0], (1,)) for name in names]
     lengths = [3 + len(rows_at) for rows_at in knots]
     prior, deviation = (
@@ -291,7 +294,7 @@ def _share_prior(name: str) -> tuple[float, float]:
 
 
 def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """Levenberg-Marquardt from ``start`` (shape: parameters)."""
+    """Minimise by Levenberg-Marquardt from ``start`` (shape: parameters)."""
     at, damping = start.copy(), 1.0
     rest = residuals(at)
     for _ in range(_STEPS):
@@ -311,7 +314,7 @@ def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floa
 
 
 def _rowed(sort: str, reads: int, writes: int) -> Callable[[int, Shapes, int], tuple[Launch, ...]]:
-    """One kernel that passes so often over its first input; its rows are the last dim."""
+    """Return a description of one kernel with these passes over its first input; its rows are the last dim."""
 
     def describe(width: int, shapes: Shapes, units: int) -> tuple[Launch, ...]:
         del units

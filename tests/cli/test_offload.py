@@ -157,7 +157,7 @@ def test_an_offloaded_plan_is_run_but_not_compared_nor_said_where_others_cannot(
     assert "keeps states on the host with its distributed optimizer (ZeRO 1)" in error
     code, _, error = run("simulate", path / "plan.json", "--exchange", "all")
     assert code != 0
-    assert "expected all of it on the devices" in error
+    assert "expected everything on the devices" in error
 
 
 def test_room_for_states_is_looked_for_before_ranks_start(run, described, monkeypatch, tmp_path):

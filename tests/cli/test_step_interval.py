@@ -28,7 +28,7 @@ def test_an_interval_is_said_where_ops_were_measured(run, table):
     code, out, _ = run("simulate", "plan.json", "--measurements", table, "--json")
     assert json.loads(out)["step_interval_s"] == pytest.approx([low, high])
     said = run("simulate", "plan.json", "--measurements", table)[1]
-    assert "80 % interval by those of its ops, transfers and optimizer" in " ".join(said.split())
+    assert "80 % interval (from its ops, transfers and optimizer)" in " ".join(said.split())
 
 
 def test_an_interval_of_datasheets_is_said_to_be_one(run):
@@ -39,4 +39,4 @@ def test_an_interval_of_datasheets_is_said_to_be_one(run):
     low, high = found["step_interval_s"]
     assert low < found["step_time_s"] < high
     assert found["step_interval_measured"] is False
-    assert "80 % interval of datasheets" in " ".join(run("simulate", "plan.json")[1].split())
+    assert "80 % interval (from datasheets" in " ".join(run("simulate", "plan.json")[1].split())

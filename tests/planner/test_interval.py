@@ -60,7 +60,7 @@ def test_rooflines_alone_have_the_interval_of_rooflines():
     assert not found.measured
     assert found.low_s / step_s == pytest.approx(ROOFLINE.low, rel=1e-6)
     assert found.high_s / step_s == pytest.approx(ROOFLINE.high, rel=1e-6)
-    assert explain_step_interval(found).startswith("Step time, 80 % interval of datasheets")
+    assert explain_step_interval(found).startswith("Step time, 80 % interval (from datasheets")
 
 
 @pytest.mark.parametrize("spread", [1.0, 1.6])
@@ -74,7 +74,7 @@ def test_the_ends_are_the_steps_of_slower_and_faster_ops(spread):
     whole = cost.estimate_ops(GRAPH, 2, CLUSTER.device_kind(0)).total()
     assert found.low_s / step_s == pytest.approx(whole.low_s / whole.seconds, rel=1e-3)
     assert found.high_s / step_s == pytest.approx(whole.high_s / whole.seconds, rel=1e-3)
-    assert explain_step_interval(found).startswith("Step time, 80 % interval by those")
+    assert explain_step_interval(found).startswith("Step time, 80 % interval (from its ops")
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.6])

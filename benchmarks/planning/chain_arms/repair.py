@@ -1,9 +1,9 @@
 """From real numbers to a cutting: rounding, and repair that moves one boundary at a time.
 
 Repair is a descent: while some boundary has a better place between its two neighbours, it moves there; among places of
-equal cost that with the smaller sum of squares of its two stages, so that a slowest stage can shrink step by step where
-several are equally slow. It knows nothing of any dynamic program: what a relaxation did not find, it does not find
-either, beyond the reach of single moves.
+equal cost, to the one with the smaller sum of squares of its two stages, so that a slowest stage can shrink step by
+step if several are equally slow. It uses no dynamic program: it cannot find what the relaxation missed beyond the reach
+of single moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOLERANCE = 1e-12
 
 
 class Repaired:
-    """What all starts of one arm were repaired to: the best, beginning with the even cutting, and how many."""
+    """The best repaired result of all starts of one variant, initially the even cutting, and their number."""
 
     def __init__(self, problem: ChainProblem) -> None:
         self.best = problem.cut_evenly()
@@ -39,7 +39,7 @@ class Repaired:
 
 @compiled
 def descend_moves(before: Floats, cut_costs: Floats, rounds: float, edges: Integers) -> None:
-    """Move boundaries in place until none has a better place."""
+    """Move boundaries in place until no boundary has a better place."""
     num_stages = len(edges) - 1
     stages = np.empty(num_stages)
     for stage in range(num_stages):
@@ -54,7 +54,7 @@ def descend_moves(before: Floats, cut_costs: Floats, rounds: float, edges: Integ
                     others = max(others, stages[stage])
             first, last = before[edges[cut - 1]], before[edges[cut + 1]]
             best, least, squares = edges[cut], np.inf, np.inf
-            # The place where it stands comes first: any other must gain.
+            # The current place comes first: any other must gain.
             for step in range(edges[cut + 1] - edges[cut - 1]):
                 place = edges[cut - 1] + step if step else edges[cut]
                 left, right = before[place] - first, last - before[place]

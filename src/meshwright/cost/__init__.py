@@ -1,4 +1,4 @@
-"""What things cost: seconds and bytes of ops, transfers, optimizer steps and stages, measured or by datasheet."""
+"""Costs: seconds and bytes of ops, transfers, optimizer steps and stages, from measurements or datasheets."""
 
 from meshwright.cost.costs import OpCosts, TotalSeconds, add_intervals
 from meshwright.cost.load import load_cost_model, other_torch

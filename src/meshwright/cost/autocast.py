@@ -1,12 +1,11 @@
-"""A graph under torch's autocast: which type each value has then, and the copies that backwards keep.
+"""A graph under torch's autocast: the type of each value, and the copies that backwards keep.
 
 Autocast casts inputs of products to the lower type and those of ops with long sums to float32; all others compute in
-what they are given. What a product keeps for its backward is the cast copy of its input; a parameter is cast once in a
-forward. Which ops those are is what torch lists for CUDA devices (torch 2.13, aten/src/ATen/autocast_mode.h), and the
-grouped product (`capture.grouped`); on processors a few of those with long sums, as normalisation, stay in the lower
-type.
+the types of their inputs. A product keeps the cast copy of its input for its backward; a parameter is cast once per
+forward. The lists of ops are torch's for CUDA devices (torch 2.13, aten/src/ATen/autocast_mode.h), and the grouped
+product (`capture.grouped`); on CPUs a few of the ops with long sums, such as normalisation, stay in the lower type.
 
-Ids of ops and of tensors stay; copies are further tensors behind them. Shapes and the content hash stay, too: it is
+Ids of ops and of tensors stay; copies are additional tensors after them. Shapes and the content hash stay, too: it is
 the same graph.
 """
 
@@ -38,46 +37,46 @@ _SINGLE = _words("""
     cosine_similarity exp expm1 log log2 log10 log1p pow reciprocal rsqrt acos asin cosh sinh tan softplus cumsum
     cumprod prod sum linalg_vector_norm linalg_matrix_norm norm logsumexp renorm dist cdist pdist
 """)
-# Parameters of these do not widen what comes out.
+# Parameters of these ops do not widen the output.
 _AS_FIRST = _words("batch_norm instance_norm")
-# These say by themselves what they make.
+# The output type of these ops is an argument.
 _BY_ARGUMENT = _words("to _to_copy")
 
 
 def as_computed(graph: Graph, numbers: Numbers) -> Graph:
-    """The graph as it is computed in a precision: another one under autocast, once."""
+    """Return the graph as computed in a precision; under autocast it is a different graph, made once."""
     if not numbers.autocast or graph._num_uncast:
         return graph
     return under_autocast(graph, numbers.autocast)
 
 
 def compute_type(graph: Graph, op: Op, lower: str) -> str:
-    """The type in which an op of a graph under autocast computes."""
+    """Return the type in which an op of a graph under autocast computes."""
     found = [graph.tensors[i].dtype for i in (*op.outputs, *op.inputs) if graph.tensors[i].dtype in FLOAT_DTYPES]
     return _cast_type(op, lower) or (found[0] if found else "float32")
 
 
 def cast_inputs(graph: Graph, op: Op, lower: str) -> list[int]:
-    """The inputs of an op that autocast casts."""
+    """Return the inputs of an op that autocast casts."""
     wanted = _cast_type(op, lower)
     types = {i: graph.tensors[i].dtype for i in op.inputs if wanted}
     return [i for i, dtype in types.items() if dtype in FLOAT_DTYPES and dtype != wanted]
 
 
 def cast_copy(tensor: Tensor, op: Op, dtype: str, number: int) -> Tensor:
-    """A copy of a tensor that an op keeps in another type, as tensor ``number`` of its graph."""
+    """Return a copy of a tensor that an op keeps in another type, as tensor ``number`` of its graph."""
     copied = replace(tensor, name=f"{tensor.name} cast for {op.name}", dtype=dtype, role="saved")
     return replace(copied, storage=number, requires_grad=False, aliases=())
 
 
 def kept_copies(graph: Graph, op: Op) -> list[int]:
-    """The cast copies of its inputs that an op of a graph under autocast keeps for its backward."""
+    """Return the cast copies of its inputs that an op of a graph under autocast keeps for its backward."""
     return [i for i in op.saved if i >= graph._num_uncast[0]] if graph._num_uncast else []
 
 
 @lru_cache(maxsize=64)
 def under_autocast(graph: Graph, lower: str) -> Graph:
-    """The graph under autocast to a type."""
+    """Return the graph under autocast to a type."""
     types = [tensor.dtype for tensor in graph.tensors]
     copies: dict[tuple[int, str], int] = {}
     tensors = list(graph.tensors)
@@ -88,7 +87,7 @@ def under_autocast(graph: Graph, lower: str) -> Graph:
                 types[i] = _output_type(graph, op, types, lower) or types[i]
         if family_of(op) in ("product", "convolution"):
             for i in op.saved:
-                # What they keep of their own are copies of inputs in another layout.
+                # Tensors that they save themselves are copies of inputs in another layout.
                 if graph.tensors[i].role == "saved" and types[i] in FLOAT_DTYPES:
                     types[i] = lower
         ops.append(_with_copies(graph, op, types, _cast_type(op, lower), copies, tensors))
@@ -103,13 +102,13 @@ def under_autocast(graph: Graph, lower: str) -> Graph:
 
 
 def _cast_type(op: Op, lower: str) -> str:
-    """The type that autocast casts an op's inputs to; empty where it leaves them."""
+    """Return the type to which autocast casts an op's inputs; "" if it does not cast them."""
     name = operator_name(op).rstrip("_")
     return lower if name in _LOWER else "float32" if name in _SINGLE else ""
 
 
 def _output_type(graph: Graph, op: Op, types: list[str], lower: str) -> str:
-    """The type of an op's floating outputs; empty where that is as captured."""
+    """Return the type of an op's floating outputs; "" if it is as captured."""
     name = operator_name(op).rstrip("_")
     inputs = [i for i in op.inputs if types[i] in FLOAT_DTYPES]
     if name in _BY_ARGUMENT or not inputs:
@@ -118,7 +117,7 @@ def _output_type(graph: Graph, op: Op, types: list[str], lower: str) -> str:
         return types[inputs[0]]
     if name == "type_as":
         return types[inputs[-1]]
-    # Numbers without dims do not widen tensors.
+    # Tensors without dims do not widen others.
     widening = [types[i] for i in inputs if graph.tensors[i].shape] or [types[i] for i in inputs]
     return _cast_type(op, lower) or max(widening, key=DTYPE_BYTES.__getitem__)
 
@@ -126,14 +125,14 @@ def _output_type(graph: Graph, op: Op, types: list[str], lower: str) -> str:
 def _with_copies(
     graph: Graph, op: Op, types: list[str], wanted: str, copies: dict[tuple[int, str], int], tensors: list[Tensor]
 ) -> Op:
-    """The op with copies of the type ``wanted`` in place of what it keeps of inputs; ``tensors`` grows by them."""
+    """Return the op with saved inputs replaced by copies of the type ``wanted``, which are appended to ``tensors``."""
     saved = []
     for i in op.saved:
         tensor = graph.tensors[i]
         if not wanted or i not in op.inputs or types[i] not in FLOAT_DTYPES or types[i] == wanted:
             saved.append(i)
         elif tensor.role != "parameter" or (i, wanted) not in copies:
-            # Of a parameter all ops share one copy, which is with the first of them.
+            # All ops share one copy of a parameter, which belongs to the first of them.
             copies[i, wanted] = len(tensors)
             saved.append(len(tensors))
             tensors.append(cast_copy(tensor, op, wanted, len(tensors)))

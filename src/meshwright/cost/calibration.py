@@ -1,12 +1,12 @@
-"""How far a measurement table is from real steps, and the table corrected by that: three factors, no more.
+"""Correct a measurement table by real steps: three factors, no more.
 
     factor(part) = (measured - overhead) / (predicted - overhead)         seconds of the part in a step over all ranks,
                                                                           the median over steps
 
-for the parts forward, backward and optimizer step; the overhead is what the runtime spends on issuing them, the
-difference between predictions with and without it. `apply_calibration` multiplies the table's ops (adding to gradients
-counts as backward) and optimizer steps, so all costs that rest on them follow. Transfers, the host's overhead and
-batches of whole models, which rest on no op's time, are left as they are.
+for the parts forward, backward and optimizer step; the overhead is the runtime's time to issue them, the difference
+between predictions with and without it. `apply_calibration` multiplies the table's ops (gradient accumulation counts as
+backward) and optimizer steps, and thereby all costs that depend on them. Transfers, the host's overhead and batches of
+whole models, which depend on no op's time, stay unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPCODES: dict[Part, Opcode] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCorrection:
-    """Seconds of one part of a step over all ranks without overhead: as the table said, and as real steps were."""
+    """Seconds of one part of a step over all ranks, without overhead: predicted from the table, and measured."""
 
     part: Part
     predicted_s: float
@@ -41,14 +41,14 @@ class StepCorrection:
 
     @property
     def factor(self) -> float:
-        """What the table's times of this part are to be multiplied by; 1 where nothing was predicted."""
+        """The factor for the table's times of this part; 1 if nothing was predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
 
 
 def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> tuple[StepCorrection, ...]:
     """Compare the parts of steps; ``bare`` is the prediction with an overhead of 0.
 
-    Raises MeasurementError if the timelines are of different numbers of ranks or hold no step.
+    Raises MeasurementError if the timelines have different numbers of ranks or contain no step.
     """
     if predicted.num_ranks != measured.num_ranks or not (predicted.num_spans and measured.num_spans):
         raise MeasurementError(
@@ -63,7 +63,7 @@ def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> 
 
 
 def apply_calibration(table: Measurements, corrections: tuple[StepCorrection, ...], source: str) -> Measurements:
-    """The table with its ops and optimizer steps corrected; ``source`` says in its conditions by what."""
+    """Return the table with its ops and optimizer steps corrected; its conditions name the ``source``."""
     factor = {item.part: item.factor for item in corrections}
     note = ", ".join(f"{part} x {value:.3f}" for part, value in factor.items())
     return replace(
@@ -86,7 +86,7 @@ def apply_calibration(table: Measurements, corrections: tuple[StepCorrection, ..
 
 
 def _part_seconds(timeline: Timeline, opcode: Opcode) -> float:
-    """Median over the steps of the seconds that all spans of an opcode take together."""
+    """Return the median over the steps of the total seconds of all spans of an opcode."""
     chosen = timeline.opcode == opcode
     durations = (timeline.end_ps - timeline.start_ps)[chosen] / PICOSECONDS_PER_SECOND
     return float(np.median(np.bincount(timeline.step[chosen], durations, minlength=int(timeline.step.max()) + 1)))

@@ -1,7 +1,7 @@
-"""Which ops of a graph cost the same: equal kind, attributes, shapes and roles, so that one cost serves all of them.
+"""Classes of ops with equal costs: equal kind, attributes, shapes and roles, so that one cost serves all of them.
 
-Ops are grouped by everything that a cost depends on, for every batch size at once. The repeated blocks of a large
-model collapse to a few dozen classes: 80 layers are estimated as one.
+Ops are grouped by everything that a cost depends on, for every batch size at once. The repeated blocks of a large model
+collapse to a few dozen classes: 80 layers are estimated as one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class OpClasses:
     """``class_of[i]`` is the class of op i (shape: ops); ``representatives[c]`` is the first op of class c.
 
-    ``added[c]``: at which places its inputs have a gradient that is added to that of an earlier reader. ``single``:
+    ``added[c]`` are the places of its inputs whose gradient is added to that of an earlier reader. ``single`` are
     tensors that are float32 in every precision (`stays_single`).
     """
 
@@ -36,10 +36,10 @@ class OpClasses:
     single: frozenset[int]
 
 
-# Cost models of several clusters cost the same graph.
+# Cost models of several clusters estimate the same graph.
 @lru_cache(maxsize=8)
 def classify_ops(graph: Graph) -> OpClasses:
-    """Group the ops of a graph by all that their cost depends on."""
+    """Group the ops of a graph by everything that their cost depends on."""
     single = stays_single(graph)
     sorts = _tensor_sorts(graph, single)
     known: dict[Hashable, int] = {}
@@ -59,9 +59,9 @@ def classify_ops(graph: Graph) -> OpClasses:
 
 
 def _read_again(graph: Graph, op: Op, read: set[int]) -> tuple[int, ...]:
-    """Places of the inputs whose gradient is a further one of a tensor; ``read``, those that had one, grows.
+    """Return places of inputs with an additional gradient of a tensor; adds to ``read``, the tensors that had one.
 
-    Autograd adds it to what is there when the ops run backward (torch, InputBuffer::add).
+    Autograd adds it to the existing gradient when the ops run backward (torch, InputBuffer::add).
     """
     if not any(graph.tensors[i].requires_grad for i in op.outputs):
         return ()
@@ -72,7 +72,7 @@ def _read_again(graph: Graph, op: Op, read: set[int]) -> tuple[int, ...]:
 
 
 def _tensor_sorts(graph: Graph, single: frozenset[int]) -> list[int]:
-    """One number per tensor, equal for tensors that a cost cannot tell apart."""
+    """Return one number per tensor, equal for tensors that a cost does not distinguish."""
     known: dict[Hashable, int] = {}
     return [
         known.setdefault(

@@ -1,18 +1,17 @@
-"""What a precision makes of the ops of a graph: the types that they compute in, casts, and gradients in wider types.
+"""Costs that a precision adds to ops: the types in which they compute, casts, and gradients in wider types.
 
     forward      under autocast, inputs that an op computes in another type are read and written
-    backward     the same way back for those that want a gradient, and where an op widens one of its inputs by itself;
-                 a gradient of a parameter that is kept in a wider type is read and written once; on GPUs a gradient of
-                 what another op reads, too, is added to that op's
-    accumulate   a gradient of the wider type is read, as is the sum, and the sum written
+    backward     the same in reverse for inputs that need a gradient, and where an op itself widens an input;
+                 a gradient of a parameter that is kept in a wider type is read and written once; on GPUs a gradient
+                 of an input with other readers is added to theirs
+    accumulate   a gradient of the wider type and the sum are read, and the sum written
 
-One kernel each: as measured (`OpTable.moved`), else at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A
-parameter that several ops read is counted with each of them. On processors sums of gradients are among what rooflines
-leave out.
+Each is one kernel: as measured (`OpTable.moved`), else at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A
+parameter that several ops read is counted with each of them. On CPUs, rooflines do not count sums of gradients.
 
-A product in float8 reads its first factor for the largest value; the kernel's own cost has its cast. Its second factor
-is read for that, read and written. The backward has two more products, whose second factors are the weight and the
-input, of which the largest values are known.
+A product in float8 reads its first factor to find the largest value; its cast is part of the kernel's own cost. The
+second factor is read for the same purpose, then read and written. The backward has two more products, whose second
+factors are the weight and the input, with known largest values.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ if TYPE_CHECKING:
 
 
 _FLOAT8 = "float8_e4m3fn"
-# Sizes of the factors of `torch._scaled_mm` are multiples of this.
+# Sizes of the factors of `torch._scaled_mm` must be multiples of this.
 _FLOAT8_MULTIPLE = 16
 _LINEAR = frozenset({"linear", "mm", "addmm"})
-# Families that cuDNN computes, in TF32 unless the process turned that off (torch.backends.cudnn.allow_tf32).
+# Families that cuDNN computes, in TF32 unless the process disabled it (torch.backends.cudnn.allow_tf32).
 _BY_CUDNN = ("convolution", "recurrent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A kernel beside an op: it reads each element in ``read`` bytes and writes it in ``written``; 0: reads only.
+    """An additional kernel of an op: bytes per element that it reads (``read``) and writes (``written``; 0: none).
 
-    ``adds``: it adds to what is there, in the same type.
+    ``adds``: it adds to existing values of the same type.
     """
 
     elements: int
@@ -65,14 +64,14 @@ class Move:
 
 
 def op_type(graph: Graph, op: Op, numbers: Numbers) -> str:
-    """The type in which an op computes."""
+    """Return the type in which an op computes."""
     return compute_type(graph, op, numbers.autocast) if numbers.autocast else numbers.values
 
 
 def product_type(graph: Graph, op: Op, numbers: Numbers, kind: DeviceKind) -> str:
-    """The type in which tensor cores multiply for an op (`spec.precision`); "" for that in which the op computes.
+    """Return the type of an op's tensor-core products (`spec.precision`); "" if it is the op's own type.
 
-    A kind of device without a rate for it multiplies in the type of the factors.
+    A device kind without a rate for it multiplies in the type of the factors.
     """
     if numbers.products == _FLOAT8:
         is_narrow = operator_name(op) in _LINEAR and _weight_fits(graph, op)
@@ -84,18 +83,18 @@ def product_type(graph: Graph, op: Op, numbers: Numbers, kind: DeviceKind) -> st
 
 
 def is_tf32_by_default(op: Op) -> bool:
-    """Whether torch computes a float32 op in TF32 by default; such ops were measured with that default."""
+    """Return whether torch computes a float32 op in TF32 by default; such ops were measured with that default."""
     return family_of(op) in _BY_CUDNN
 
 
 def _factors(op: Op) -> tuple[int, int]:
-    """The input and the weight of a linear layer."""
+    """Return the input and the weight of a linear layer."""
     first = 1 if operator_name(op) == "addmm" else 0
     return op.inputs[first], op.inputs[first + 1]
 
 
 def _weight_fits(graph: Graph, op: Op) -> bool:
-    """Whether the weight of a linear layer is a parameter whose sizes float8 products can have."""
+    """Return whether the weight of a linear layer is a parameter with sizes that float8 products support."""
     weight = graph.tensors[_factors(op)[1]]
     is_parameter = graph.tensors[weight.storage].role == "parameter"
     return is_parameter and all(extent.at(1) % _FLOAT8_MULTIPLE == 0 for extent in weight.shape)
@@ -113,9 +112,9 @@ def with_conversions(
     added: tuple[int, ...],
     table: OpTable | None,
 ) -> OpCost:
-    """The cost of an op and of the conversions around it, by a model of GPUs if there is one.
+    """Return the cost of an op with its conversions, by a GPU model if there is one.
 
-    ``added``: at which places its inputs have a gradient that is added to another. ``table``: what was measured.
+    ``added`` are the places of inputs whose gradient is added to another. ``table`` has measurements.
     """
     places = added if gpu is not None else ()
     forward, backward, widened = moves_beside(
@@ -151,10 +150,10 @@ def moves_beside(
     *,
     widens: bool = True,
 ) -> tuple[list[Move], list[Move], float]:
-    """Kernels of the forward and of the backward, and bytes that adding to gradients of a wider type moves on top.
+    """Return kernels of the forward and the backward, and additional bytes to accumulate gradients of a wider type.
 
-    Arguments as of `with_conversions`. ``widens``: with what an op widens by itself, which is part of a measured op's
-    own time.
+    Arguments are those of `with_conversions`. ``widens`` includes what an op widens itself, which is part of a measured
+    op's own time.
     """
     trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
     forward: list[Move] = []
@@ -188,7 +187,10 @@ def moves_beside(
 
 
 def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, gpu: GpuModel | None) -> OpCost | None:
-    """The cost of copying an op's gradients of parameters to their wider type on a GPU; None where there is none."""
+    """Return the cost of copying an op's gradients of parameters to a wider type on a GPU.
+
+    None if there are no copies.
+    """
     if gpu is None or graph.mode != "training":
         return None
     copies, _ = _widened_gradients(graph, op, numbers)
@@ -200,7 +202,7 @@ def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, 
 
 
 def _widened_gradients(graph: Graph, op: Op, numbers: Numbers) -> tuple[list[Move], float]:
-    """Copies of gradients of parameters to a wider type, and bytes that adding to such gradients moves on top."""
+    """Return copies of gradients of parameters to a wider type, and additional bytes to accumulate such gradients."""
     copies, widened = [], 0.0
     if numbers.gradient_bytes > numbers.value_bytes:
         for i in dict.fromkeys(op.inputs):
@@ -213,7 +215,7 @@ def _widened_gradients(graph: Graph, op: Op, numbers: Numbers) -> tuple[list[Mov
 
 
 def _widened(graph: Graph, op: Op, batch_size: int, widths: Widths, cast: list[int]) -> list[Move]:
-    """Gradients of what an op widens by itself, but for what is cast before it."""
+    """Return gradients of inputs that an op itself widens, except inputs that are cast before it."""
     made = widths.of(op.outputs[0])
     wanted = dict.fromkeys(i for i in op.inputs if i not in cast and graph.tensors[i].requires_grad)
     return [

@@ -1,10 +1,10 @@
-"""Costs of ops: seconds with 80 % intervals and what they rest on, for one op and for all ops of a graph.
+"""Costs of ops: seconds with 80 % intervals and their basis, for one op and for all ops of a graph.
 
-How intervals add up. Instances of one op in a model are off by the same factor, different ops by factors of their own,
-and what rests on a datasheet or on other devices is off alike for all ops. So with deviations d = high - t of ops i in
-groups g that err together
+Intervals add up as follows. Instances of one op in a model have the same error factor, different ops have independent
+ones, and costs from a datasheet or from other devices have one common error for all ops. So with deviations d = high -
+t of ops i in groups g with common errors,
 
-    high of a sum = Σ t + √ Σ_g (Σ_{i in g} d_i)²            low alike, with d = t - low
+    high of a sum = Σ t + √ Σ_g (Σ_{i in g} d_i)²            low likewise, with d = t - low
 
 Measured: `meshwright validate cpu_ops`, part "totals".
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 End = Literal["low", "high"]
 
-# Of these bases all ops of a device err together.
+# All ops of a device with one of these bases have a common error.
 _SHARED: tuple[Basis, ...] = ("transferred", "roofline")
 
 
@@ -46,14 +46,14 @@ class OpCost:
     basis: Basis
 
     def plus(self, seconds: RooflineSeconds, interval: Interval) -> OpCost:
-        """The cost of the op and of what runs beside it, which has an interval of its own."""
+        """Return the cost of the op together with an additional part that has its own interval."""
         low, high = (seconds.scaled(end, end, end) for end in (interval.low, interval.high))
         return replace(self, seconds=self.seconds.plus(seconds), low=self.low.plus(low), high=self.high.plus(high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of what is no op, an optimizer step or a copy, with the ends of their 80 % interval and their basis."""
+    """Seconds of something other than an op, such as an optimizer step or a copy, with 80 % interval and basis."""
 
     seconds: float
     low_s: float
@@ -61,11 +61,11 @@ class Cost:
     basis: Basis
 
     def at(self, end: End | None) -> float:
-        """Seconds, or an end of their interval."""
+        """Return the seconds, or an end of their interval."""
         return {None: self.seconds, "low": self.low_s, "high": self.high_s}[end]
 
     def slowed(self, factor: float) -> Cost:
-        """The cost of what takes ``factor`` times as long."""
+        """Return the cost multiplied by ``factor``."""
         return replace(self, seconds=self.seconds * factor, low_s=self.low_s * factor, high_s=self.high_s * factor)
 
 
@@ -80,15 +80,15 @@ class TotalSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpCosts:
-    """Seconds of every op of a graph, float64 of shape (ops,), read-only, and where each came from.
+    """Seconds of every op of a graph, float64 of shape (ops,), read-only, with their basis.
 
-    ``backward_s`` is that of a first microbatch; ``accumulate_s`` is what adding to gradients that are already there
-    takes on top (every later microbatch of a step). ``again_s`` is the part of ``backward_s`` in which ops run again
-    whose results were not kept; it stands with the last op of their range. ``low_s`` and ``high_s`` are the ends of
-    the 80 % intervals, of shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
-    ``exchanged_s``, of shape (ops, 2), is the part of forward and backward in which the op's ranks exchange something
-    and do not compute. ``issue_s``, of shape (ops, 3), are the seconds of the measured host (`host_issue`) for forward,
-    backward and accumulate; None of a device that is its own host.
+    ``backward_s`` is for a first microbatch; ``accumulate_s`` is the additional time to accumulate gradients (every
+    later microbatch of a step). ``again_s`` is the part of ``backward_s`` that recomputes ops; it belongs to the last
+    op of their range. ``low_s`` and ``high_s`` are the ends of the 80 % intervals, of shape (ops, 3): forward,
+    backward, accumulate. Ops of one ``group`` have a common error. ``exchanged_s``, of shape (ops, 2), is the part of
+    forward and backward in which the op's ranks communicate and do not compute. ``issue_s``, of shape (ops, 3), are
+    seconds of the measured host (`host_issue`) for forward, backward and accumulate; None for a device that is its own
+    host.
     """
 
     forward_s: NDArray[np.float64]
@@ -103,21 +103,21 @@ class OpCosts:
     issue_s: NDArray[np.float64] | None = None
 
     def total(self, ops: Sequence[int] | NDArray[np.int64] | None = None) -> TotalSeconds:
-        """Forward and backward of some ops (default: all), each counted once."""
+        """Return the sum of forward and backward of some ops (default: all), each counted once."""
         chosen = np.arange(len(self.group)) if ops is None else np.asarray(ops, np.int64)
         seconds = self.forward_s[chosen] + self.backward_s[chosen]
         low, high = self.low_s[chosen, :2].sum(axis=1), self.high_s[chosen, :2].sum(axis=1)
         return add_intervals(seconds, low, high, self.group[chosen])
 
     def at_end(self, end: End) -> OpCosts:
-        """All ops times one factor, so that their sum is at one end of its interval, which is nothing else then."""
+        """Return all ops times one factor, so that their sum is at one end of its interval, with no interval left."""
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
         columns = self._columns() * factor
         return self._with(columns, columns, columns, self.again_s * factor, self.exchanged_s * factor)
 
     def slowed(self, factor: float) -> OpCosts:
-        """The costs on a device where everything takes ``factor`` times as long."""
+        """Return the costs on a device where everything takes ``factor`` times as long."""
         return self._with(
             self._columns() * factor,
             self.low_s * factor,
@@ -152,7 +152,7 @@ class OpCosts:
 
 
 def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -> OpCost:
-    """A cost whose interval is the same factors for every pass."""
+    """Return a cost whose interval has the same factors for every pass."""
     low, high = interval.low, interval.high
     return OpCost(
         seconds=seconds, low=seconds.scaled(low, low, low), high=seconds.scaled(high, high, high), basis=basis
@@ -160,12 +160,12 @@ def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -
 
 
 def cost_of_seconds(seconds: float, interval: Interval, basis: Basis) -> Cost:
-    """A cost with its interval."""
+    """Return a cost with its interval."""
     return Cost(seconds=seconds, low_s=seconds * interval.low, high_s=seconds * interval.high, basis=basis)
 
 
 def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray[np.int64]) -> TotalSeconds:
-    """The sum of n predictions (each argument of shape (n,)); those of one group err together."""
+    """Return the sum of n predictions (each argument of shape (n,)); those of one group have a common error."""
     _, places = np.unique(group, return_inverse=True)
     total = float(seconds.sum())
     below, above = (
@@ -184,12 +184,11 @@ def gather_costs(
     issued: Sequence[RooflineSeconds] = (),
     alike: NDArray[np.int64] | None = None,
 ) -> OpCosts:
-    """One cost per class to the costs of all ops; an op of a joint graph's backward half runs once, in the backward.
+    """Expand one cost per class to the costs of all ops; an op of a joint graph's backward half runs in the backward.
 
-    ``exchanges`` of ops with other ranks are a part of their costs, of which all else takes ``slowdown`` times as long
-    as usual. ``issued`` is what the host takes for each class; of ``alike`` classes costs err together, if not all err
-    on their own. What the graph computes again runs in the backward,
-    before that of the last op of its range.
+    ``exchanges`` of ops with other ranks are part of their costs; everything else takes ``slowdown`` times as long.
+    ``issued`` is the host's time for each class; classes with the same number in ``alike`` have a common error, by
+    default each class its own. Recomputed ops run in the backward, before that of the last op of their range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
     again = [(stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute]
@@ -237,7 +236,7 @@ def gather_costs(
 
 
 def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
-    """One sentence on so many op costs by basis, of some kinds of devices, and what rooflines are worth."""
+    """Return a sentence on the numbers of op costs by basis, the device kinds, and the quality of rooflines."""
     total, guessed = counts.total(), counts["roofline"]
     if guessed == total:
         return (

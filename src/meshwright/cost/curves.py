@@ -2,8 +2,8 @@
 
     t(x) = linear between neighbouring points; t(smallest) below; the last segment's slope above
 
-Points are first made to never decrease with size (running maximum), so that noise cannot make a larger thing cheaper.
-On data of the form α + β·x the curve is exactly α + β·x from the smallest point on.
+Points are first made monotonic in size (running maximum), so that noise cannot make a larger size cheaper. On data of
+the form α + β·x the curve is exactly α + β·x from the smallest point on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """Measured points: ``sizes`` ascending, ``seconds`` never decreasing, both of shape (points,)."""
+    """Measured points: ``sizes`` ascending, ``seconds`` non-decreasing, both of shape (points,)."""
 
     sizes: NDArray[np.float64]
     seconds: NDArray[np.float64]
 
     def at(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds at each of the sizes (same shape)."""
+        """Return the seconds at each of the sizes (same shape)."""
         above: NDArray[np.float64] = np.maximum(sizes - self.sizes[-1], 0.0)
         return np.interp(sizes, self.sizes, self.seconds) + self._slope_above() * above
 
@@ -38,7 +38,7 @@ class Curve:
 
 
 def fit_curve(points: Iterable[tuple[float, float]]) -> Curve:
-    """The curve through (size, seconds) points, at least one; the mean where a size occurs twice."""
+    """Return the curve through (size, seconds) points, at least one; equal sizes are averaged."""
     by_size: dict[float, list[float]] = {}
     for size, seconds in points:
         by_size.setdefault(float(size), []).append(seconds)

@@ -1,8 +1,8 @@
-"""How long bytes take between a device and its host: states and activations that are moved away, batches that arrive.
+"""Seconds of copies between a device and its host: offloaded states and activations, and arriving batches.
 
     seconds = latency + bytes / bandwidth of the node's PCIe link, per direction
 
-Nothing measures such copies yet: on a CPU there is no other memory to copy to. The interval is that of a datasheet's
+Such copies are not measured yet: on a CPU there is no other memory to copy to. The interval is that of a datasheet's
 link. No copy is faster; page-locked memory reaches 5.8 to 6.0 of the 8 GB/s of PCIe x16 of generation 2, pageable
 memory 2.3 (Harris, How to Optimize Data Transfers in CUDA C/C++, NVIDIA 2012), which is 3.5 times as long.
 """
@@ -22,7 +22,7 @@ HOST_COPY = Interval(low=1.0, high=3.5)
 
 
 def estimate_host_copy(pcie: Link, num_bytes: float) -> Cost:
-    """One copy in one direction; nothing takes no time. Raises MeasurementError for a negative number of bytes."""
+    """Return the cost of one copy in one direction; 0 for 0 bytes. Raises MeasurementError for a negative size."""
     if not num_bytes >= 0:
         raise MeasurementError(
             f"A copy between a device and its host was to move {num_bytes} bytes; expected 0 or more. Check the sizes."

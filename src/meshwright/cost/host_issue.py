@@ -1,15 +1,15 @@
-"""How long the host takes to issue ops to a CUDA device, which runs them later: seconds per op and per optimizer step.
+"""Seconds of the host to issue ops to a CUDA device, which runs them later: per op and per optimizer step.
 
     forward      calls · forward_call_s + kernels · launch_s      calls: kernels, views and casts
-    backward     nodes · node_s + kernels · launch_s              nodes: those of autograd's graph, one per parameter,
-                                                                  too; and `HostCalls.engine_s` once per backward
+    backward     nodes · node_s + kernels · launch_s              nodes: nodes of autograd's graph, including one per
+                 parameter; plus `HostCalls.engine_s` once per backward
     accumulate   kernels · call_s
     optimizer    tensors · seconds of the loop per tensor
 
-A call inside of a model takes several times what it takes in a loop over one op: modules and the user's Python run
-between, and caches are cold. A CPU without a device shows that, on models whose tensors are so small that computing
+A call in a model takes several times as long as in a loop over one op: modules and the user's Python run in between,
+and caches are cold. This was measured on a CPU without a device, with models whose tensors are so small that computing
 takes no time (``scripts/measure_host_issue.py``). Its seconds and those of a CUDA host (``host_issue.toml``) differ by
-the ``speed`` of the hosts, and by what a launch adds. A loop over an addition and one over a linear layer, of one
+the ``speed`` of the hosts, and by the time of a launch. A loop over an addition and one over a linear layer, with one
 kernel each, give both:
 
     call_s   = speed · reference.call_s   + launch_s
@@ -20,12 +20,12 @@ A compiled unit is one call and one node of autograd's graph, and issues its ker
     forward      unit_s + extern kernels · extern_s + generated kernels · generated_s + kernels · launch_s
     backward     unit_backward_s + extern kernels · extern_backward_s + ...
 
-Those seconds are of a CPU without a device, too (``compiled`` of ``host_issue.toml``), and scaled by its speed.
+These seconds, too, are from a CPU without a device (``compiled`` of ``host_issue.toml``), scaled by its speed.
 
-That both launch for as long is assumed: 2 µs more for the product would make the host a fifth faster, and ``engine_s``,
-which is what remains of a backward, longer.
+Equal launch times of both kernels are an assumption: 2 µs more for the product would make the host a fifth faster, and
+``engine_s``, the remainder of a backward, longer.
 
-The views inside of products and attention are counted here, for ops of a graph hide them (torch 2.11,
+The views inside products and attention are counted here, since the ops of a graph hide them (torch 2.11,
 torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/Linear.cpp, LinearAlgebra.cpp and
 transformers/attention.cpp).
 """
@@ -54,26 +54,29 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Measurements, Node, Op, Optimizer
     from meshwright.spec.precision import Numbers
 
-# One loop over tensors took 63 to 100 µs per tensor in four runs on one host (AdamW, as in ``host_issue.toml``): 1.6;
-# models differ by 1.3 from what their calls would take on average. These are independent, so that their logarithms add
-# up in squares; and so does a further factor of 2 for hosts that do not say how fast they are, which is a guess.
+# A loop over tensors took 63 to 100 µs per tensor in four runs on one host (AdamW, as in ``host_issue.toml``): a factor
+# of 1.6; models differ by 1.3 from the average of their calls. These errors are independent, so that their logarithms
+# add in squares; so does a further factor of 2, a guess, for hosts of unknown speed.
 _ONE_HOST = Interval(low=1 / 1.75, high=1.75)
 _ANY_HOST = Interval(low=1 / 2.4, high=2.4)
-# Views inside of ops: `linear` of more than two dims flattens and unflattens its input; `matmul` of more than two
-# expands and flattens both; attention transposes queries, keys, values and what comes out.
+# Views inside ops: `linear` with more than two dims flattens and unflattens its input; `matmul` with more than two
+# expands and flattens both; attention transposes queries, keys, values and the output.
 _FLATTENED, _MATMUL, _ATTENTION = 2, 5, 4
-# Operations of the loop of which `foreach_tensor_s` is (`optimizers.num_operations`).
+# The number of operations of the loop that `foreach_tensor_s` times (`optimizers.num_operations`).
 _ADAMW_OPERATIONS = 8
 
 
-# Kernels of a linear layer, the sum of what it yields and their backward: a product and a sum, `ones_like`, the product
-# and the sum of the two gradients, and two additions to gradients that exist.
+# Kernels of the backward of a linear layer and the sum of its output: a product and a sum, `ones_like`, the product and
+# the sum of the two gradients, and two additions to existing gradients.
 _LINEAR_BACKWARD_KERNELS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceCalls:
-    """What calls take on a CPU alone: in loops over one op, and on average inside of models, forward and backward."""
+    """Seconds of calls on a CPU without a device.
+
+    They are those of loops over one op, and averages in models, forward and backward.
+    """
 
     call_s: float
     linear_s: float
@@ -85,10 +88,10 @@ class ReferenceCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCalls:
-    """What compiled units take on a CPU alone whose loops take ``call_s`` and ``linear_s``.
+    """Seconds of compiled units on a CPU without a device whose loops take ``call_s`` and ``linear_s``.
 
     ``unit_s``: guards, the runtime of ahead-of-time autograd and its node; ``extern_s``: a call of a product with the
-    guards of its weight, backward with the weight's gradient; ``generated_s``: a kernel that inductor wrote.
+    guards of its weight, in the backward with the weight's gradient; ``generated_s``: a kernel that inductor wrote.
     """
 
     call_s: float
@@ -103,7 +106,10 @@ class CompiledCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
-    """Loops on a CUDA host: an addition, a linear layer, its forward and backward, a step of AdamW per tensor."""
+    """Seconds of loops on a CUDA host.
+
+    They are those of an addition, a linear layer, its forward and backward, and a step of AdamW per tensor.
+    """
 
     call_s: float
     linear_s: float
@@ -118,44 +124,44 @@ class HostCalls:
 
     @property
     def speed(self) -> float:
-        """How many times as long as the reference this host takes, launches aside."""
+        """How many times as long as the reference this host takes, without launches."""
         return (self.linear_s - self.call_s) / (self.reference.linear_s - self.reference.call_s)
 
     @property
     def compiled_speed(self) -> float:
-        """The same against the host on which compiled units were timed."""
+        """How many times as long as the host on which compiled units were timed this host takes, without launches."""
         return (self.linear_s - self.call_s) / (self.compiled.linear_s - self.compiled.call_s)
 
     @property
     def launch_s(self) -> float:
-        """Seconds to launch a kernel, beside its call."""
+        """Seconds to launch a kernel, in addition to its call."""
         return self.call_s - self.speed * self.reference.call_s
 
     @property
     def forward_call_s(self) -> float:
-        """Seconds of one call in a model's forward, its launch aside."""
+        """Seconds of one call in a model's forward, without its launch."""
         return self.speed * self.reference.model_call_s
 
     @property
     def node_s(self) -> float:
-        """Seconds of one node in a model's backward, its launches aside."""
+        """Seconds of one node in a model's backward, without its launches."""
         return self.speed * self.reference.model_node_s
 
     @property
     def engine_s(self) -> float:
-        """Seconds to hand a backward to autograd's thread and to come back; a CPU alone runs it in the caller's."""
+        """Seconds to pass a backward to autograd's thread and back; without a device it runs in the caller's thread."""
         same = self.speed * self.reference.linear_backward_s + _LINEAR_BACKWARD_KERNELS * self.launch_s
         return self.linear_backward_s - same
 
     @property
     def foreach_operation_s(self) -> float:
-        """Seconds per tensor of one operation over many."""
+        """Seconds per tensor of one operation over many tensors."""
         return self.foreach_tensor_s / _ADAMW_OPERATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpIssueCounts:
-    """What the host does for one op: calls and kernels forward, nodes and kernels backward, gradients added up."""
+    """The host's work for one op: calls and kernels forward, nodes and kernels backward, gradients accumulated."""
 
     calls: int
     kernels: int
@@ -166,15 +172,15 @@ class OpIssueCounts:
 
 @lru_cache(maxsize=1)
 def load_host_calls() -> HostCalls:
-    """The measurements, as shipped."""
+    """Load the shipped measurements."""
     with resources.as_file(resources.files("meshwright.cost") / "host_issue.toml") as path:
         return decode_document(HostCalls, read_data(path), path.name)
 
 
 def host_factor(node: Node, end: End | None, measured_s: float = 0.0) -> float:
-    """How many times as long as the measured host that of a node takes; or the end of that.
+    """Return how many times as long as the measured host a node's host takes; or an end of its interval.
 
-    ``measured_s``: what such a host takes for a call by a table of measurements, where the node does not say it.
+    ``measured_s`` is the seconds of a call by a measurement table, for a node that does not state them.
     """
     call_s = node.host_call_s or measured_s
     factor = call_s / load_host_calls().call_s if call_s else 1.0
@@ -183,16 +189,17 @@ def host_factor(node: Node, end: End | None, measured_s: float = 0.0) -> float:
 
 
 def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpIssueCounts:
-    """What the host does for one op, the same for every batch ``size``; arguments as of `passes_of`."""
+    """Return the host's work for one op, the same for every batch ``size``; arguments as of `passes_of`."""
     if size == 1:
-        # One sample is expanded to nothing, so that no gradient is summed over samples; of more samples it is.
+        # A batch of one sample is broadcast without a sum of its gradient; the count is for more samples.
         size, key = 2, ""
     passes = passes_of(graph, op, size, dtype, key)
     views = _inner_views(graph, op)
     casts = cast_inputs(graph, op, numbers.autocast) if numbers.autocast else []
     recorded = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
     returned = sum(graph.tensors[i].requires_grad for i in casts) if recorded else 0
-    # One node per op, view and cast that needs a gradient, and one per parameter; attention's views are in its own.
+    # One node per op, view and cast that needs a gradient, and one per parameter; attention's views are part of its
+    # own.
     viewed = 0 if family_of(op) == "attention" else views
     nodes = 1 + viewed + returned + passes.accumulate.num_kernels if recorded else 0
     return OpIssueCounts(
@@ -205,7 +212,10 @@ def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers:
 
 
 def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> RooflineSeconds:
-    """Seconds of the measured host for one op, the same for every batch ``size``; arguments as of `passes_of`."""
+    """Return the measured host's seconds for one op, the same for every batch ``size``.
+
+    Arguments are those of `passes_of`.
+    """
     calls, issued = load_host_calls(), count_issued(graph, op, size, dtype, key, numbers)
     return RooflineSeconds(
         forward_s=issued.calls * calls.forward_call_s + issued.kernels * calls.launch_s,
@@ -215,7 +225,7 @@ def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers
 
 
 def unit_issue_seconds(*, trained: bool) -> RooflineSeconds:
-    """Seconds of the measured host for calling a compiled unit, and for its node in the backward, without kernels."""
+    """Return the measured host's seconds to call a compiled unit, and for its backward node, without kernels."""
     calls = load_host_calls()
     backward_s = calls.compiled.unit_backward_s if trained else 0.0
     unit = RooflineSeconds(forward_s=calls.compiled.unit_s, backward_s=backward_s, accumulate_s=0.0)
@@ -223,7 +233,7 @@ def unit_issue_seconds(*, trained: bool) -> RooflineSeconds:
 
 
 def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> RooflineSeconds:
-    """Seconds of the measured host for launches of one kernel from a compiled unit, in ``count`` parts."""
+    """Return the measured host's seconds to launch one kernel from a compiled unit, in ``count`` parts."""
     calls = load_host_calls()
     own = calls.compiled.generated_s
     if extern:
@@ -235,7 +245,7 @@ def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> Rooflin
 
 
 def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: OptimizerLoop) -> float:
-    """Seconds of the measured host for one step over so many tensors."""
+    """Return the measured host's seconds for one optimizer step over a number of tensors."""
     calls, operations = load_host_calls(), num_operations(optimizer)
     if loop == "fused":
         return num_tensors * calls.fused_tensor_s
@@ -245,7 +255,7 @@ def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: Optimi
 
 
 def issue_step(num_tensors: int, optimizer: Optimizer, measurements: Measurements | None) -> float:
-    """Seconds of the host of `host_issue` for one step over so many tensors by our runtime's loop: measured, or not."""
+    """Return the host's seconds for one step over a number of tensors by our runtime's loop, measured if possible."""
     loop = default_loop(optimizer, on_gpu=True)
     rows = measurements.optimizers if measurements is not None and measurements.host_call_s else ()
     points = [
@@ -258,7 +268,7 @@ def issue_step(num_tensors: int, optimizer: Optimizer, measurements: Measurement
 
 
 def _inner_views(graph: Graph, op: Op) -> int:
-    """Views that an op makes of its inputs and outputs and a graph does not have."""
+    """Return the number of views that an op makes of its inputs and outputs and that a graph does not contain."""
     name = operator_name(op)
     dims = max((len(graph.tensors[i].shape) for i in op.inputs), default=0)
     if name == "linear":

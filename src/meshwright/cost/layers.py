@@ -1,7 +1,8 @@
-"""How long does each layer of a graph take on a device, and what does it keep? Rows for `cost_table` and ``--json``.
+"""Seconds and memory of each layer of a graph on a device: rows for `cost_table` and ``--json``.
 
-Seconds are those of one microbatch: the layer's ops one after the other. The interval is that of forward and backward
-together, and that of the model is narrower than the sum of its layers' where they err apart (`costs.add_intervals`).
+Seconds are for one microbatch: the layer's ops one after the other. The interval is for forward and backward together.
+That of the model is narrower than the sum of its layers' intervals, where their errors are independent
+(`costs.add_intervals`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _MEMORY = ("num_parameters", "saved_bytes")
 
 
 def cost_rows(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> tuple[list[Row], Row]:
-    """One row per layer for a microbatch on a device, and the whole graph.
+    """Return one row per layer for a microbatch on a device, and a row for the whole graph.
 
     Keys: ``layer``, ``forward_s``, ``backward_s`` (0 in a graph for inference), ``low_s`` and ``high_s`` (80 % interval
-    of both together), ``basis`` (shares of the seconds, the surest first), ``num_parameters``, ``saved_bytes``. Raises
-    GraphError if the graph is not valid for this batch size.
+    of both together), ``basis`` (shares of the seconds, the most certain first), ``num_parameters``, ``saved_bytes``.
+    Raises GraphError if the graph is not valid for this batch size.
     """
     costs = cost.estimate_ops(graph, batch_size, kind)
     width = cost.numbers.value_bytes
@@ -48,7 +49,7 @@ def cost_rows(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) 
 
 
 def cost_table(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> NarrowTable:
-    """The rows of `cost_rows` for a terminal, equal neighbours in one line."""
+    """Return the rows of `cost_rows` as a table for a terminal, with equal neighbours in one line."""
     rows, total = cost_rows(cost, graph, batch_size, kind)
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
     title = f"{graph.name} on {kind.name}, {cost.precision}, {samples}; low to high: 80 % interval of both passes"
@@ -56,9 +57,9 @@ def cost_table(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind)
 
 
 def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None:
-    """The optimizer's step over all parameters, which ``show`` takes to be AdamW; None in a graph for inference.
+    """Return the optimizer step over all parameters, which ``show`` assumes to be AdamW; None for inference graphs.
 
-    Keys: ``optimizer``, ``loop`` (how it goes over the parameters), ``seconds``, ``low_s``, ``high_s``, ``basis``.
+    Keys: ``optimizer``, ``loop`` (how it iterates over the parameters), ``seconds``, ``low_s``, ``high_s``, ``basis``.
     """
     if graph.mode != "training":
         return None
@@ -69,7 +70,7 @@ def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None
 
 
 def explain_optimizer(row: Row, kind: DeviceKind) -> str:
-    """A sentence of `optimizer_row`."""
+    """Return the optimizer row as a sentence."""
     seconds, low, high = (format_seconds(row[key]) for key in ("seconds", "low_s", "high_s"))
     ways = {"tensors": "tensor by tensor", "foreach": "all tensors at once", "fused": "in one kernel"}
     return (
@@ -90,7 +91,7 @@ def _times(costs: OpCosts, span: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
 
 
 def _name_basis(costs: OpCosts, span: np.ndarray[Any, np.dtype[np.int64]]) -> str:
-    """The basis of the seconds: its name if there is one, else each with its share."""
+    """Return the basis of the seconds: a name if there is a single one, else each with its share."""
     seconds: dict[str, float] = defaultdict(float)
     for index in span:
         seconds[costs.basis[index]] += float(costs.forward_s[index] + costs.backward_s[index])

@@ -1,13 +1,13 @@
-"""A cost model for a cluster from a file of measurements: ops, optimizers, transfers, collectives, kernels.
+"""Load a cost model for a cluster from a file of measurements: ops, optimizers, transfers, collectives, kernels.
 
-`refuse_impossible` refuses rows that no device can have measured, in another unit or damaged. Expected is
+`refuse_impossible` refuses rows that no device can have measured, because of a wrong unit or damage. Expected is
 
-    seconds / roofline in [1 / 10, 1,000] on GPUs, [1 / 100, 10,000] on processors
+    seconds / roofline in [1 / 10, 1,000] on GPUs, [1 / 100, 10,000] on CPUs
 
-with roofline = max(FLOPs / peak, bytes / memory bandwidth) + launch. Of 24,000 public products on A100, H100, H200 and
-L40S the ratio is 0.34 (a cache that holds all) to 233, of 2,204 ops of one Xeon 0.26 to 131; the shipped description of
-a processor may be another's by an order of magnitude. A unit that is wrong is so by 1,000 at least, so that rows near
-the roofline give it away; small ones, which a launch rules, may not.
+with roofline = max(FLOPs / peak, bytes / memory bandwidth) + launch. For 24,000 public products on A100, H100, H200 and
+L40S the ratio is 0.34 (everything in cache) to 233, for 2,204 ops on one Xeon 0.26 to 131; the shipped description of a
+CPU may differ from another CPU by an order of magnitude. A wrong unit changes times by at least 1,000, so that rows
+near the roofline reveal it; small ops, dominated by launches, may not.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 def load_cost_model(
     cluster: Cluster, path: Path | str | None, precision: Precision, software: Software = PYTORCH
 ) -> CostModel:
-    """Costs for a cluster from its rows of a file (``.json`` or ``.parquet``), or without a file by datasheet.
+    """Return costs for a cluster from its rows of a file (``.json`` or ``.parquet``), else from datasheets.
 
-    Raises DocumentError for a file that cannot be read, MeasurementError if it has no row of the cluster's devices.
+    Raises DocumentError for an unreadable file, MeasurementError if it has no row of the cluster's devices.
     """
     if path is None:
         return CostModel(cluster=cluster, precision=precision, software=software)
@@ -53,7 +53,7 @@ def load_cost_model(
         first = int(twice[0])
         raise MeasurementError(
             f"{path}: {len(twice)} rows measure what another row of the table measured, with other seconds (the first: "
-            f"{here.op[first]} {here.shapes[first][:100]}). Keep one of each; which one holds, nobody can tell."
+            f"{here.op[first]} {here.shapes[first][:100]}). Keep the right one of each."
         )
     refuse_impossible(here, cluster)
     own, host = fit_measured(here)
@@ -70,7 +70,7 @@ def load_cost_model(
 
 
 def refuse_other_devices(measured: Measurements, cluster: Cluster, path: Path | str) -> None:
-    """Raise MeasurementError if a table was taken on none of the cluster's kinds of devices."""
+    """Raise MeasurementError if a table was measured on none of the cluster's device kinds."""
     kinds = {kind.usual_name for kind in map(cluster.device_kind, range(cluster.num_ranks))}
     if measured.device not in kinds:
         raise MeasurementError(
@@ -80,7 +80,7 @@ def refuse_other_devices(measured: Measurements, cluster: Cluster, path: Path | 
 
 
 def other_torch(measured: Measurements | None) -> str:
-    """A sentence where a table was taken with another version of torch than the one that is installed; else nothing."""
+    """Return a warning if a table was measured with another version of torch than the installed one; else ""."""
     found = re.search(r"torch (\S+?),", f"{measured.software}," if measured is not None else "")
     try:
         here = version("torch")
@@ -95,7 +95,7 @@ def other_torch(measured: Measurements | None) -> str:
 
 
 def _adapt_if_measured(rows: Records, cluster: Cluster) -> KernelModel | None:
-    """The shipped predictor of kernels moved by those among the rows; None if there are none that it has not seen."""
+    """Return the shipped kernel predictor adapted to new kernels among the rows; None if nothing is new."""
     kinds = {kind.name: kind for kind in cluster.device_kinds if is_tiled(kind)}
     if not kinds:
         return None
@@ -108,7 +108,7 @@ _ON_PROCESSORS = (0.01, 1e4)
 
 
 def refuse_impossible(rows: Records, cluster: Cluster) -> None:
-    """Raise MeasurementError for products and captured ops that are far from what a device of the cluster can do."""
+    """Raise MeasurementError for products and captured ops whose times are impossible on a device of the cluster."""
     kinds = {kind.name: kind for kind in cluster.device_kinds}
     columns = zip(rows.device, rows.op, rows.phase, rows.shapes, rows.dtype, rows.seconds.tolist(), strict=True)
     for device, op, phase, shapes, dtype, seconds in columns:
@@ -123,13 +123,13 @@ def refuse_impossible(rows: Records, cluster: Cluster) -> None:
         if not low <= seconds / expected <= high:
             raise MeasurementError(
                 f"{op} {shapes[:100]} takes {format_seconds(seconds)} on {device} by the table; expected about "
-                f"{format_seconds(expected)} by the datasheet, and no measurement is so far from it. Check the unit of "
-                "the table (seconds), or leave the row out."
+                f"{format_seconds(expected)} by the datasheet; no measurement differs this much from it. Check the "
+                "unit of the table (seconds), or leave the row out."
             )
 
 
 def _amount(op: str, shapes: str, dtype: str) -> tuple[float, float] | None:
-    """FLOPs and bytes of a forward; None for rows that do not say what is computed."""
+    """Return FLOPs and bytes of a forward; None for rows that do not describe the computation."""
     if op == "matmul":
         sizes = parse_sizes(shapes) or {}
         if not {"m", "n", "k"} <= sizes.keys():

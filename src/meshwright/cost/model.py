@@ -1,7 +1,7 @@
 """The cost model: seconds and bytes of ops, transfers, optimizer steps and stages, for planner and simulator.
 
-One question per method, each answered once, from the measurement table where it applies (the device kind has the
-table's name, ranks share a node) and from datasheet figures elsewhere:
+Each method answers one question from the measurement table where it applies (the device kind has the table's name,
+ranks share a node) and from datasheet figures elsewhere; the module that computes it:
 
     estimate_ops           table, ops, costs, roofline    collective_seconds                 collectives.costs
     predict_collective  collectives.costs              collective_host_seconds            collectives.costs
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What is kept of kinds of devices, whatever cluster they are in.
+# Cached results that depend on device kinds only, whatever the cluster.
 _OF_BYTES = ("classes", "memory")
 _OF_KINDS = (*_OF_BYTES, "ops", "optimizer", "bucket")
 
@@ -71,16 +71,15 @@ _OF_KINDS = (*_OF_BYTES, "ops", "optimizer", "bucket")
 class CostModel:
     """Costs for one cluster, from one measurement table (or none), for models that run in ``precision``.
 
-    ``collectives``, ``collective_hosts``: what was fitted on measured collectives of this kind of cluster, seconds and
-    those of a rank's processor (`fit_measured`); by default on the transfers among the measurements.
-    ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
-    ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
-    ``software``: what trains, where it is not our runtime on current PyTorch (`find_software`).
-    ``end``: all costs as low or as high as their 80 % intervals allow; see `at_end`.
-    ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
-    ``teams`` has what these exchange among themselves.
-    ``usual_links``: the cluster with the links as they were measured, where a scenario changes them; what is said of
-    collectives there is scaled by what datasheets say of the change. A slowed device takes its multiple of the usual.
+    ``collectives``, ``collective_hosts``: models fitted on measured collectives of this kind of cluster, for seconds
+    and for the CPU seconds of a rank (`fit_measured`); by default fitted on the transfers among the measurements.
+    ``kernels``: the predictor of products and attention on GPUs, None for the shipped one (`adapt_kernels`).
+    ``traced``: ops of traces of this device kind (`collect_traced`); used only with ``measurements``. ``software``: the
+    training software, if not our runtime on current PyTorch (`find_software`). ``end``: all costs as low or as high as
+    their 80 % intervals allow; see `at_end`. ``sharding`` with ``devices``: ranks are teams of those devices, over
+    which every op is split; see `for_teams`. ``teams``: costs of communication within and between teams.
+    ``usual_links``: the cluster with the links as they were measured, if a scenario changes them; costs of collectives
+    there are scaled by the ratio of datasheet costs. A slowed device takes its multiple of the usual time.
     """
 
     cluster: Cluster
@@ -131,24 +130,30 @@ class CostModel:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of the host per instruction of the runtime, as measured; 0 without measurements."""
+        """Measured seconds of the host per instruction of the runtime; 0 without measurements."""
         return self.measurements.overhead_s if self.measurements is not None else 0.0
 
     def serial_overhead_s(self, device_kind: DeviceKind) -> float:
-        """The part of `overhead_s` in which a kind of device does nothing: all of it where it is its own host."""
+        """Return the part of `overhead_s` in which a device kind is idle: all of it if it is its own host."""
         return self.overhead_s if backend_of(device_kind) == "cpu" else 0.0
 
     def is_measured(self, device_kind: DeviceKind) -> bool:
-        """Whether the measurement table was taken on this kind of device."""
+        """Return whether the measurement table was measured on this device kind."""
         return self.measurements is not None and self.measurements.device == device_kind.usual_name
 
     def host_factor(self, rank: int) -> float:
-        """How many times as long as the host of `host_issue` that of a rank takes to issue, at the end of the model."""
+        """Return how many times as long as the host of `host_issue` a rank's host takes to issue ops.
+
+        At an ``end`` of the model, it is that end of the interval.
+        """
         node = self.cluster.nodes[self.cluster.node_index(rank)]
         return host_factor(node, self.end, self._measured_host_s(self.cluster.device_kind(rank)))
 
     def optimizer_issue_s(self, num_tensors: int, optimizer: Optimizer) -> float:
-        """Seconds of the host of `host_issue` for one step over so many tensors, by the loop of our runtime."""
+        """Return the seconds of the host of `host_issue` for one step over a number of tensors.
+
+        The loop over the tensors is that of our runtime.
+        """
         key = ("optimizer issue", num_tensors, optimizer)
         return self._keep(key, lambda: issue_step(num_tensors, optimizer, self.measurements))
 
@@ -156,15 +161,15 @@ class CostModel:
         return self.measurements.host_call_s if self.measurements is not None and self.is_measured(kind) else 0.0
 
     def estimate_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpCosts:
-        """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
+        """Return the seconds of every op at a batch size on a device. Raises GraphError for an invalid batch size."""
         graph = as_computed(graph, self.numbers)
         key = ("ops", self._known(graph), batch_size, device_kind.name)
         return self._keep(key, lambda: self._estimate_ops(graph, batch_size, device_kind))
 
     def at_end(self, end: End) -> CostModel:
-        """The same costs at one end of their 80 % intervals: ops at that of their sum, all others at their own.
+        """Return the same costs at one end of their 80 % intervals: ops at that of their sum, all others at their own.
 
-        Raises MeasurementError for an end that is none.
+        Raises MeasurementError for an invalid end.
         """
         if end not in get_args(End):
             raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
@@ -172,15 +177,15 @@ class CostModel:
         return self._share(other, _OF_BYTES)
 
     def _share(self, other: CostModel, kinds: tuple[str, ...]) -> CostModel:
-        """Let another model know what this one has found out of some kinds."""
+        """Pass cached results of some kinds to another model and return it."""
         other._graphs.update(self._graphs)
         other._kept.update((key, kept) for key, kept in self._kept.items() if cast("Any", key)[0] in kinds)
         return other
 
     def for_teams(self, sharding: Sharding) -> CostModel:
-        """Costs for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
+        """Return costs for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
 
-        Raises ClusterError where teams do not fit the cluster's nodes.
+        Raises ClusterError if teams do not fit the cluster's nodes.
         """
         if sharding.is_whole:
             return self
@@ -193,16 +198,16 @@ class CostModel:
         return self._keep(("team cluster", width), lambda: team_cluster(self.cluster, width))
 
     def on_machines(self, cluster: Cluster, usual_links: Cluster | None = None) -> CostModel:
-        """The same costs on other machines; ``usual_links``: the same with the links that were measured, if unlike."""
-        # Costs by kind of device hold there, too.
+        """Return the same costs on other machines; ``usual_links``: these with the measured links, if they differ."""
+        # Costs by device kind are valid there, too.
         return self._share(replace(self, cluster=cluster, usual_links=usual_links), _OF_KINDS)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
-        """One sentence: how many ops are estimated by measurement, and what the others' figures are worth."""
+        """Return a sentence: how many ops have measured estimates, and how reliable the others are."""
         return explain_bases(self.count_bases(graph, batch_size), self._kinds())
 
     def count_bases(self, graph: Graph, batch_size: int) -> Counter[Basis]:
-        """How many op costs, on each kind of device, rest on what. Raises GraphError as `estimate_ops`."""
+        """Return the numbers of op costs by basis, over all device kinds. Raises GraphError as `estimate_ops`."""
         kinds = self._kinds().values()
         return Counter(basis for kind in kinds for basis in self.estimate_ops(graph, batch_size, kind).basis)
 
@@ -219,9 +224,10 @@ class CostModel:
         algorithm: Algorithm | None = None,
         axes: Axes = REPLICATING,
     ) -> float:
-        """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size.
+        """Return the seconds of a collective or a send, after all ranks are ready; `predict_collective` for one size.
 
-        By one ``algorithm`` as the datasheet has it, or by the fastest way that is known; of teams, over these axes.
+        With an ``algorithm`` it is the datasheet's estimate for it, else the best known estimate; for teams, over these
+        axes.
         """
 
         def predict() -> float:
@@ -234,10 +240,11 @@ class CostModel:
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
     ) -> Predictions:
-        """Seconds of a collective for many sizes (shape (n,)), with intervals and basis; a single rank takes no time.
+        """Return the seconds of a collective for many sizes (shape (n,)), with intervals and basis.
 
-        ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in. The ranks
-        come in any order; the ``concurrent`` groups run the same at the same time.
+        A single rank takes no time. ``num_bytes`` are those of the full tensor: the output of an all-gather, the input
+        of a reduce-scatter. The ranks may have any order; the ``concurrent`` groups run the same collective at the same
+        time.
         """
         ranks, beside = self.teams.groups(op, ranks, concurrent)
         return self._collectives.predict(op, ranks, num_bytes, beside)
@@ -245,7 +252,7 @@ class CostModel:
     def collective_host_seconds(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, axes: Axes = REPLICATING
     ) -> float:
-        """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
+        """Return the CPU seconds that a collective takes from each rank meanwhile; 0 if not measured."""
         ranks, beside = self.teams.groups(op, ranks, (), axes)
         key = ("host", op, ranks, num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
@@ -259,7 +266,7 @@ class CostModel:
         device_kind: DeviceKind,
         num_shards: int = 1,
     ) -> float:
-        """Seconds of one optimizer step over the trainable ones among the parameters, or one of their equal parts."""
+        """Return the seconds of one optimizer step over the trainable parameters, or over one of their equal shards."""
         return self.estimate_optimizer(graph, parameter_ids, optimizer, device_kind, num_shards=num_shards).at(self.end)
 
     def estimate_optimizer(
@@ -271,7 +278,10 @@ class CostModel:
         loop: OptimizerLoop | None = None,
         num_shards: int = 1,
     ) -> Cost:
-        """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
+        """Return the cost of the step with interval and basis.
+
+        ``loop``: over the parameters, by default our runtime's.
+        """
         if loop is not None and loop not in get_args(OptimizerLoop):
             raise MeasurementError(
                 f"A loop {loop!r} over the parameters was given; expected {', '.join(get_args(OptimizerLoop))}."
@@ -281,22 +291,22 @@ class CostModel:
         return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop, num_shards))
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
-        """Seconds to copy the gradients of trainable parameters into the buffers that are summed over ranks."""
+        """Return the seconds to copy the gradients of trainable parameters into the buffers of a gradient reduction."""
         return self.estimate_bucket(graph, parameter_ids, device_kind).at(self.end)
 
     def estimate_bucket(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> Cost:
-        """The same with interval and basis."""
+        """Return the cost of the copy with interval and basis."""
         key = ("bucket", self._known(graph), tuple(parameter_ids), device_kind.name)
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
 
     def host_transfer_seconds(self, rank: int, num_bytes: float) -> float:
-        """Seconds to copy bytes between a rank's device and its host, one way."""
+        """Return the seconds to copy bytes between a rank's device and its host, in one direction."""
         return self.estimate_host_transfer(rank, num_bytes).at(self.end)
 
     def estimate_host_transfer(self, rank: int, num_bytes: float) -> Cost:
-        """The same with its interval and basis.
+        """Return the cost of the copy with its interval and basis.
 
-        Raises MeasurementError for bytes that are negative or no number, ClusterError for a rank that there is not.
+        Raises MeasurementError for bytes that are negative or not a number, ClusterError for an unknown rank.
         """
         if not 0 <= rank < self.cluster.num_ranks:
             raise ClusterError(f"Rank {rank} was given; the cluster has ranks 0 to {self.cluster.num_ranks - 1}.")
@@ -314,10 +324,13 @@ class CostModel:
         shared: SharedUnits | None = None,
         activations_away: bool = False,
     ) -> StageMemory:
-        """Bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
+        """Return the bytes that a stage holds for microbatches of ``batch_size`` samples.
+
+        Arguments are those of `weigh_stage`.
+        """
         graph = as_computed(graph, workload.numbers)
         exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
-        # Where some gradients are exchanged and some are not, it matters which.
+        # If only some gradients are reduced, it matters which ones.
         which = any(exchanged) if len(set(exchanged)) < 2 else stage_slice
         alike = self._known(graph), likeness(graph, stage_slice), which, shared and shared.likeness
         weigh = partial(weigh_stage, graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed)
@@ -325,7 +338,7 @@ class CostModel:
         return self._keep(key, partial(weigh, shared=shared, activations_away=activations_away))
 
     def prepare_costs(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
-        """Estimate all ops for several batch sizes at once, which takes less time than one after the other."""
+        """Estimate all ops for several batch sizes at once, which is faster than one after the other."""
         graph = as_computed(graph, self.numbers)
         kind = device_kind.at_usual_speed() if not graph.collectives else device_kind
         keys = {size: ("ops", self._known(graph), size, kind.name) for size in batch_sizes}
@@ -354,7 +367,7 @@ class CostModel:
         return found if self.end is None else [costs.at_end(self.end) for costs in found]
 
     def _chosen(self, found: Predictions) -> float:
-        """The only one of some predictions, or its end."""
+        """Return the seconds of a single prediction, or the chosen end."""
         seconds = {None: found.seconds, "low": found.low_s, "high": found.high_s}[self.end]
         return float(seconds[0])
 
@@ -383,11 +396,11 @@ class CostModel:
         )
 
     def remember(self, what: str, graph: Graph, key: Hashable, compute: Callable[[], T]) -> T:
-        """What ``compute`` finds out about a graph, once for every key."""
+        """Return the result of ``compute`` for a graph, cached by key."""
         return self._keep((what, self._known(graph), key), compute)
 
     def _known(self, graph: Graph) -> int:
-        # Graphs are kept alive here, so that an id is never given to another graph.
+        # Graphs are kept alive here, so that an id is never reused for another graph.
         self._graphs.setdefault(id(graph), graph)
         return id(graph)
 

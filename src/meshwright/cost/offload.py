@@ -1,13 +1,13 @@
-"""How long the host and its drives take for an optimizer that is not on the device.
+"""Seconds of the host and its drives for an optimizer that is not on the device.
 
     host step         elements · bytes per element / (bandwidth of the host's memory / devices of the node in use)
     reads, writes     bytes / (rate of the node's drives / devices of the node in use)
 
-The devices of a node make their steps at the same time, so each has an equal part. Bytes per element are those of one
-fused pass with the gradient widened before and the parameter narrowed after it (`optimizers`), as torch's fused AdamW
-and Megatron-LM's `HybridDeviceOptimizer` go over them; a pass that does all at once, as DeepSpeed's CPUAdam, moves 28
-instead of 40 for AdamW in mixed precision, which is the lower end of the interval. Its upper end is that of steps on a
-processor as measured here. Drives are as sure as a copy to the host is.
+The devices of a node step at the same time, so each has an equal part. Bytes per element are those of one fused pass
+with the gradient widened before and the parameter narrowed after it (`optimizers`), as in torch's fused AdamW and
+Megatron-LM's `HybridDeviceOptimizer`; a pass that does everything at once, as DeepSpeed's CPUAdam, moves 28 instead of
+40 for AdamW in mixed precision, which is the lower end of the interval. Its upper end is that of measured steps on a
+CPU. Drives have the interval of a copy to the host.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _HOST_STEP = Interval(low=28 / 40, high=MEASURED_STEP.high)
 
 
 class HostCosts:
-    """Costs of what hosts do for the first ``num_ranks`` ranks of a cost model's cluster."""
+    """Costs of the host's work for the first ``num_ranks`` ranks of a cost model's cluster."""
 
     def __init__(self, cost: CostModel, num_ranks: int) -> None:
         self._cost = cost
         self._in_use = Counter(cost.cluster.node_index(rank) for rank in range(num_ranks))
 
     def estimate_step(self, rank: int, gradient_bytes: int, optimizer: Optimizer) -> Cost:
-        """A step over parameters whose gradients have so many bytes on the device."""
+        """Return the cost of a step over parameters with this number of gradient bytes on the device."""
         node, parts = self._node(rank)
         if not node.host_memory_bandwidth_bytes_per_s:
             raise ClusterError(
-                f"Node {node.name!r} does not say how fast its memory is, but an optimizer was to step there. Write "
+                f"Node {node.name!r} has no memory bandwidth, but an optimizer was to step there. Write "
                 "host_memory_bandwidth_bytes_per_s into the cluster file."
             )
         elements = gradient_bytes / self._cost.numbers.gradient_bytes
@@ -51,17 +51,17 @@ class HostCosts:
         return cost_of_seconds(seconds, _HOST_STEP, "roofline")
 
     def estimate_read(self, rank: int, num_bytes: int) -> Cost:
-        """Reading from the drives of the rank's node."""
+        """Return the cost of reading from the drives of the rank's node."""
         drives, parts = self._drives(rank)
         return cost_of_seconds(num_bytes * parts / drives.read_bytes_per_s, HOST_COPY, "roofline")
 
     def estimate_write(self, rank: int, num_bytes: int) -> Cost:
-        """Writing to them."""
+        """Return the cost of writing to the drives of the rank's node."""
         drives, parts = self._drives(rank)
         return cost_of_seconds(num_bytes * parts / drives.write_bytes_per_s, HOST_COPY, "roofline")
 
     def bound_step_seconds(self, rank: int, gradient_bytes: int, optimizer: Optimizer, place: Place) -> float:
-        """The least that an update takes: the slowest of what overlaps in it, with gradients of so many bytes."""
+        """Return a lower bound of an update's seconds, for these gradient bytes: its slowest overlapping part."""
         seconds = [self._cost.host_transfer_seconds(rank, gradient_bytes)]
         seconds.append(self.estimate_step(rank, gradient_bytes, optimizer).at(self._cost.end))
         if place == "nvme":
@@ -73,7 +73,7 @@ class HostCosts:
         return max(seconds)
 
     def _node(self, rank: int) -> tuple[Node, int]:
-        """The node of a rank, and how many devices of it are in use."""
+        """Return the node of a rank, and the number of its devices in use."""
         index = self._cost.cluster.node_index(rank)
         return self._cost.cluster.nodes[index], self._in_use[index]
 
@@ -81,6 +81,6 @@ class HostCosts:
         node, parts = self._node(rank)
         if node.nvme is None:
             raise ClusterError(
-                f"Node {node.name!r} has no drives, but states were to lie there. Write nvme into the cluster file."
+                f"Node {node.name!r} has no drives, but states were to be kept there. Write nvme into the cluster file."
             )
         return node.nvme, parts

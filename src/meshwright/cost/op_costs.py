@@ -1,9 +1,8 @@
-"""Costs of all ops of a graph on a kind of device, from all that is known of it, for several batch sizes at once.
+"""Costs of all ops of a graph on a device kind, from all available sources, for several batch sizes at once.
 
-Each class of equal ops is estimated once: by measurement or roofline (`table`); on GPUs what rests on a roofline by the
-predictor of products (`kernels`) and by the kernels that torch launches (`gpu`); casts and sums of gradients come on
-top (`conversions`), and what the ranks of mesh axes exchange inside of ops (`teams`). Products of all sizes are
-predicted together.
+Each class of equal ops is estimated once: by measurement or roofline (`table`); on GPUs rooflines are replaced by the
+predictor of products (`kernels`) and by the kernels that torch launches (`gpu`); casts and sums of gradients are added
+(`conversions`), and collectives inside ops (`teams`). Products of all sizes are predicted together.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Numbers
 
 
-# Kernels of these have others beside them, which inductor fuses.
+# Ops of these families have additional kernels, which inductor fuses.
 _WITH_OTHERS = ("product", "convolution")
 
 
 class OpSources(NamedTuple):
-    """Where costs come from: measurements and traces of this kind of device, kernels, teams, software.
+    """Sources of costs: measurements and traces of this device kind, kernels, teams, software.
 
-    ``host_factor``: how many times as long as the host of `host_issue` that of the measurements takes to issue.
+    ``host_factor``: how many times as long as the host of `host_issue` the host of the measurements takes to issue.
     """
 
     table: OpTable | None
@@ -69,17 +68,17 @@ class OpSources(NamedTuple):
 def estimate_sizes(
     graph: Graph, batch_sizes: Sequence[int], classes: OpClasses, kind: DeviceKind, numbers: Numbers, sources: OpSources
 ) -> list[OpCosts]:
-    """Costs of all ops, for each batch size. Raises GraphError for a size that the graph was not captured for."""
+    """Return the costs of all ops for each batch size. Raises GraphError for a size that the graph does not support."""
     slowdown, usual = kind.slowdown, kind.at_usual_speed()
     ops = [graph.ops[index] for index in classes.representatives]
     asked = []
-    # What is small enough for the largest is for all.
+    # If the largest size is valid, all are.
     for size in sorted(batch_sizes, reverse=True):
         graph.check_batch_size(size)
     types = [op_type(graph, op, numbers) for op in ops]
     products = [product_type(graph, op, numbers, usual) for op in ops]
     arithmetic = [product or numbers.compute for product in products]
-    # What was measured was multiplied as torch does by default.
+    # Measured ops were multiplied in torch's default type.
     tables = [
         sources.table if not product or is_tf32_by_default(op) else None
         for op, product in zip(ops, products, strict=True)
@@ -149,7 +148,7 @@ def estimate_sizes(
 def _issued(
     graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers, sources: OpSources
 ) -> RooflineSeconds:
-    """What the host takes to issue an op, on the host that `host_issue` rests on: measured here, else predicted."""
+    """Return the seconds to issue an op on the host of `host_issue`: measured if possible, else predicted."""
     predicted = issue_seconds(graph, op, size, dtype, key, numbers)
     measured = sources.table.issued(graph, op, key) if sources.table is not None else None
     if measured is None:

@@ -1,19 +1,18 @@
-"""How long the optimizer's step over some parameters takes, and copying gradients into the buffers of an exchange.
+"""Seconds of an optimizer step over parameters, and of copying gradients into the buffers of their reduction.
 
 Measured (torch's own loop over the tensors): Σ over tensors of f(elements), f through the measured points.
-Else the roofline of what torch runs, by the way in which it goes over the parameters:
+Else the roofline of torch's kernels, by its loop over the parameters:
 
     seconds = Σ elements · accesses · width / (share · memory bandwidth) + kernels · launch
 
     tensors   one after the other: every operation of the update is a kernel per tensor (CPUs)
-    foreach   every operation is a kernel over all tensors, started again per 320 chunks of 65,536 elements
+    foreach   every operation is a kernel over all tensors, launched once per 320 chunks of 65,536 elements
     fused     one kernel reads parameters, gradients and states and writes parameters and states
 
-The share is 1 on processors; on GPUs it is that of steps of AdamW which were measured there (`cost.gpu`). Which one
-runs: `default_loop`. In mixed precision the loop goes over the float32 master copy; a gradient in bfloat16 is
-widened before it, the parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by
-tensor.
-Source: torch 2.13, torch/optim/adam.py and sgd.py, aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
+The share is 1 on CPUs; on GPUs it comes from measured steps of AdamW (`cost.gpu`). `default_loop` says which loop runs.
+In mixed precision the loop iterates over the float32 master copy; a gradient in bfloat16 is widened before it, the
+parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by tensor. Source: torch
+2.13, torch/optim/adam.py and sgd.py, aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
 """
 
 from __future__ import annotations
@@ -41,53 +40,53 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Basis
     from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer, Tensor, Workload
 
-# How torch goes over the parameters in an optimizer's step.
+# Torch's loops over the parameters in an optimizer step.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
 
 # AdamW counts its steps in one float32 per parameter tensor (torch.optim.AdamW, state "step").
 STEP_COUNTER_BYTES = 4
-# Arrays that each operation of an update reads and writes: of _single_tensor_adam, with its decay mul_, lerp_, mul_,
-# addcmul_, sqrt, div, add_, addcdiv_; of _single_tensor_sgd mul_, add_ of the momentum, add_ of the parameter.
+# Arrays that each operation of an update reads and writes. _single_tensor_adam: decay mul_, lerp_, mul_, addcmul_,
+# sqrt, div, add_, addcdiv_; _single_tensor_sgd: mul_, add_ of the momentum, add_ of the parameter.
 _ACCESSES: dict[str, tuple[int, ...]] = {"adamw": (2, 3, 2, 3, 2, 2, 2, 4), "sgd+momentum": (2, 3, 3), "sgd": (3,)}
 # In one kernel: parameters, gradients and states read, parameters and states written.
 _FUSED_ACCESSES = {"adamw": 7, "sgd+momentum": 5, "sgd": 3}
-# Measured / predicted of 180 steps and copies of whole models by a table of five tensor sizes, on one core beside other
-# work (scripts/check_optimizer_steps.py, torch 2.13, 2026-11-21).
+# Measured / predicted of 180 steps and copies of whole models by a table of five tensor sizes, on one core shared with
+# other work (scripts/check_optimizer_steps.py, torch 2.13, 2026-11-21).
 MEASURED_STEP = Interval(low=0.17, high=2.41)
-# The same of a GPU, alone: an assumption, as wide as the interval of a measured op (`table.MEASURED`).
+# The same for a GPU without other work: an assumption, as wide as the interval of a measured op (`table.MEASURED`).
 MEASURED_ON_GPU = Interval(low=0.70, high=1.43)
-# What one start of a kernel over many tensors takes at most: chunks of so many elements, and tensors (of four lists).
+# Limits of one launch of a kernel over many tensors: elements per chunk, chunks, and tensors (of four lists).
 _CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36
 
 
 def state_bytes(optimizer: Optimizer, precision: str) -> int:
-    """Bytes of optimizer states and master weight per parameter element."""
+    """Return the bytes of optimizer states and master weight per parameter element."""
     numbers = numbers_of(precision)
     return numbers.master_bytes + numbers.state_bytes * optimizer.num_states
 
 
 def optimizer_bytes(parameter: Tensor, workload: Workload) -> int:
-    """Bytes of a trained parameter's optimizer states and master weight, with AdamW's counter of steps."""
+    """Return the bytes of a trained parameter's optimizer states and master weight, with AdamW's step counter."""
     counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
     return parameter.num_elements(0) * state_bytes(workload.optimizer, workload.precision) + counter
 
 
 def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
-    """What our runtime asks of torch (`training.job.make_optimizer`): AdamW fused on GPUs, else torch's default."""
+    """Return our runtime's loop (`training.job.make_optimizer`): AdamW fused on GPUs, else torch's default."""
     if not on_gpu:
         return "tensors"
     return "fused" if optimizer.kind == "adamw" else "foreach"
 
 
 def measured_as(optimizer: Optimizer, loop: OptimizerLoop) -> str:
-    """What an optimizer is called in a table of measurements: ``adamw`` of the loop over tensors, ``adamw.fused``."""
+    """Return an optimizer's name in a measurement table: ``adamw`` for the loop over tensors, ``adamw.fused``."""
     return optimizer.name if loop == "tensors" else f"{optimizer.name}.{loop}"
 
 
 def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, Curve]:
-    """Seconds of one tensor's update by its elements, per optimizer that was measured in the type of the states.
+    """Return seconds of one tensor's update by its elements, per optimizer measured in the type of the states.
 
-    And of copying one tensor's gradient into a bucket, in the type of the gradients.
+    Also of copying one tensor's gradient into a bucket, in the type of the gradients.
     """
     rows = [
         row
@@ -103,7 +102,7 @@ def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, 
 
 
 def trainable_elements(graph: Graph, parameters: Sequence[int]) -> NDArray[np.int64]:
-    """Elements of each trainable one among the parameters (shape: trainable parameters)."""
+    """Return the elements of each trainable parameter (shape: trainable parameters)."""
     tensors = (graph.tensors[i] for i in parameters)
     return np.array([tensor.num_elements(0) for tensor in tensors if tensor.requires_grad], np.int64)
 
@@ -117,9 +116,10 @@ def estimate_step(
     loop: OptimizerLoop,
     unsure: Interval,
 ) -> Cost:
-    """One step over tensors of these sizes (shape: tensors); ``unsure``: the interval of a roofline there.
+    """Return the cost of one step over tensors of these sizes (shape: tensors).
 
-    ``curve``: what was measured of this loop (`measured_as`); around master weights, conversions come on top.
+    ``unsure`` is the interval of a roofline on the device. ``curve`` has measurements of this loop (`measured_as`);
+    conversions around master weights are added.
     """
     conversions = _conversions(numbers_of(precision))
     if curve is not None and not is_modelled(kind):
@@ -141,13 +141,13 @@ def estimate_step(
 
 
 def bytes_per_element(optimizer: Optimizer, precision: str, loop: OptimizerLoop) -> int:
-    """Bytes of memory that a step reads and writes for each parameter element, conversions of mixed precision too."""
+    """Return the bytes of memory traffic of a step per parameter element, including conversions of mixed precision."""
     numbers = numbers_of(precision)
     return numbers.state_bytes * _num_accesses(optimizer, loop) + sum(_conversions(numbers))
 
 
 def _conversions(numbers: Numbers) -> list[int]:
-    """Bytes per element of each conversion around a step on master weights: of the gradient, and of the parameter."""
+    """Return the bytes per element of each conversion around a step on master weights: of gradient and parameter."""
     if not numbers.master_bytes:
         return []
     widened = [numbers.gradient_bytes + numbers.master_bytes] if numbers.gradient_bytes < numbers.master_bytes else []
@@ -157,7 +157,7 @@ def _conversions(numbers: Numbers) -> list[int]:
 def estimate_copy(
     elements: NDArray[np.int64], kind: DeviceKind, precision: str, curve: Curve | None, unsure: Interval
 ) -> Cost:
-    """Copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
+    """Return the cost of copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
     if curve is not None:
         return _estimate_measured(elements, curve, MEASURED_ON_GPU if is_modelled(kind) else MEASURED_STEP)
     width = numbers_of(precision).gradient_bytes
@@ -176,12 +176,12 @@ def _num_accesses(optimizer: Optimizer, loop: OptimizerLoop) -> int:
 
 
 def num_operations(optimizer: Optimizer) -> int:
-    """Operations of an update, tensor by tensor."""
+    """Return the number of operations of an update, tensor by tensor."""
     return len(_ACCESSES[optimizer.name])
 
 
 def _num_kernels(elements: NDArray[np.int64], optimizer: Optimizer, loop: OptimizerLoop) -> int:
-    """Kernels of a step; AdamW counts its steps in one more per start."""
+    """Return the number of kernels of a step; AdamW counts its steps in one more per launch."""
     operations = 1 if loop == "fused" else num_operations(optimizer)
     operations += optimizer.kind == "adamw"
     chunks = int(np.ceil(elements / _CHUNK_ELEMENTS).sum())

@@ -1,10 +1,10 @@
-"""How long an op takes where nothing was measured: the roofline of its device.
+"""The roofline of an op on its device, for ops without measurements.
 
     seconds = max(FLOPs / peak(dtype), bytes / memory bandwidth) + kernels · launch
 
-Williams, Waterman, Patterson: Roofline (CACM 2009), with the device's datasheet figures; bytes by `traits`.
-Mostly too short, as few ops reach the speeds of a datasheet. Yet no bound: what a cache still holds does not come from
-memory. How far off it is: `table.ROOFLINE`, `table.GPU_ROOFLINE`.
+Williams, Waterman, Patterson: Roofline (CACM 2009), with the device's datasheet figures; bytes by `traits`. It is
+mostly too short, as few ops reach the speeds of a datasheet. But it is not a bound: data in a cache do not come from
+memory. Its error: `table.ROOFLINE`, `table.GPU_ROOFLINE`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from meshwright.cost.work import Amount
     from meshwright.spec import DeviceKind, Graph, Op
 
-# Seconds that the smallest kernel takes however little it does: the fastest of 24,000 GEMMs measured on A100, H100,
-# H200 and L40S (ai-dynamo/aiconfigurator, gemm_perf tables, Apache-2.0) is 2.0 µs; a 64-element addition through
-# torch's dispatcher on one Xeon core is 0.9 to 1.5 µs (own measurement, torch 2.13).
+# Seconds of the smallest kernel: the fastest of 24,000 GEMMs measured on A100, H100, H200 and L40S
+# (ai-dynamo/aiconfigurator, gemm_perf tables, Apache-2.0) is 2.0 µs; a 64-element addition through torch's dispatcher
+# on one Xeon core is 0.9 to 1.5 µs (own measurement, torch 2.13).
 LAUNCH_S = 2.0e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineSeconds:
-    """Seconds of one op: forward, backward of a first microbatch, and adding to gradients that exist on top of it."""
+    """Seconds of one op: forward, backward of a first microbatch, and the additional gradient accumulation."""
 
     forward_s: float
     backward_s: float
     accumulate_s: float
 
     def scaled(self, forward: float, backward: float, accumulate: float) -> RooflineSeconds:
-        """Each part times a factor."""
+        """Return each part times a factor."""
         return RooflineSeconds(
             forward_s=self.forward_s * forward,
             backward_s=self.backward_s * backward,
@@ -41,11 +41,11 @@ class RooflineSeconds:
         )
 
     def times(self, factor: float) -> RooflineSeconds:
-        """All parts times one factor."""
+        """Return all parts times one factor."""
         return self.scaled(factor, factor, factor)
 
     def plus(self, other: RooflineSeconds) -> RooflineSeconds:
-        """Each part of both together."""
+        """Return the sums of the parts of both."""
         return RooflineSeconds(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
@@ -54,16 +54,16 @@ class RooflineSeconds:
 
 
 def peak_flops(kind: DeviceKind, dtype: str) -> float:
-    """Peak operations per second; a dtype that the datasheet does not list runs at the slowest listed rate."""
+    """Return the peak operations per second; a dtype missing in the datasheet runs at the slowest listed rate."""
     return kind.peak_flops_per_s.get(dtype) or min(kind.peak_flops_per_s.values())
 
 
 def bound_op(
     graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, key: str = "", arithmetic: str = ""
 ) -> RooflineSeconds:
-    """The roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time.
+    """Return the roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time.
 
-    ``arithmetic``: the type that it multiplies in, if that is not ``dtype``.
+    ``arithmetic``: the type in which it multiplies, if that is not ``dtype``.
     """
     passes = passes_of(graph, op, batch_size, dtype, key)
     peak, bandwidth = peak_flops(kind, arithmetic or dtype), kind.memory_bandwidth_bytes_per_s

@@ -1,7 +1,7 @@
-"""What training software does that costs depend on, beside the graph and the plan: its attention and its host.
+"""Properties of training software that costs depend on, besides the graph and the plan: its attention and its host.
 
-The default is this package's runtime on current PyTorch. Published runs used other software: ``software.toml`` lists
-it by framework and date.
+The default is this package's runtime on current PyTorch. Published runs used other software: ``software.toml`` lists it
+by framework and date.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Software:
 
     ``attention``: the kernels of fused attention: those that current PyTorch chooses, or a version of FlashAttention.
     ``balanced_context``: whether under context parallelism each rank has tokens of the beginning and of the end.
-    ``host_factor``: how many times as long its host issues an op as plain PyTorch does. ``fused_attention``: whether
-    attention is fused; if not, scores are kept. ``overlap``: whether gradients are exchanged beside the backward.
-    ``memory_share``: what it takes of a device's memory. ``vocabulary_multiple``: vocabularies are padded to a multiple
-    of it on each device of a tensor group. The last four decide about graph and plan of a published run.
+    ``host_factor``: how many times as long as plain PyTorch its host takes to issue an op. ``fused_attention``: whether
+    attention is fused; if not, scores are kept. ``overlap``: whether gradient reduction overlaps the backward.
+    ``memory_share``: the share of a device's memory that it uses. ``vocabulary_multiple``: vocabularies are padded to a
+    multiple of it on each device of a tensor-parallel group. The last four affect graph and plan of a published run.
     """
 
     framework: str
@@ -46,7 +46,7 @@ class Software:
 
     @property
     def name(self) -> str:
-        """As `read_software` takes it."""
+        """The name that `read_software` accepts."""
         return f"{self.framework}@{self.since}"
 
 
@@ -55,7 +55,7 @@ PYTORCH = Software(framework="PyTorch", since="", citation="meshwright.runtime")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareList:
-    """The document: of the entries that apply to a run, the last one is taken."""
+    """The document: of the entries that apply to a run, the last one is used."""
 
     software: tuple[Software, ...]
 
@@ -63,9 +63,9 @@ class SoftwareList:
 
 
 def find_software(framework: str, date: str = "") -> Software:
-    """The software of a run; `PYTORCH` for an unknown framework.
+    """Return the software of a run; `PYTORCH` for an unknown framework.
 
-    ``framework``: its name, whatever follows in the cell. ``date``: year or year-month of the run; the newest if empty.
+    ``framework``: text that starts with its name. ``date``: year or year-month of the run; the newest entry if empty.
     """
     name, date = framework.strip().lower(), date or "9999"
     known = [entry for entry in known_software() if name.startswith(entry.framework)]
@@ -74,7 +74,10 @@ def find_software(framework: str, date: str = "") -> Software:
 
 
 def read_software(text: str | None) -> Software:
-    """Software by ``framework`` or ``framework@date``; `PYTORCH` for None. Raises MeasurementError for unknown ones."""
+    """Return software by ``framework`` or ``framework@date``; `PYTORCH` for None.
+
+    Raises MeasurementError if unknown.
+    """
     if text is None:
         return PYTORCH
     framework, separator, date = text.partition("@")
@@ -86,13 +89,13 @@ def read_software(text: str | None) -> Software:
         )
     if separator and not re.fullmatch(DATE, date):
         raise MeasurementError(
-            f"The software {text!r} was given; expected a year or a year and a month behind @: megatron@2022."
+            f"The software {text!r} was given; expected a year or a year and a month after @: megatron@2022."
         )
     return find_software(framework, date)
 
 
 @cache
 def known_software() -> tuple[Software, ...]:
-    """All entries of the shipped file."""
+    """Return all entries of the shipped file."""
     with resources.as_file(resources.files("meshwright.cost") / "software.toml") as path:
         return decode_document(SoftwareList, read_data(path), path.name).software

@@ -1,18 +1,18 @@
-"""What the measurement table says of an op: its own time, one between measured batch sizes, or a learned one.
+"""The estimate of an op from a measurement table: its own time, one between measured batch sizes, or a learned one.
 
     measured      the key is in the table, or all of its passes are in a trace of the user's own runs: `cost.traced`
     interpolated  the same op was measured at batch sizes below and above: linear between the nearest two
     regressed     ops of its family were measured: `cost.ops`
-    transferred   it was measured on one side only: the nearest time × (roofline here / roofline there); or its forward
-                  alone is in a trace
-    roofline      nothing like it was ever measured; products and attention on GPUs then ask `cost.kernels`
+    transferred   it was measured on one side only: the nearest time × (roofline here / roofline there); or only its
+                  forward is in a trace
+    roofline      nothing similar was measured; `cost.kernels` then estimates products and attention on GPUs
 
-"The same op" is decided by the key alone: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` is it.
-The intervals hold measured / predicted of four out of five ops, forward and backward, of the models in
-`validation.cpu_ops` that are not scored: each op against its time in another model, between or beside other batch
-sizes, or against its roofline. Rooflines of GPUs have an interval of their own: no element-wise op or norm was measured
-on one, so it is that of products which the memory bounds, as their roofline has it (`validation.kernels`, bfloat16),
-from the lowest 10 % to the highest 90 % quantile of A100, H100, H200 and L40S.
+"The same op" is decided by the key: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` equals it. The
+intervals hold measured / predicted of four out of five ops, forward and backward, of the models in `validation.cpu_ops`
+that are not scored: each op against its time in another model, between or beside other batch sizes, or against its
+roofline. Rooflines of GPUs have their own interval: no element-wise op or norm was measured on a GPU, so it is that of
+memory-bound products and their rooflines (`validation.kernels`, bfloat16), from the lowest 10 % to the highest 90 %
+quantile of A100, H100, H200 and L40S.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ class OpTable:
             self._by_kind.setdefault(kind, []).append((shapes, entry.key))
 
     def key(self, graph: Graph, op: Op, batch_size: int) -> str:
-        """The op's key at the precision that the model runs in."""
+        """Return the op's key at the model's precision."""
         return key_in(self._dtype, graph, op, batch_size)
 
     def find(self, key: str) -> RooflineSeconds | None:
-        """The entry of exactly this key."""
+        """Return the entry of exactly this key."""
         entry = self._by_key.get(key)
         if entry is None:
             return None
         return RooflineSeconds(forward_s=entry.forward_s, backward_s=entry.backward_s, accumulate_s=entry.accumulate_s)
 
     def spread(self, key: str) -> float:
-        """(p90 - p10) / median of the forward of a key that `find` knows."""
+        """Return (p90 - p10) / median of the forward of a key that `find` knows."""
         return self._by_key[key].spread
 
     def issued(self, graph: Graph, op: Op, key: str) -> RooflineSeconds | None:
-        """What the host takes to issue an op of this key, or the same op at another batch size; None if not measured.
+        """Return the host's seconds to issue an op of this key, or the same op at another batch size.
 
-        Adding to gradients that are there is not among it.
+        None if not measured. Gradient accumulation is not included.
         """
         entry = self._by_key.get(key)
         if entry is None or not entry.forward_issue_s:
@@ -91,18 +91,18 @@ class OpTable:
         return RooflineSeconds(forward_s=entry.forward_issue_s, backward_s=entry.backward_issue_s, accumulate_s=0.0)
 
     def moved(self, move: Move) -> float | None:
-        """Seconds of a conversion or a sum beside an op; None if none like it was measured."""
+        """Return the seconds of a conversion or a sum beside an op; None if it was not measured."""
         curve = self._moved.get((move.read, move.written, move.adds))
         return None if curve is None else float(curve.at(np.array([move.elements], np.float64))[0])
 
     def learned(self, kind: DeviceKind) -> OpRegressor:
-        """What the rows teach about ops that are not among them; learned when it is first asked for."""
+        """Return the regressor that the rows give for other ops; fitted at the first call."""
         if kind.name not in self._learned:
             self._learned[kind.name] = fit_op_regressor(self._rows, kind, self._dtype)
         return self._learned[kind.name]
 
     def measured_batches(self, graph: Graph, op: Op) -> dict[int, RooflineSeconds]:
-        """Times of this op by batch size, ascending; empty if its shapes do not depend on the batch."""
+        """Return the times of this op by batch size, ascending; empty if its shapes do not depend on the batch."""
         keys = sorted(self._measured_keys(graph, op).items())
         entries = ((batch_size, self.find(key)) for batch_size, key in keys)
         return {batch_size: entry for batch_size, entry in entries if entry is not None}
@@ -125,7 +125,7 @@ class OpTable:
 
 
 def _moved_curves(measurements: Measurements) -> dict[tuple[int, int, bool], Curve]:
-    """Seconds by elements of each conversion and sum that was measured, by bytes read and written of an element."""
+    """Return seconds by elements of each measured conversion and sum, by bytes read and written per element."""
     points: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
     for entry in measurements.ops:
         move = read_move_key(entry.key)
@@ -136,7 +136,7 @@ def _moved_curves(measurements: Measurements) -> dict[tuple[int, int, bool], Cur
 
 
 def roofline_interval(kind: DeviceKind) -> Interval:
-    """The interval of rooflines on a device: that of GPUs if its datasheet is one of a GPU."""
+    """Return the interval of rooflines on a device: that of GPUs if its datasheet is that of a GPU."""
     return GPU_ROOFLINE if is_tiled(kind) else ROOFLINE
 
 
@@ -151,9 +151,9 @@ def estimate_op(
     key: str = "",
     arithmetic: str = "",
 ) -> OpCost:
-    """Seconds of one op, their interval and where they come from (see the module's docstring).
+    """Return the seconds of one op, their interval and their basis (see the module's docstring).
 
-    ``key``: if known. ``arithmetic``: the type that it multiplies in, if that is not ``dtype``.
+    ``key``: if known. ``arithmetic``: the type in which it multiplies, if that is not ``dtype``.
     """
     key = key or key_in(dtype, graph, op, batch_size)
     bound = bound_op(graph, op, batch_size, kind, dtype, key, arithmetic)
@@ -162,8 +162,8 @@ def estimate_op(
         return op_cost_around(bound, unsure, "roofline")
     exact = table.find(key)
     if exact is not None:
-        # The spread of one run says less than another run would: it only ever widens the interval. Measured ops are
-        # never less sure than rooflines.
+        # The spread of one run is less informative than another run would be: it can only widen the interval. Measured
+        # ops are never less certain than rooflines.
         half = table.spread(key) / 2
         wide = Interval(low=max(min(MEASURED.low, 1 - half), 0.0), high=min(max(MEASURED.high, 1 + half), unsure.high))
         return op_cost_around(exact, wide, "measured")
@@ -214,7 +214,7 @@ def _beside(
 
 
 def _batch_place(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """(input, dim) of the first input size that depends on the batch."""
+    """Return (input, dim) of the first input size that depends on the batch."""
     for position, tensor in enumerate(op.inputs):
         for dim, extent in enumerate(graph.tensors[tensor].shape):
             if extent.per_sample:

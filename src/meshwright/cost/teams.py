@@ -1,13 +1,13 @@
-"""What the devices of teams exchange (`spec.teams`), inside of a team and between teams, and how long it takes.
+"""Communication of teams (`spec.teams`), inside a team and between teams, and its costs.
 
     messages        w pairs (r·w + i, s·w + i), one for each place i in a team, all at once
-    gradients       those of the places that differ in the axes over which they are summed (`summing_axes`) alone, all
-                    groups at once: of most parameters context and expert, of experts context
-    inside          the ranks of a mesh axis, beside all its groups that touch the nodes of the first one; where nodes
+    gradients       groups of places that differ only in the axes of the reduction (`summing_axes`), all groups at once:
+                    for most parameters context and expert, for experts context
+    inside          the ranks of a mesh axis, beside all its groups that use the nodes of the first one; if nodes
                     differ, the slowest
 
-Rings of attention: with c ranks a rank computes c parts of its attention one after the other, while the keys and
-values of the next part come from its neighbour: t/c + (c - 1)·max(t/c, send) (Liu et al., Ring Attention, 2023).
+Ring attention: with c ranks a rank computes c parts of its attention one after the other, while the keys and values of
+the next part come from its neighbour: t/c + (c - 1)·max(t/c, send) (Liu et al., Ring Attention, 2023).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 Group = tuple[int, ...]
 Axes = tuple[Axis, ...]
-# Those whose ranks hold most parameters alike, and sum their gradients.
+# Axes whose ranks replicate most parameters, and reduce their gradients.
 REPLICATING: Axes = ("context", "expert")
 _FORWARD, _BACKWARD = 0, 1
 
 
 class OpExchange(NamedTuple):
-    """Seconds that op ``at`` of a local graph spends in an exchange of its forward or backward, with their interval.
+    """Seconds of communication in the forward or backward of op ``at`` of a local graph, with their interval.
 
-    ``ring``: among so many ranks, all its messages together, while the op computes; 0 for what comes on top.
+    ``ring``: the number of ranks of a ring, whose messages together overlap the op; 0 for additional time.
     """
 
     at: int
@@ -56,7 +56,7 @@ class OpExchange(NamedTuple):
 
 
 def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Floats) -> None:
-    """Add to the seconds of ops, columns forward and backward, what the exchanges take, shape (exchanges,)."""
+    """Add the seconds of the exchanges, shape (exchanges,), to those of ops, columns forward and backward."""
     sent: dict[tuple[int, int, int], float] = {}
     for item, taken_s in zip(exchanges, seconds.tolist(), strict=True):
         column = _BACKWARD if item.in_backward else _FORWARD
@@ -69,14 +69,14 @@ def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Float
 
 
 def ring_attention_seconds(alone_s: float, send_s: float, num_ranks: int) -> float:
-    """Seconds of an op whose parts are computed while the next part's operands travel round a ring."""
+    """Return the seconds of an op whose parts are computed while the next part's operands travel round a ring."""
     part_s = alone_s / num_ranks
     return part_s + (num_ranks - 1) * max(part_s, send_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeamCosts:
-    """Seconds of what teams of a sharding exchange; ``costs`` are those of their devices."""
+    """Seconds of the communication of teams of a sharding; ``costs`` are those of their devices."""
 
     costs: CollectiveCosts
     sharding: Sharding
@@ -88,9 +88,9 @@ class TeamCosts:
     def groups(
         self, op: CollectiveOp, teams: Sequence[int], concurrent: Sequence[Sequence[int]], axes: Axes = REPLICATING
     ) -> tuple[Group, tuple[Group, ...]]:
-        """The devices in one of the groups in which teams exchange, and the groups that do beside it.
+        """Return the devices of one of the groups in which teams communicate, and the concurrent groups.
 
-        ``axes``: those over which a collective goes inside of teams.
+        ``axes``: the axes inside teams that a collective includes.
         """
         if self.sharding.width == 1:
             return tuple(teams), tuple(map(tuple, concurrent))
@@ -99,7 +99,7 @@ class TeamCosts:
         return first, tuple(others)
 
     def op_exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
-        """What the ranks of the mesh axes exchange inside of the ops of a local graph."""
+        """Return the communication of mesh axes inside the ops of a local graph."""
         found = []
         for item in graph.collectives:
             if item.phase == "step":
@@ -112,7 +112,7 @@ class TeamCosts:
         return found
 
     def prepare(self, graph: Graph, batch_sizes: Sequence[int]) -> None:
-        """Ask for what `op_exchanges` needs at several batch sizes at once."""
+        """Predict the collectives of `op_exchanges` for several batch sizes at once."""
         wanted: dict[tuple[CollectiveOp, Axes], set[int]] = {}
         for item in graph.collectives:
             if item.phase != "step":
@@ -124,9 +124,9 @@ class TeamCosts:
                 self._predict(kind, axes, missing)
 
     def step_seconds(self, graph: Graph, parameter_ids: Sequence[int], elsewhere: Set[int]) -> float:
-        """Seconds of a step in which a team sums gradients of which each of its devices has a part.
+        """Return the seconds per step in which a team reduces gradients whose parts are on its devices.
 
-        Those of the parameters ``elsewhere`` are summed with the replicas', but for what the tensor axis sums.
+        Gradients of the parameters ``elsewhere`` are reduced with the replicas' ones, except along the tensor axis.
         """
         held = set(parameter_ids)
         sizes: Counter[Axes] = Counter()
@@ -140,11 +140,11 @@ class TeamCosts:
         return sum(self._inside("all_reduce", axes, size, graph.name)[at] for axes, size in sizes.items())
 
     def _inside(self, kind: CollectiveOp, axes: Axes, num_bytes: int, graph_name: str) -> tuple[float, float, float]:
-        """Seconds of an exchange over axes and their interval, where the nodes are slowest."""
+        """Return the seconds of a collective over axes and their interval, on the slowest nodes."""
         if math.prod(map(self.sharding.size, axes)) == 1:
             raise MeasurementError(
-                f"Graph {graph_name!r} is the share of one rank of the {axes[0]} axis, but costs are those of whole "
-                "graphs. Ask `CostModel.for_teams` for the costs of its sharding."
+                f"Graph {graph_name!r} is the local graph of one rank of the {axes[0]} axis; expected a whole graph. "
+                "Use `CostModel.for_teams` for the costs of its sharding."
             )
         key = (kind, axes, num_bytes)
         if key not in self._kept:
@@ -152,7 +152,7 @@ class TeamCosts:
         return self._kept[key]
 
     def _predict(self, kind: CollectiveOp, axes: Axes, sizes: Sequence[int]) -> None:
-        """Note the seconds of an exchange over axes, of each size where the nodes are slowest."""
+        """Store the seconds of a collective over axes, for each size on the slowest nodes."""
         if axes not in self._groups:
             self._groups[axes] = axis_groups(self.costs.cluster, self.sharding, axes)
         rows: list[list[tuple[float, float, float]]] = [[] for _ in sizes]
@@ -166,16 +166,16 @@ class TeamCosts:
 
 
 def spread_teams(teams: Sequence[int], sharding: Sharding, axes: Axes) -> list[Group]:
-    """The groups of devices in which teams exchange: those of all teams whose places differ in ``axes`` alone."""
+    """Return the groups of devices in which teams communicate: of all teams, places that differ only in ``axes``."""
     return [
         tuple(team * sharding.width + place for team in teams for place in places) for places in _places(sharding, axes)
     ]
 
 
 def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[Group]]:
-    """The groups over axes that talk at once, for each kind of node that their first one may lie on.
+    """Return the groups over axes that communicate at once, for each kind of node of their first one.
 
-    Of each list the first group is the one to estimate.
+    The first group of each list is the one to estimate.
     """
     columns, width = cluster.columns(), sharding.width
     places = np.array(_places(sharding, axes))
@@ -193,7 +193,7 @@ def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[G
 
 @lru_cache(maxsize=64)
 def _places(sharding: Sharding, axes: Axes) -> list[Group]:
-    """The places in a team, in groups that differ in ``axes`` alone."""
+    """Return the places in a team, in groups that differ only in ``axes``."""
     found: dict[Group, list[int]] = {}
     for place in range(sharding.width):
         others = (place // sharding.stride(axis) % sharding.size(axis) for axis in AXES if axis not in axes)

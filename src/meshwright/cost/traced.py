@@ -1,13 +1,12 @@
-"""Seconds of ops from a trace of the user's own runs: rows of the profiler, which know neither gradients nor layers.
+"""Seconds of ops from a trace of the user's own runs: rows of the profiler, without gradients and layers.
 
-    forward    the row of the operator with these inputs; of a product the row ``matmul`` of its m, n, k
-    backward   products: a row for each gradient that is wanted, (m, k, n) of the left and (k, n, m) of the right factor
+    forward    the row of the operator with these inputs; for a product the row ``matmul`` of its m, n, k
+    backward   products: a row for each needed gradient, (m, k, n) of the left and (k, n, m) of the right factor
                others: the row of the operator that torch names as its backward, on a gradient of its output's shape
 
-An op of which all passes have a row is `measured`. Where only the forward has one, the backward is the roofline's
-times measured / roofline of the forward: `transferred`. Adding to gradients that are there is part of torch's
-accumulation, which has no operator of its own in a trace: the roofline times the same ratio.
-Source of the names: torch 2.13, tools/autograd/derivatives.yaml.
+An op whose passes all have a row is `measured`. If only the forward has one, the backward is the roofline's times
+measured / roofline of the forward: `transferred`. Gradient accumulation has no operator of its own in a trace: it is
+the roofline times the same ratio. Source of the names: torch 2.13, tools/autograd/derivatives.yaml.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from meshwright.records import Records
     from meshwright.spec import Graph, Op
 
-# Operators whose backward in a trace is that of their parts.
+# Operators whose backward in a trace consists of several operators.
 _PARTS = {"cross_entropy_loss": ("nll_loss_backward", "_log_softmax_backward_data")}
-# How torch names the backward of an operator: layer_norm → native_layer_norm_backward, softmax →
+# Torch's names for the backward of an operator: layer_norm → native_layer_norm_backward, softmax →
 # _softmax_backward_data, embedding → embedding_dense_backward; attention's names its library.
 _BACKWARD = "(?:native_|_)?{}(?:_dense)?_backward(?:_data)?"
 _STEMS = {
@@ -59,7 +58,7 @@ class TracedOps:
     def find(
         self, graph: Graph, op: Op, batch_size: int, dtype: str, bound: RooflineSeconds
     ) -> tuple[RooflineSeconds, Basis] | None:
-        """Seconds of an op and their basis; None without a row of its forward. ``bound``: its roofline."""
+        """Return the seconds of an op and their basis; None without a row of its forward. ``bound``: its roofline."""
         inputs = tuple(_input(graph, index, batch_size, dtype) for index in op.inputs)
         sizes = _product_sizes(graph, op, batch_size)
         name = operator_name(op)
@@ -89,7 +88,7 @@ class TracedOps:
         return math.fsum(known) if known and len(known) == len(found) else None
 
     def _either_way(self, dtype: str, m: int, n: int, k: int) -> float | None:
-        """A product or its transpose: torch writes the gradient of a transposed weight as (n, m)."""
+        """Return the time of a product or its transpose: torch writes the gradient of a transposed weight as (n, m)."""
         return self.products.get((dtype, m, n, k), self.products.get((dtype, n, m, k)))
 
     def _backward(self, name: str, outputs: list[str], inputs: Shapes) -> float | None:
@@ -109,7 +108,7 @@ class TracedOps:
 
 
 def collect_traced(rows: Records) -> TracedOps:
-    """The rows of traces among those of one device; a captured op's own rows, which name gradients, are not theirs."""
+    """Return the rows of traces among rows of one device, without rows of captured ops, which name gradients."""
     traced = TracedOps()
     for op, shapes, dtype, seconds in zip(rows.op, rows.shapes, rows.dtype, rows.seconds.tolist(), strict=True):
         if seconds <= 0:
@@ -127,20 +126,20 @@ def collect_traced(rows: Records) -> TracedOps:
 
 
 def _input(graph: Graph, index: int, batch_size: int, dtype: str) -> str:
-    """A tensor as traces have it, floating ones at the precision that the model runs in."""
+    """Return a tensor in the notation of traces, with floating types at the model's precision."""
     tensor = graph.tensors[index]
     sizes = "x".join(str(extent.at(batch_size)) for extent in tensor.shape)
     return f"{sizes}:{dtype if tensor.dtype in FLOAT_DTYPES else tensor.dtype}"
 
 
 def _factors(op: Op) -> tuple[int, int]:
-    """The two factors of a product: after the summand, where there is one."""
+    """Return the two factors of a product: after the summand, if there is one."""
     first = 1 if operator_name(op) == "addmm" else 0
     return op.inputs[first], op.inputs[first + 1]
 
 
 def _product_sizes(graph: Graph, op: Op, batch_size: int) -> tuple[int, int, int] | None:
-    """(m, n, k) of a product of two matrices, or of a linear layer; None for every other op."""
+    """Return (m, n, k) of a product of two matrices, or of a linear layer; None for every other op."""
     name = operator_name(op)
     if name not in ("linear", "mm", "matmul", "addmm"):
         return None

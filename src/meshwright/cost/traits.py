@@ -1,12 +1,12 @@
-"""What an op of a graph does: its work by its key (`cost.work`), with the facts that only a graph holds.
+"""The work of an op of a graph: by its key (`cost.work`), with the facts that only a graph has.
 
     FLOPs       as capture counted them
-    views       whether an output owns its memory: the same reshape looks in one place and copies in another
-    backward    only in training, and only where an output wants a gradient
+    views       whether an output owns its memory: the same reshape is a view in one place and a copy in another
+    backward    only in training, and only if an output needs a gradient
     accumulate  3 × bytes of the parameters: read the old and the new gradient, write the sum
 
-An operator that the table does not know reads its distinct inputs and writes its outputs; its backward reads what
-autograd kept and the gradients of the outputs, and writes those of the inputs.
+An operator missing in the table reads its distinct inputs and writes its outputs; its backward reads what autograd kept
+and the gradients of the outputs, and writes those of the inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """What the passes of one op do: forward, backward, and adding to gradients that exist."""
+    """The work of the passes of one op: forward, backward, and gradient accumulation."""
 
     forward: Amount
     backward: Amount
@@ -33,25 +33,28 @@ class Passes:
 
 
 def operator_name(op: Op) -> str:
-    """``relu_`` of ``aten.relu_.default``."""
+    """Return the operator's name: ``relu_`` for ``aten.relu_.default``."""
     return name_in(op.kind)
 
 
 def family_of(op: Op) -> str:
-    """What an op is by the table of operators (`Family`); "" for one that it does not know."""
+    """Return the family of an op in the table of operators (`Family`); "" for an unknown operator."""
     known = operators().get(operator_name(op))
     return known.family if known is not None else ""
 
 
 def is_view(graph: Graph, op: Op) -> bool:
-    """Whether the op only looks at memory that another tensor owns (or makes nothing at all)."""
+    """Return whether the op only views memory that another tensor owns (or makes nothing at all)."""
     if op.is_in_place or op.flops.fixed or op.flops.per_sample:
         return False
     return all(graph.tensors[i].storage != i for i in op.outputs)
 
 
 def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str, key: str = "") -> Passes:
-    """The work of an op at a batch size, floating values being of ``dtype``; ``key`` is its `key_in`, if known."""
+    """Return the work of an op at a batch size, with floating values of ``dtype``.
+
+    ``key`` is its `key_in`, if known.
+    """
     known = read_work(key or key_in(dtype, graph, op, batch_size))
     count = _Count(graph, op, batch_size, dtype)
     if known is None:
@@ -71,7 +74,7 @@ def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str, key: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """Bytes of an op's tensors, as a graph has them."""
+    """Bytes of an op's tensors in a graph."""
 
     graph: Graph
     op: Op

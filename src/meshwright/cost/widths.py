@@ -1,9 +1,9 @@
-"""Bytes of an element of a tensor in the precision that a model runs in.
+"""Bytes of an element of a tensor in a model's precision.
 
-Under autocast the types of the graph hold. Else parameters were converted to the type of the values, and with them all
-that is computed from them. What a forward makes of whole numbers stays float32, torch's default: positions times
-frequencies, their sines and cosines, and by type promotion what these are multiplied with, until something casts it
-back (`type_as`) or a layer with parameters follows.
+Under autocast the types of the graph hold. Otherwise parameters were converted to the type of the values, and with them
+everything computed from them. Tensors that a forward makes from integers stay float32, torch's default: positions times
+frequencies, their sines and cosines, and by type promotion products with them, until something casts the result back
+(`type_as`) or a layer with parameters follows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _PROMOTING = frozenset({"pointwise", "reduction", "copy", "view"})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Widths:
-    """``values``: bytes of a floating element, None under autocast; ``single``: tensors of `stays_single`."""
+    """Element sizes of tensors.
+
+    ``values``: bytes of a floating element, None under autocast; ``single``: tensors of `stays_single`.
+    """
 
     graph: Graph
     values: int | None
     single: frozenset[int]
 
     def of(self, tensor: int) -> int:
-        """Bytes of an element of a tensor."""
+        """Return the bytes of an element of a tensor."""
         dtype = self.graph.tensors[tensor].dtype
         if self.values is None or dtype not in FLOAT_DTYPES or tensor in self.single:
             return DTYPE_BYTES[dtype]
@@ -39,17 +42,17 @@ class Widths:
 
 
 def stays_single(graph: Graph) -> frozenset[int]:
-    """The tensors that are float32 whatever the parameters are converted to."""
+    """Return the tensors that are float32 whatever type the parameters are converted to."""
     found: set[int] = set()
     for op in graph.ops:
         floats = [i for i in op.inputs if graph.tensors[i].dtype in FLOAT_DTYPES]
         if not floats:
-            # Others that make tensors from nothing are mostly written to follow the values.
+            # Other ops that make tensors from nothing are mostly written to follow the values.
             single = bool(op.inputs) or operator_name(op) == "arange"
         elif operator_name(op) == "type_as":
             single = op.inputs[-1] in found
         else:
-            # Numbers without dims do not widen tensors.
+            # Tensors without dims do not widen others.
             widening = [i for i in floats if graph.tensors[i].shape] or floats
             single = (any if family_of(op) in _PROMOTING else all)(i in found for i in widening)
         if single:

@@ -1,4 +1,4 @@
-"""The costs of some of a cluster's devices: those that a plan leaves out, or that were lost, are not there."""
+"""The costs of a cluster without some of its devices: those that a plan leaves out, or that were lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.cost.model import CostModel
 
 
 def without_devices(cost: CostModel, ranks: Collection[int]) -> CostModel:
-    """The cost model of the other devices of its cluster, which count from 0 on again; nodes stay, even empty ones."""
+    """Return the cost model of the other devices of its cluster, renumbered from 0; nodes stay, even empty ones."""
     left_out = tuple(sorted(ranks))
     return cost._keep(("without", left_out), lambda: _without(cost, left_out)) if left_out else cost
 

@@ -1,10 +1,10 @@
-"""Search the space of plans: how many stages, replicas and microbatches, in which schedule, on which ranks.
+"""Search the space of plans: numbers of stages, replicas and microbatches, the schedule, and the ranks of each stage.
 
-`whole_space` lists what plans may choose among. `search_plans` asks a search method (`methods`) for plans, simulates
-them (`evaluate`) and returns `Plans`, which explain themselves and say how far they may be from the best there can be
-(`bounds`). `adopt_schedule` and `compare_schedules` put a plan under other schedules, `compare_exchanges` with other
-ways of summing gradients, `find_order` under the fastest order that a search finds. `replan` starts from a plan for
-machines as they were. `place` puts every op on a device instead. `find_shares` says what each choice of the best plan
+`whole_space` lists the choices of plans. `search_plans` asks the search methods (`methods`) for plans, simulates them
+(`evaluate`) and returns `Plans`, which explain themselves and say how far they may be from the optimum (`bounds`).
+`adopt_schedule` and `compare_schedules` put a plan under other schedules, `compare_exchanges` compares other gradient
+reductions, `find_order` searches for the fastest order of a plan's instructions. `replan` starts from a plan for the
+machines as they were. `place` instead puts every op on a device. `find_shares` says what each choice of the best plan
 gains.
 """
 

@@ -1,13 +1,13 @@
-"""A plan under another schedule: its ranks stay in line, its layers are dealt out anew where the schedule asks for it.
+"""Put a plan under another schedule: its ranks keep their order; its layers are cut anew if the schedule needs it.
 
-With p positions in line, of R ranks each, the layers are cut into S stages so that the slowest takes as little as it
-can, forward and backward of a microbatch on the first rank's kind of device:
+With p positions in line, of R ranks each, the layers are cut into S stages such that the slowest stage is as fast as
+possible. A stage's time is that of a microbatch's forward and backward on the first rank's device kind:
 
-    single       S = p     stage i on position i
-    in turn      S = v·p   stage i on position i mod p
-    v            S = 2p    stage i on position i, and stage 2p - 1 - i
-    both ways    S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
-    a file       as its lines say, line i being position i (or rank i, if it has a line for each)
+    single        S = p     stage i on position i
+    in turn       S = v·p   stage i on position i mod p
+    v             S = 2p    stage i on position i, and stage 2p - 1 - i
+    bidirectional S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
+    a file        as its lines say; line i is position i (or rank i, if the file has a line for each rank)
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ DEFAULT_CHUNKS = 2
 def adopt_schedule(
     plan: Plan, schedule: str | OwnSchedule, graph: Graph, cost: CostModel, *, num_chunks: int = DEFAULT_CHUNKS
 ) -> Plan:
-    """The plan under a schedule; ``num_chunks`` stages on a rank where they are dealt out in turn.
+    """Return the plan under a schedule, with ``num_chunks`` stages on a rank where the schedule interleaves stages.
 
-    Raises PlanError if the layout cannot be made: stages with unlike replicas, fewer layers than stages, an odd
-    pipeline that would run both ways. Raises as `with_schedule`.
+    Raises PlanError if the layout is impossible: stages with unequal numbers of replicas, fewer layers than stages, or
+    an odd number of stages in a bidirectional pipeline. Raises as `with_schedule`.
     """
     changed = with_schedule(plan, schedule)
     own = find_schedule(changed)
@@ -67,7 +67,7 @@ def adopt_schedule(
 
 
 def _follow_file(plan: Plan, changed: Plan, file: OrderFile, graph: Graph, cost: CostModel) -> Plan:
-    """The plan with the stages of a file of orders on the ranks of its lines; as it is if they lie there already."""
+    """Return the plan with the stages of an order file on the ranks of its lines; unchanged if they already match."""
     lines, positions = file.lines_of_stages(), _positions(plan)
     if len(file.lines) == plan.num_ranks:
         ranks = list(lines)
@@ -83,7 +83,7 @@ def _follow_file(plan: Plan, changed: Plan, file: OrderFile, graph: Graph, cost:
 
 
 def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph: Graph, cost: CostModel) -> Plan:
-    """``changed`` with the layers cut into as even stages as can be, on these ranks."""
+    """Return ``changed`` with the layers cut into stages as even as possible, on these ranks."""
     if len(ranks) > len(graph.layers):
         raise _impossible(changed.schedule, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
     bounds = slice_evenly(_layer_seconds(graph, plan.microbatch_size, cost), len(ranks))
@@ -92,9 +92,9 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
 
 
 def _positions(plan: Plan) -> list[tuple[int, ...]]:
-    """The ranks of every position in line; of a pipeline that runs both ways, those of one way."""
-    both_ways = SCHEDULE_LAYOUTS.get(cast("ScheduleName", plan.schedule)) == "bidirectional"
-    ranks = [stage.ranks[:1] if both_ways else stage.ranks for stage in plan.stages]
+    """Return the ranks of every position in line; of a bidirectional pipeline, those of one direction."""
+    is_bidirectional = SCHEDULE_LAYOUTS.get(cast("ScheduleName", plan.schedule)) == "bidirectional"
+    ranks = [stage.ranks[:1] if is_bidirectional else stage.ranks for stage in plan.stages]
     return list(dict.fromkeys(ranks))
 
 

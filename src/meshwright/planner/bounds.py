@@ -1,20 +1,20 @@
-"""How fast could any plan be? A step time that no plan of a space beats, by the same costs that the simulator takes.
+"""Lower bound of the step time of all plans of a space, from the same costs that the simulator uses.
 
-With t(i, j) the seconds of a microbatch in stage i:j on the fastest kind of device, o(i, j) those of its optimizer
-step, P(i) those of a microbatch in all layers before i, and n = ceil(M / r) of the M microbatches on each of the r
-replicas, a step takes at least
+With t(i, j) the seconds of a microbatch in stage i:j on the fastest device kind, o(i, j) the seconds of its optimizer
+step, P(i) the seconds of a microbatch in all layers before i, and n = ceil(M / r) of the M microbatches on each of the
+r replicas, a step takes at least
 
     own work      n · t(i, j) + o(i, j)          for every stage, on its own ranks
-    way there     P(i) + n · t(i, j)             where steps are flushed and backwards whole: stage i:j begins when a
-                                                 microbatch has come through the layers before it, and the next step
-                                                 when its last one has gone back through them
+    way there     P(i) + n · t(i, j)             for synchronous schedules with whole backwards: stage i:j starts when a
+                                                 microbatch has passed the layers before it, and the next step
+                                                 when its last one has passed back through them
     all work      M · Σ w(l) / Σ over ranks of max over layers (w(l) / t(l))
                                                  for any weights w of the layers, here those on the fastest kind
 
-The least over all slicings of the largest of the first two is found by halving: for a threshold θ, the fewest ranks
-that could hold the layers 0..j each within θ are a small dynamic program. It knows neither transfers nor sums of
-gradients nor memory, so that it is a bound for all layouts, exchanges and placements. Where ranks hold several stages
-the first two are not known; the third is, and that a microbatch takes its time.
+The minimum over all slicings of the maximum of the first two is found by bisection: for a threshold θ, a small dynamic
+program finds the fewest ranks that hold the layers 0..j within θ each. It ignores transfers, gradient reductions and
+memory, so it is a bound for all layouts, exchanges and placements. Where ranks hold several stages, only the third
+bound and the time of one microbatch are known.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from meshwright.spec.plan import ScheduleName
 
 Floats = NDArray[np.float64]
 
-# Halving ends when both ends agree to this share.
+# Bisection ends when both ends agree to this share.
 _PRECISION = 1e-6
-# Schedules that flush, of which it is known that they split no backward.
+# Synchronous schedules that are known to split no backward.
 _WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved", "looped-bfs")
-# Sums of costs are rounded to picoseconds op by op, those of the simulator instruction by instruction.
+# The cost model rounds to picoseconds per op, the simulator per instruction.
 ROUNDING = 1 - 1e-6
 
 
 def bound_space(space: Space) -> float:
-    """Seconds that a step of every plan of the space takes at least."""
+    """Return a lower bound of the step time of every plan of the space, in seconds."""
     return min((bound_tables(space, space.tables(size)) for size in space.microbatch_sizes), default=math.inf)
 
 
 def bound_tables(space: Space, tables: Tables) -> float:
-    """The same for one microbatch size."""
+    """Return the lower bound for one microbatch size, in seconds."""
     bounds = [_bound_schedule(space, tables, schedule) for schedule in space.schedules]
     return min(bounds, default=math.inf) * ROUNDING
 
@@ -57,14 +57,14 @@ def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
     training = space.workload.kind == "training"
     work_s = _all_work(space, tables)
     alone = SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule)) == "single"
-    # Where a backward is split, what it does to weights may wait, and is on nobody's way.
+    # Where a backward is split, its weight part may wait and delays no other stage.
     flushes = training and schedule in _WHOLE_BACKWARDS
     kinds = list(tables.seconds.values())
     total = np.minimum.reduce([kind.total - kind.accumulate for kind in kinds])
     first = total[0] if flushes and _is_trained_from_the_start(tables) else np.zeros_like(total[0])
     if not alone:
         return max(work_s, float(first[-1]))
-    # Where the host steps, it takes what the devices that are used allow, and gradients may lie there.
+    # Where the host runs the optimizer, its cost depends on the devices used, and gradients may be in host memory.
     here = space.offload.optimizer == "device"
     later = np.minimum.reduce([kind.total for kind in kinds]) if here else total
     optimizer = np.minimum.reduce([kind.optimizer for kind in kinds]) * here
@@ -75,15 +75,15 @@ def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
 
 
 def _is_trained_from_the_start(tables: Tables) -> bool:
-    """Whether a microbatch goes through all layers in order, and replicas of the first wait for each other at the end.
+    """Return whether a microbatch passes all layers in order, and replicas of the first wait for each other at the end.
 
-    Branches run beside each other; and replicas without gradients to sum begin the next step on their own.
+    Branches run in parallel; and replicas without gradients to reduce start the next step on their own.
     """
     return bool(tables.bytes.exchange[0, 1] > 0) and is_plain_chain(tables.graph)
 
 
 def _all_work(space: Space, tables: Tables) -> float:
-    """All microbatches, shared out over all ranks as well as can be."""
+    """Return the seconds of all microbatches, divided over all ranks in proportion to their speed."""
     layers = {name: np.diff((kind.total - kind.accumulate)[0]) for name, kind in tables.seconds.items()}
     fastest = np.minimum.reduce(list(layers.values()))
     used = fastest > 0
@@ -95,7 +95,7 @@ def _all_work(space: Space, tables: Tables) -> float:
 
 
 def _slice(first: Floats, later: Floats, optimizer: Floats, before: Floats, num_microbatches: int, ranks: int) -> float:
-    """The threshold below which the layers do not fit on the ranks."""
+    """Return the threshold in seconds below which the layers do not fit on the ranks."""
     high = float(num_microbatches * later[0, -1] + optimizer[0, -1])
     low = 0.0
     while high - low > _PRECISION * high:
@@ -111,7 +111,7 @@ def _slice(first: Floats, later: Floats, optimizer: Floats, before: Floats, num_
 def _fewest_ranks(
     first: Floats, later: Floats, optimizer: Floats, before: Floats, num_microbatches: int, ranks: int, theta: float
 ) -> int:
-    """Ranks that hold all layers in stages within θ each; more than there are if none could."""
+    """Return the number of ranks that hold all layers in stages within θ each; ``ranks`` + 1 or more if impossible."""
     num_layers = len(first)
     fewest = np.full(num_layers + 1, ranks + 1)
     fewest[0] = 0

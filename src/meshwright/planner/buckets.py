@@ -1,4 +1,4 @@
-"""What a sum of gradients takes that is exchanged bucket by bucket, as closed forms of stages have it. Compiled."""
+"""Seconds of a gradient reduction bucket by bucket, in the closed form that estimates of stages use. Compiled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from meshwright.compiled import compiled
 
 @compiled
 def sum_in_buckets(num_bytes: float, bucket_bytes: float, latency_s: float, bucket_s: float) -> tuple[float, float]:
-    """Seconds of all buckets one after the other, and of the last one, which no backward hides.
+    """Return the seconds of all buckets one after the other, and of the last one, which no backward hides.
 
-    ``latency_s`` and ``bucket_s`` are those of a sum of a byte and of a full bucket; what lies between is on a line.
+    ``latency_s`` and ``bucket_s`` are the seconds to reduce one byte and a full bucket; sizes between are interpolated
+    linearly.
     """
     full = np.floor(num_bytes / bucket_bytes)
     rest = num_bytes / bucket_bytes - full

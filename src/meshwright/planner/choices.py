@@ -1,4 +1,4 @@
-"""What the plans of a search may choose among, and one choice of all that decides the graph of a device."""
+"""What the plans of a search may choose among, and one setting: the choices that decide a device's graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from meshwright.spec.sharding import UNSHARDED, Sharding
 
 
 class Setting(NamedTuple):
-    """What decides the graph and the memory of a device; ``recompute`` in words or layers (`spec.read_recompute`)."""
+    """The choices that decide the graph and the memory of a device.
+
+    ``recompute`` is a word or layers (`spec.read_recompute`).
+    """
 
     num_devices: int
     sharding: Sharding = UNSHARDED
@@ -30,16 +33,15 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What plans may choose among; where there is one value, it is fixed.
+    """What plans may choose among; a single value is fixed.
 
-    ``last_resorts`` are ways to offload that are taken only where no plan fits without. ``shard_sizes`` go with ZeRO 1
-    to 3 (`GradientExchange.shard_size`). ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand
-    for all devices of the cluster, any number, and divisors of the batch. ``num_chunks`` are stages on a rank, where
-    schedules deal them out in turn. ``idle`` are sets of devices to leave
-    out (`Plan.idle`); of the others plans use the first ``num_devices``.
-    ``schedules`` are names, references ``path/to/file.py:function`` to your own, such functions themselves, or files of
-    orders; once made, they are names and references, and ``schedule_hashes`` holds the hashes of the files. Raises
-    ScheduleReferenceError for what is not a schedule.
+    ``last_resorts`` are ways to offload that are used only if no plan fits without them. ``shard_sizes`` go with ZeRO 1
+    to 3 (`GradientExchange.shard_size`). If empty, ``num_devices`` means all devices of the cluster, ``num_stages`` any
+    number, and ``microbatch_sizes`` divisors of the batch. ``num_chunks`` are numbers of stages per rank for
+    interleaved schedules. ``idle`` are sets of devices to leave out (`Plan.idle`); plans use the first ``num_devices``
+    of the others. ``schedules`` are names, references ``path/to/file.py:function`` to your own functions, such
+    functions themselves, or order files; after construction they are names and references, and ``schedule_hashes``
+    holds the hashes of the files. Raises ScheduleReferenceError for a value that is not a schedule.
     """
 
     num_devices: tuple[int, ...] = ()
@@ -66,19 +68,22 @@ class Choices:
 
     @property
     def ways_to_offload(self) -> tuple[Offload, ...]:
-        """The ways to offload, and behind them those that are last resorts."""
+        """Return the ways to offload, followed by the last resorts."""
         return tuple(dict.fromkeys((*self.offload, *self.last_resorts)))
 
     def allows_recompute(self, word: str) -> bool:
-        """Whether a word is one of the choices, or names layers for which each of its words is, and none for others."""
+        """Return whether a word is allowed: it is a choice, or names layers.
+
+        For layers, all of their words and "none" must be choices.
+        """
         words = words_in_layers(word)
         return word in self.recompute or (bool(words) and {*words, "none"} <= {*self.recompute})
 
     def sharing(self) -> Iterator[tuple[ZeroStage, int]]:
-        """ZeRO stages, each with a shard size; 0 has none. Raises PlanError where sizes have no stage to go with."""
+        """Yield ZeRO stages, each with a shard size (0 for ZeRO 0). Raises PlanError for shard sizes without ZeRO."""
         if not any(self.zero) and any(self.shard_sizes):
             raise PlanError(
-                f"A shard size of {max(self.shard_sizes)} was given without ZeRO, so that replicas share nothing; "
+                f"A shard size of {max(self.shard_sizes)} was given without ZeRO, so replicas shard nothing; "
                 "expected ZeRO 1 to 3 with it. Add --zero 3, or leave the shard size out."
             )
         for zero in self.zero:

@@ -1,4 +1,4 @@
-"""Climb on the simulator: take the first small change of a plan that is better, until none is, or the time is over."""
+"""Hill climbing on the simulator: take the first small change that improves a plan, until no change or time is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Stages = tuple[StagePlan, ...]
 
 
 def climb(start: RankedPlan, changes: Callable[[Plan], Iterable[Plan]], state: SearchState, *, most: int) -> Steps:
-    """Propose changes of the best plan so far, each once; simulate at most so many of them."""
+    """Propose changes of the best plan so far, each once; simulate at most ``most`` plans."""
     best, improved = start, True
     tried = {start.plan}
     while improved:
@@ -32,7 +32,7 @@ def climb(start: RankedPlan, changes: Callable[[Plan], Iterable[Plan]], state: S
 
 
 def moved_boundaries(stages: Stages) -> Iterator[Stages]:
-    """One layer goes to the stage before or behind; the stages are a chain again, whatever branches they had."""
+    """Move one layer to the stage before or behind; the resulting stages are a chain without branches."""
     chain = as_chain(stages)
     for index in range(1, len(chain)):
         before, behind = chain[index - 1], chain[index]
@@ -43,5 +43,5 @@ def moved_boundaries(stages: Stages) -> Iterator[Stages]:
 
 
 def as_chain(stages: Stages) -> Stages:
-    """The stages without branches, which hold for these very layers alone."""
+    """Return the stages without branches; ``feeds`` is valid for the original layers only."""
     return tuple(replace(stage, feeds=()) for stage in stages)

@@ -1,4 +1,4 @@
-"""When nothing fits: which constraint binds, and the nearest thing that would help."""
+"""Explain why no plan fits: which constraint binds, and the smallest change that would help."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from meshwright.spec.memory import BUCKETS, MEMORY_PARTS
 from meshwright.spec.plan import BASIC_SCHEDULES, name_stages
 from meshwright.spec.sharding import Sharding
 
-# The least memory limit under which a plan exists is found to this share: finer than any reserve people leave.
+# The smallest memory limit under which a plan exists is found to this share: finer than any usual reserve.
 _LIMIT_PRECISION = 0.01
-# Parts of memory that do not depend on the microbatches under way.
+# Parts of memory that do not depend on the number of microbatches in flight.
 _STATES = MEMORY_PARTS[: BUCKETS + 1]
 _ZERO: dict[ZeroStage, str] = {
-    1: "Share optimizer states (--zero 1)",
-    2: "Share optimizer states and gradients (--zero 2)",
-    3: "Share all states, as FSDP (--zero 3)",
+    1: "Shard optimizer states (--zero 1)",
+    2: "Shard optimizer states and gradients (--zero 2)",
+    3: "Shard all states, as FSDP (--zero 3)",
 }
-# Tensor parallelism is proposed up to the devices that common nodes have.
+# Tensor parallelism is proposed up to the usual number of devices of a node.
 _TENSOR_SIZES = (2, 4, 8)
-# Where no other change helps, so many times the nodes are tried.
+# If no other change helps, clusters with these multiples of the nodes are tried.
 _MORE_NODES = (2, 4, 8, 16)
 
 
 class NothingFitsError(NoFeasiblePlanError):
-    """Memory binds: ``nearest`` is the plan that exceeds it by least."""
+    """No plan fits into memory; ``nearest`` is the plan that exceeds the limit by the fewest bytes."""
 
     def __init__(self, message: str, nearest: RankedPlan) -> None:
         super().__init__(message)
@@ -59,12 +59,12 @@ def require_possible(problem: Problem) -> None:
             raise PlanError(f"No {what} was given to choose from; give at least one.")
     if problem.aim == "latency" and problem.workload.kind != "inference":
         raise PlanError(
-            f"The least latency was asked for, for {problem.workload.kind}; expected inference, whose batches are "
+            f"The least latency was requested for {problem.workload.kind}; expected inference, whose batches are "
             "answered. Give such a workload, or aim at throughput."
         )
     if problem.max_latency_s is not None and (problem.workload.kind != "inference" or not problem.max_latency_s > 0):
         raise PlanError(
-            f"A latency of at most {problem.max_latency_s} s was asked for, for {problem.workload.kind}; expected a "
+            f"A latency of at most {problem.max_latency_s} s was requested for {problem.workload.kind}; expected a "
             "positive number, for inference. Leave it out, or give such a workload."
         )
     if problem.exchange.staleness and WAVES not in chosen.schedules:
@@ -90,7 +90,7 @@ def require_possible(problem: Problem) -> None:
 
 
 def _impossible(space: Space) -> NoFeasiblePlanError | None:
-    """Why a space has no plan, whatever the memory; None if it may have some."""
+    """Return why a space has no plan, whatever the memory; None if it may have some."""
     size = space.microbatch_sizes[0]
     num_layers = len(space.problem.graph_for(size).layers)
     num_microbatches = space.workload.global_batch // size
@@ -127,9 +127,9 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
 
 
 def _stages_of_groups(space: Space) -> set[int]:
-    """Numbers of stages of one replica, or whole groups of replicas that share states, that take all ranks.
+    """Return the possible numbers of stages if each has one replica or whole groups of replicas that share states.
 
-    One group at least: else nothing is shared.
+    All ranks are used. At least one stage has a group; otherwise nothing would be sharded.
     """
     size, count = space.exchange.shard_size, space.num_ranks
     if not size or count == 1:
@@ -144,9 +144,9 @@ def raise_infeasible(
     evaluate: Callable[[Plan], RankedPlan],
     best_of: Callable[[Problem], RankedPlan | None],
 ) -> NoReturn:
-    """Raise NothingFitsError: memory binds, since `require_possible` has excluded all else."""
+    """Raise NothingFitsError: memory binds, since `require_possible` has excluded all other causes."""
     items = list(rejected)
-    # The grid has looked at what needs the least of many settings.
+    # The grid method has already considered the plans with the least memory of many settings.
     if not items or not problem.is_wide:
         smallest = _smallest_plan(problem)
         items += [evaluate(smallest.whole)] if smallest else []
@@ -172,7 +172,7 @@ def raise_infeasible(
 
 
 def _sequence_hint(item: RankedPlan) -> str:
-    """That sequences can be shortened, where what grows with them fills most of the memory."""
+    """Return the hint to shorten sequences, if memory that grows with them is the largest part."""
     if item.sequence_length is None or item.memory_owner in _STATES:
         return ""
     return f" A sample has {item.sequence_length:,} tokens; shorter sequences need less (--sequence-length)."
@@ -186,7 +186,7 @@ def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
     fullest = max(item.nodes, key=lambda node: node.share)
     offload = item.plan.offload
     ways = ["Use more nodes"]
-    ways += ["share states out (zero 1 to 3)", "keep them on NVMe"] if offload.optimizer == "host" else []
+    ways += ["shard states (--zero 1 to 3)", "keep them on NVMe"] if offload.optimizer == "host" else []
     ways += ["leave activations on the devices"] if offload.activations == "host" else []
     return NothingFitsError(
         f"Plans fit into the memory of the devices, but none into that of the nodes. With the smallest one found, "
@@ -196,7 +196,10 @@ def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
 
 
 def _relaxation(problem: Problem, item: RankedPlan, best_of: Callable[[Problem], RankedPlan | None]) -> str:
-    """The change that makes a plan fit at the least cost, device seconds of a step; all are tried, then pairs."""
+    """Return the change that makes a plan fit at the least device seconds per step.
+
+    All single changes are tried first, then pairs.
+    """
     single = [*_changes(problem), *_lighter(problem, item.memory_owner)]
     found = _fitting(problem, single, best_of) or _fitting(problem, _together(problem), best_of)
     found = found or _on_more_devices(problem, best_of)
@@ -216,37 +219,36 @@ def _relaxation(problem: Problem, item: RankedPlan, best_of: Callable[[Problem],
 def _fitting(
     problem: Problem, changes: Iterable[tuple[str, Choices]], best_of: Callable[[Problem], RankedPlan | None]
 ) -> list[tuple[str, RankedPlan]]:
-    """The changes under which a plan fits, each with its best plan."""
+    """Return the changes under which a plan fits, each with its best plan."""
     tried = ((words, best_of(replace(problem, choices=choices))) for words, choices in changes)
     return [(words, best) for words, best in tried if best is not None]
 
 
 def _together(problem: Problem) -> Iterator[tuple[str, Choices]]:
-    """Several changes at once, for what none of them does alone."""
+    """Yield combinations of changes, for when no single change helps."""
     chosen = problem.choices
     if problem.workload.kind != "training":
         return
     lean = replace(chosen, schedules=tuple(dict.fromkeys((*chosen.schedules, "1f1b"))), microbatch_sizes=(), zero=(3,))
     again = replace(lean, recompute=("full",))
-    yield "Share all states and compute blocks again (--zero 3 --recompute full)", again
+    yield "Shard all states and recompute blocks (--zero 3 --recompute full)", again
     if _has_hosts(problem):
         away = replace(again, zero=(2,), offload=(Offload(optimizer="host"),))
         yield (
-            "Keep optimizer states on the host, share them and compute blocks again (--offload optimizer=host --zero 2 "
+            "Keep optimizer states on the host, shard them and recompute blocks (--offload optimizer=host --zero 2 "
             "--recompute full)",
             away,
         )
     for size in _TENSOR_SIZES:
         if all(sharding.is_whole for sharding in chosen.shardings):
             yield (
-                f"Split ops, share optimizer states and compute blocks again (--tensor {size} --zero 1 --recompute "
-                "full)",
+                f"Split ops, shard optimizer states and recompute blocks (--tensor {size} --zero 1 --recompute full)",
                 replace(again, zero=(1,), shardings=(Sharding(tensor=size),)),
             )
 
 
 def _on_more_devices(problem: Problem, best_of: Callable[[Problem], RankedPlan | None]) -> list[tuple[str, RankedPlan]]:
-    """The least multiple of the cluster's nodes on which a plan fits, as the problem allows plans."""
+    """Return the smallest multiple of the cluster's nodes on which a plan fits, with the problem's own choices."""
     cluster = problem.cluster
     if cluster.racks is not None or cluster.paths or problem.choices.num_devices:
         return []
@@ -262,7 +264,7 @@ def _on_more_devices(problem: Problem, best_of: Callable[[Problem], RankedPlan |
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Choices]]:
-    """Words and choices, each with one thing more allowed."""
+    """Yield words and choices, each with one more thing allowed."""
     chosen, everything = problem.choices, problem.cluster.num_ranks
     sizes = sorted({size for space in problem.spaces() for size in space.microbatch_sizes})
     if "1f1b" not in chosen.schedules:
@@ -277,12 +279,12 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Choices]]:
 
 
 def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
-    """Ways to keep less on a device, those against what takes most there first."""
+    """Return ways to keep less on a device; those against the largest part of memory come first."""
     chosen = problem.choices
     states, activations = [], []
     if problem.workload.kind == "training":
         if any(chosen.shard_sizes):
-            words = "Share states among all replicas (leave out --shard)"
+            words = "Shard states over all replicas (leave out --shard)"
             states.append((words, replace(chosen, shard_sizes=(0,))))
         further = (stage for stage in _ZERO if stage > max(chosen.zero))
         states += [(_ZERO[stage], replace(chosen, zero=(stage,))) for stage in further]
@@ -290,10 +292,10 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
             words = "Keep optimizer states on the host (--offload optimizer=host)"
             states.append((words, replace(chosen, offload=(Offload(optimizer="host"),))))
         if not {"op", "full"} & {*chosen.recompute} and not problem.compiled:
-            words = "Compute blocks again but for products and attention (--recompute op)"
+            words = "Recompute blocks except products and attention (--recompute op)"
             activations.append((words, replace(chosen, recompute=("op",))))
         if "full" not in chosen.recompute:
-            activations.append(("Compute blocks again (--recompute full)", replace(chosen, recompute=("full",))))
+            activations.append(("Recompute blocks (--recompute full)", replace(chosen, recompute=("full",))))
         if all(away.activations == "device" for away in chosen.offload) and not problem.compiled:
             words = "Keep activations on the host (--offload activations=host)"
             away = tuple(replace(item, activations="host") for item in chosen.offload)
@@ -308,12 +310,12 @@ def _lighter(problem: Problem, owner: str) -> list[tuple[str, Choices]]:
 
 
 def _has_hosts(problem: Problem) -> bool:
-    """Whether the nodes' hosts are described well enough to step there."""
+    """Return whether the hosts of the nodes are described well enough to run the optimizer there."""
     return all(node.host_memory_bandwidth_bytes_per_s > 0 for node in problem.cluster.nodes)
 
 
 def _smallest_plan(problem: Problem) -> PlanCandidate | None:
-    """A plan that needs the least memory: the smallest microbatches under the least limit at which one exists."""
+    """Return a plan that needs the least memory: the smallest microbatches under the smallest feasible limit."""
     small = (space for space in problem.spaces() if space.num_ranks <= MAX_RANKS)
     lean = [replace(space, microbatch_sizes=space.microbatch_sizes[:1]) for space in small]
 

@@ -1,10 +1,10 @@
-"""One plan, simulated: step time, where it goes, memory, and whether it fits.
+"""Evaluate one plan by simulation: step time and its breakdown, memory, and whether it fits.
 
-A step of the busiest rank (the one that computes longest; the first of them) splits without rest into
+A step of the busiest rank (the rank that computes longest; the first of them) is exactly the sum
 
     step = compute + optimizer + exposed exchange + exposed offload + exposed communication + bubble
 
-where exposed means: nothing is computed meanwhile. Terms are seconds of a steady step, by the simulator.
+where "exposed" means that the rank computes nothing meanwhile. Terms are seconds of a steady step in the simulator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.used_devices import used_of
 
-# Seconds are sums of whole picoseconds; what is less in their differences is rounding.
+# Seconds are sums of whole picoseconds; smaller differences are rounding errors.
 _DECIMALS = 14
 
 
@@ -52,7 +52,7 @@ class Breakdown:
     optimizer_s: float
 
     def terms(self) -> dict[str, float]:
-        """Seconds by the names that people read."""
+        """Return seconds by printed name."""
         return {
             "compute": self.compute_s,
             "exchange inside of passes": self.inside_s,
@@ -69,11 +69,11 @@ class RankedPlan:
     """A plan with its prediction.
 
     ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak), ``reserved_bytes`` (what the
-    allocator holds for it) and ``memory_limit_bytes`` (what it may hold) have one entry per rank; ``nodes`` have what
-    hosts and drives keep for them. ``sequence_length`` is in tokens, None for models that read none. ``estimate_s`` is
-    the closed form of `slicing`, ``recompute`` the word for what is computed again, both for plans that a search made.
-    Where it was asked for: ``interval`` is that of the step; ``latency_s`` is what one microbatch takes alone,
-    ``makespan_s`` what a batch takes that arrives at once, ``price`` what the plan costs.
+    allocator reserves for it) and ``memory_limit_bytes`` (what it may reserve) have one entry per rank; ``nodes`` holds
+    the use of hosts and drives. ``sequence_length`` is in tokens, None for models that read no tokens. Plans of a
+    search also have ``estimate_s``, the closed form of `slicing`, and ``recompute``, the word for what is recomputed.
+    On request: ``interval`` of the step time; ``latency_s`` of one microbatch alone; ``makespan_s`` of a batch that
+    arrives at once; ``price`` of the plan.
     """
 
     plan: Plan
@@ -102,17 +102,17 @@ class RankedPlan:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of all devices; None for models that read none."""
+        """Tokens per second of all devices; None for models that read no tokens."""
         return None if self.sequence_length is None else self.samples_per_s * self.sequence_length
 
     @property
     def device_seconds(self) -> float:
-        """Devices of the plan times the seconds of a step: what it costs, where devices cost alike."""
+        """Devices of the plan times seconds per step: the cost of a step if all devices cost the same."""
         return self.plan.num_devices * self.step_time_s
 
     @property
     def aimed_s(self) -> float:
-        """What plans are ranked by: the time of a batch alone where that was the aim, else that of a step."""
+        """Seconds that plans are ranked by: the makespan of a batch if the search aims at it, else the step time."""
         return self.step_time_s if self.makespan_s is None else self.makespan_s
 
     @property
@@ -134,15 +134,15 @@ class RankedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether what every rank reserves is within its memory, and what is not on devices within that of nodes."""
+        """Whether every rank's reserved memory and every node's host memory and drives are within their limits."""
         return self.excess_bytes <= 0 and all(node.fits for node in self.nodes)
 
     def memory_rows(self) -> list[dict[str, Any]]:
-        """One plain row per rank: does it fit, and what does its peak consist of?
+        """Return one plain row per rank: whether it fits, and the parts of its peak.
 
         Keys: ``rank``, ``stages``, ``fits``, ``peak_bytes``, ``reserved_bytes`` (by the allocator, for the peak),
-        ``limit_bytes`` (of what is reserved), ``headroom_bytes`` (negative where the rank is over), ``parts_bytes``
-        (part → bytes; they add up to the peak).
+        ``limit_bytes`` (of reserved bytes), ``headroom_bytes`` (negative where the rank exceeds its limit),
+        ``parts_bytes`` (part → bytes; they add up to the peak).
         """
         return [
             {
@@ -172,10 +172,11 @@ def evaluate_plan(
     contention: Contention = "queued",
     only_fitting: bool = False,
 ) -> RankedPlan:
-    """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster.
+    """Simulate a plan. Too large a memory use is not an error.
 
-    ``only_fitting``: what the allocator adds to a peak is left out for ranks whose peak exceeds their memory by far,
-    and for all ranks of a plan that exceeds the memory of a host.
+    Raises PlanError if the plan does not match the graph or the cluster. With ``only_fitting``, the allocator's
+    overhead is left out for ranks whose peak exceeds their memory by far, and for all ranks of a plan that exceeds a
+    host's memory.
     """
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
@@ -193,9 +194,9 @@ def evaluate_plan(
 
 
 def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """The part of the fullest host, or of its drives, that a plan takes; found without simulating it.
+    """Return the share of the fullest host's memory or drives that a plan uses, without simulating it.
 
-    0 where all is on the devices, and for a plan that cannot be laid out: `evaluate_plan` says why.
+    0 if everything is on the devices, and for an invalid plan: `evaluate_plan` reports why.
     """
     if plan.offload == ON_DEVICE:
         return 0.0
@@ -207,13 +208,13 @@ def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) 
 
 
 def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds from the arrival of a whole batch at idle devices to its last answer."""
+    """Return the seconds from the arrival of a whole batch at idle devices to its last answer."""
     seen = form_teams(plan, graph, cluster, cost)
     return simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, num_steps=1).timeline.duration_s
 
 
 def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, of the slowest of a step."""
+    """Return the largest latency of a microbatch of a step: seconds through an otherwise idle inference pipeline."""
     cost = without_devices(cost, plan.idle)
     plan, cluster = replace(plan, idle=()), used_of(plan, cluster)
     columns, width = cluster.columns(), plan.sharding.width
@@ -223,14 +224,14 @@ def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel)
         chain = tuple(stage.rank_of(microbatch) for stage in plan.stages)
         devices = [team * width + k for team in chain for k in range(width)]
         nodes = columns.node[devices].tolist()
-        # Chains over like devices of like nodes, one behind the other alike, take as long.
+        # Chains over equal devices of equal nodes, in the same order, have the same latency.
         like = *columns.kind[devices].tolist(), *columns.node_kind[devices].tolist(), *map(nodes.index, nodes)
         chains.setdefault(like, chain)
     return max(_predict_alone(plan, graph, cost, chain) for chain in chains.values())
 
 
 def _predict_alone(plan: Plan, graph: Graph, cost: CostModel, chain: Sequence[int]) -> float:
-    """Seconds of one microbatch through these replicas, the machines of which are all there are."""
+    """Return the seconds of one microbatch through these replicas on a cluster of their devices only."""
     teams, width = sorted(set(chain)), plan.sharding.width
     kept = {team * width + place for team in teams for place in range(width)}
     there = without_devices(cost, set(range(cost.cluster.num_ranks)) - kept)
@@ -250,7 +251,7 @@ def _predict_alone(plan: Plan, graph: Graph, cost: CostModel, chain: Sequence[in
 def evaluate_plans(
     plans: Sequence[Plan], graph: Graph, cluster: Cluster, cost: CostModel, *, contention: Contention = "queued"
 ) -> tuple[RankedPlan, ...]:
-    """Evaluate plans, on all cores where that pays. Raises what is wrong with the first plan that cannot be."""
+    """Evaluate plans, on all cores where that is faster. Raises the error of the first invalid plan."""
     found = simulate_plans(plans, graph, cluster, cost=cost, contention=contention)
     items: list[RankedPlan] = []
     for plan, simulation in zip(plans, found, strict=True):
@@ -273,7 +274,7 @@ def rank_simulation(
     cost: CostModel | None = None,
     only_fitting: bool = False,
 ) -> RankedPlan:
-    """What the simulation of a plan says of it; plan, graph and cluster are those that were simulated."""
+    """Return the evaluation of a simulated plan; plan, graph and cluster are those of the simulation."""
     busy = [rank.busy_s for rank in simulation.ranks]
     busiest = busy.index(max(busy))
     limits = tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in range(plan.num_ranks))

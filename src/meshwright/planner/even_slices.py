@@ -1,8 +1,8 @@
-"""Slices of a sequence whose largest sum is the least possible: the even cut of layers into stages.
+"""Cut a sequence into slices with the smallest possible largest sum: the even cut of layers into stages.
 
-Greedy slices of at most θ are the fewest there are. Where they suffice, their largest sum is as good a θ; where they do
-not, nothing changes below the least sum that was refused. So the range of θ is halved, and its ends go to sums that
-occur; it closes after a few steps, exact to the last bit of a sum.
+Greedy slices of at most θ are the fewest possible. If they are few enough, their largest sum is also a valid θ; if not,
+θ must reach at least the smallest sum that was refused. So the range of θ is bisected with ends that are sums that
+occur. It closes after a few steps, exact to the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.compiled import compiled
 
 
 def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, int], ...]:
-    """Bounds of non-empty slices whose largest sum is the least possible; no more slices than there are numbers."""
+    """Return bounds of non-empty slices with the smallest possible largest sum; ``num_slices`` <= len(``seconds``)."""
     edges = np.empty(num_slices + 1, np.int64)
     even_edges(np.array(seconds, np.float64), num_slices, edges)
     return tuple(pairwise(edges.tolist()))
@@ -29,7 +29,7 @@ def even_edges(seconds: NDArray[np.float64], num_slices: int, edges: NDArray[np.
     low, high = seconds.max(), seconds.sum()
     while low < high:
         middle = low + (high - low) / 2
-        # Between neighbouring numbers it may be rounded up.
+        # Between neighbouring floats the middle may be rounded up to the high end.
         count, largest, refused = _try(seconds, middle if middle < high else low)
         if count > num_slices:
             low = refused
@@ -40,7 +40,7 @@ def even_edges(seconds: NDArray[np.float64], num_slices: int, edges: NDArray[np.
 
 @compiled
 def _try(seconds: NDArray[np.float64], most: float) -> tuple[int, float, float]:
-    """Greedy slices of at most so much: how many there are, the largest sum, and the least that was refused."""
+    """Cut greedily into slices of at most ``most``: their number, the largest sum, and the smallest refused sum."""
     count, total, largest, refused = 1, 0.0, 0.0, np.inf
     for index in range(len(seconds)):
         if index and total + seconds[index] > most:
@@ -54,7 +54,7 @@ def _try(seconds: NDArray[np.float64], most: float) -> tuple[int, float, float]:
 
 @compiled
 def _fill(seconds: NDArray[np.float64], most: float, num_slices: int, edges: NDArray[np.int64]) -> None:
-    """Fill greedily; what is left of the slices then cuts the first ones that have several members."""
+    """Fill greedily; slices left over then split the first slices that have several members."""
     edges[0] = 0
     made, total = 0, 0.0
     for index in range(len(seconds)):

@@ -1,14 +1,14 @@
-"""Is another way of exchanging gradients worth it here? A table, a bound that no order beats, and a verdict.
+"""Compare other ways of reducing gradients: a table, a lower bound for any order, and a verdict.
 
-Of all ways that were tried, in whatever order they compute and move, no step is shorter than
+Whatever the order of computation and communication, no step of the tried ways is shorter than
 
     bound = max(least computation, least communication)        of the busiest rank of each way
 
-Ways: whole tensors as they become ready; parts by priorities, of the best of some sizes, going on into the next step
-(ByteScheduler); a sharded optimizer; a hierarchy of nodes; servers on all ranks. To cross steps the forward of a layer
-must be able to wait for that layer, so plans of one stage are cut into a stage per layer on the same ranks. Servers and
-hierarchies have messages and sums of several groups on one link at a time, and are simulated with fair shares of links.
-A gain below `WORTH_IT` is within what such predictions miss, and not recommended.
+Ways: whole tensors as they become ready; parts by priority, with the best of several part sizes, continuing into the
+next step (ByteScheduler); a sharded optimizer; a hierarchy of nodes; parameter servers on all ranks. Crossing steps
+requires that the forward of a layer can wait for that layer, so plans of one stage are cut into a stage per layer on
+the same ranks. Servers and hierarchies have messages of several groups on one link at a time, so they are simulated
+with fair sharing of links. A gain below `WORTH_IT` is within the error of the predictions and not recommended.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ ExchangeName = Literal["whole", "priorities", "sharded", "hierarchical", "server
 EXCHANGE_NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 WORTH_IT = 0.03
 _MIB = 2**20
-# Parts that are tried: below, starting them takes longer than moving them; above, nothing urgent passes them.
+# Part sizes that are tried: smaller ones are dominated by latency; larger ones delay urgent gradients.
 PART_BYTES = (1 * _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB)
-# A stage per layer, unless there are more; then neighbours share one.
+# One stage per layer up to this number; beyond it, neighbouring layers share a stage.
 _MOST_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangedPlan:
-    """A plan with one way of exchanging, simulated."""
+    """A plan with one way of reducing gradients, simulated."""
 
     name: str
     plan: Plan
@@ -54,7 +54,7 @@ class ExchangedPlan:
 
     @property
     def step_time_s(self) -> float:
-        """A steady step."""
+        """Seconds of a steady step."""
         return self.simulation.step_time_s
 
     @property
@@ -64,7 +64,7 @@ class ExchangedPlan:
 
     @property
     def communication_s(self) -> float:
-        """Seconds in which the busiest rank exchanges."""
+        """Seconds that the busiest rank spends on gradient reduction."""
         return max(rank.exchange_s for rank in self.simulation.ranks)
 
     def row(self, own: ExchangedPlan) -> dict[str, Any]:
@@ -81,48 +81,48 @@ class ExchangedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangeComparison:
-    """A plan as it is and exchanging in other ways."""
+    """A plan with its own and with other gradient reductions."""
 
     own: ExchangedPlan
     others: tuple[ExchangedPlan, ...]
 
     @property
     def computation_s(self) -> float:
-        """Seconds that the busiest rank of the plan as it is computes."""
+        """Seconds that the busiest rank computes under the original plan."""
         return self.own.computation_s
 
     @property
     def communication_s(self) -> float:
-        """Seconds in which the busiest rank of the plan as it is exchanges."""
+        """Seconds that the busiest rank spends on gradient reduction under the original plan."""
         return self.own.communication_s
 
     @property
     def bound_s(self) -> float:
-        """What none of the ways beats, in whatever order it computes and exchanges."""
+        """Seconds that no way beats, in any order of computation and communication."""
         ways = (self.own, *self.others)
         return max(min(item.computation_s for item in ways), min(item.communication_s for item in ways))
 
     @property
     def best(self) -> ExchangedPlan:
-        """The fastest; of equal ones the plan as it is."""
+        """The fastest way; the original plan in case of a tie."""
         return min((self.own, *self.others), key=lambda item: item.step_time_s)
 
     @property
     def gain(self) -> float:
-        """By what share of its step the best is faster than the plan as it is."""
+        """The share by which the best way is faster than the original plan."""
         return self.own.step_time_s / self.best.step_time_s - 1
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the gain is more than such predictions miss."""
+        """Whether the gain exceeds the error of the predictions."""
         return self.gain >= WORTH_IT
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain row per way, the plan as it is first."""
+        """Return one plain row per way, the original plan first."""
         return [item.row(self.own) for item in (self.own, *self.others)]
 
     def explain(self) -> str:
-        """The bound, and what to do, in a few sentences."""
+        """Return the bound and the recommendation in a few sentences."""
         bound = (
             f"None of these ways beats {format_seconds(self.bound_s)}; as planned, computing takes "
             f"{format_seconds(self.computation_s)}, moving gradients {format_seconds(self.communication_s)}."
@@ -130,7 +130,7 @@ class ExchangeComparison:
         if self.is_worth_it:
             return f"{bound} Worth it: {self.best.name}, {format_percent(self.gain)} faster than the plan as it is."
         gain = f"{format_percent(self.gain)} by {self.best.name}" if self.best is not self.own else "nothing"
-        return f"{bound} Stay with the plan: {gain} is to be gained. {self._reason()}"
+        return f"{bound} Stay with the plan: {gain} can be gained. {self._reason()}"
 
     def _reason(self) -> str:
         exposed_s = max(rank.exposed_exchange_s for rank in self.own.simulation.ranks)
@@ -151,10 +151,10 @@ def compare_exchanges(
     cost: CostModel | None = None,
     contention: Contention = "queued",
 ) -> ExchangeComparison:
-    """Simulate a plan with other ways of exchanging its gradients; ``own_orders`` are functions with their names.
+    """Simulate a plan with other gradient reductions; ``own_orders`` are functions with their names.
 
-    Ways that a plan cannot take are left out. Raises PlanError for unknown names, for plans whose schedule never
-    flushes, and for those that exchange nothing.
+    Ways that do not apply to the plan are left out. Raises PlanError for unknown names, for plans with an asynchronous
+    schedule, and for plans that reduce no gradients.
     """
     unknown = next((name for name in names if name not in EXCHANGE_NAMES), None)
     if unknown is not None:
@@ -188,10 +188,10 @@ def follow_own_order(
     cost: CostModel | None = None,
     memory: MemoryLimit | None = None,
 ) -> RankedPlan:
-    """The plan whose gradients leave in an order of the user's, in parts of the size with which its step is shortest.
+    """Return the plan whose gradients are sent in the user's order, in parts of the size with the shortest step.
 
-    The exchange ends with the step, as the runtime executes it. Raises PlanError as `compare_exchanges`, and for plans
-    that scatter their sums.
+    The reduction ends with the step, as the runtime executes it. Raises PlanError as `compare_exchanges`, and for plans
+    that scatter their gradients (ZeRO).
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     if plan.exchange.zero:
@@ -212,7 +212,7 @@ def follow_own_order(
 
 
 def cut_into_layers(plan: Plan, graph: Graph) -> Plan:
-    """A plan of one stage with a stage per layer on the same ranks, or per few; other plans stay as they are."""
+    """Cut a plan of one stage into a stage per layer, or per few layers, on the same ranks; leave other plans as is."""
     count = min(len(graph.layers), _MOST_STAGES)
     if len(plan.stages) > 1 or count == 1 or plan.has_own_schedule:
         return plan
@@ -224,18 +224,18 @@ def cut_into_layers(plan: Plan, graph: Graph) -> Plan:
 def _check_exchanges(plan: Plan, graph: Graph) -> None:
     if plan.is_asynchronous:
         raise PlanError(
-            f"Exchanges were to be compared under the schedule {plan.schedule}, which never flushes; expected one that "
-            "does, such as 1f1b."
+            f"Exchanges were to be compared under the schedule {plan.schedule}, which is asynchronous; expected a "
+            "synchronous one, such as 1f1b."
         )
     if plan.exchange.zero >= 2:
         raise PlanError(
             f"Exchanges were to be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "
-            "inside of backwards; expected zero 0 or 1. Plan with --zero 1, or without."
+            "during the backward; expected zero 0 or 1. Plan with --zero 1, or without."
         )
     if plan.offload != ON_DEVICE:
         raise PlanError(
-            f"Exchanges were to be compared for a plan that keeps {plan.offload.describe()}, which not all of them go "
-            "with; expected all of it on the devices. Plan without --offload."
+            f"Exchanges were to be compared for a plan that keeps {plan.offload.describe()}, which not all of them "
+            "support; expected everything on the devices. Plan without --offload."
         )
     if graph.mode != "training" or not gradient_buckets(graph, plan):
         raise PlanError(
@@ -247,7 +247,7 @@ def _check_exchanges(plan: Plan, graph: Graph) -> None:
 def _variants(
     name: str, plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel, order: OwnOrder | None
 ) -> list[Plan]:
-    """The plans to try for one way; none where it makes no sense."""
+    """Return the plans to try for one way; empty if it does not apply."""
     kept = {key: getattr(plan.exchange, key) for key in ("clip_norm", "loss_scale")}
     ranks = tuple(range(plan.num_ranks))
     if name == "priorities":
@@ -272,7 +272,7 @@ def _variants(
 
 
 def _suited(plan: Plan, contention: Contention) -> Contention:
-    """Where several groups want a link at once, waiting for it is exchanging, which shares show and a queue hides."""
+    """Use fair sharing where several groups share a link: waiting counts as communication; a queue would hide it."""
     return "fair" if plan.exchange.servers or plan.exchange.algorithm == "hierarchical" else contention
 
 
@@ -284,7 +284,7 @@ def _fastest(
         try:
             simulation = simulate_plan(variant, graph, cluster, cost=cost, contention=_suited(variant, contention))
         except PlanError:
-            # Replicas that are not as many on each node, and the like: this way is not open here.
+            # The way does not apply here, for example because nodes have unequal numbers of replicas.
             continue
         simulated.append(ExchangedPlan(name=name, plan=variant, simulation=simulation))
     return [min(simulated, key=lambda item: item.step_time_s)] if simulated else []

@@ -1,15 +1,15 @@
-"""The best order for a plan's own stages: found for their times, held against every named schedule, simulated.
+"""Find the best order for a plan's own stages, compare it with every named schedule, and simulate it.
 
     stage_times    what the simulator charges for each stage              (simulator.stage_times)
     limits         a rank's memory less what it holds besides microbatches, by the simulated named schedules
     find_orders    the shortest order under the model of `program.found`
     simulate       that order and every named schedule of this layout; the fastest that fits is the result
 
-So the result is, in the simulator itself, never slower than a named schedule that takes the stages as they lie and
-fits, nor than the plan's own. What is found for a model without queues on links may lose there; then the plan follows
-the fastest of these by its name (as a file, its order would take more: the runtime bounds the gradients on their way
-for named schedules only), and the file has its order all the same. An order that is found for stages on parallel
-branches relies on them, so that its plan says which stages feed which.
+So in the simulator, the result is never slower than the plan's own schedule or a named one that takes these stages and
+fits. The model of the search has no queues on links, so its order may be slower there; then the plan follows the
+fastest named schedule by name (the runtime bounds gradients in flight for named schedules only, so a file would need
+more memory), and the file still contains its order. An order for stages on parallel branches depends on the branches,
+so its plan states which stages feed which.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from meshwright.simulator import Contention, stage_times
 from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, with_branches, write_text
 from meshwright.spec.plan import ScheduleName
 
-# How often the limits are drawn tighter where the simulator finds more than they allow for.
+# How often limits are tightened if the simulator reports more memory than they allow.
 _MAX_ATTEMPTS = 4
 _RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """The plan under the fastest order, as simulated; and the file with that order as text.
+    """The plan under the fastest order, simulated, and the text of the file with that order.
 
-    ``model`` is what the search for orders says of its own result, None if none fits. ``named``: the named schedules
-    that take these stages, and the plan's own, simulated, fastest first; ``name``: the one among them whose order it
-    is, "" for a new one.
+    ``model`` is the result of the order search, None if no order fits. ``named`` are the simulated plans under the
+    named schedules for these stages and under the plan's own, fastest first; ``name`` is the one whose order was
+    chosen, "" for a new order.
     """
 
     best: RankedPlan
@@ -62,7 +62,7 @@ class FoundPlan:
     name: str
 
     def explain(self) -> str:
-        """Two lines for people."""
+        """Return one or two lines for printing."""
         fitting = [item for item in self.named if item.fits]
         step = f"{format_seconds(self.best.step_time_s)} per step"
         if self.name:
@@ -95,12 +95,11 @@ def find_order(
 ) -> FoundPlan:
     """Find the fastest order of a plan's stages, write it to ``path`` (.csv) and let the plan follow it.
 
-    It follows a named schedule, or its own, by name where nothing faster was found.
+    If nothing faster is found, the plan follows a named schedule, or its own, by name.
 
-    ``whole``: only whole backwards, as the runtime executes them, and as plans with activations on the host have them.
-    ``memory``: how much of a device
-    it may use. Raises PlanError if no order fits, the plan never flushes, or it is not for this graph, cluster or for
-    training.
+    ``whole`` allows only whole backwards, as the runtime executes them and as plans with activations in host memory
+    need them. ``memory`` limits what the plan may use of a device. Raises PlanError if no order fits, the plan is
+    asynchronous, does not match the graph or the cluster, or is not for training.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     whole = whole or plan.offload.activations == "host"
@@ -110,8 +109,8 @@ def find_order(
 
     if plan.is_asynchronous:
         raise PlanError(
-            f"The plan follows {plan.schedule}, which never flushes; orders are found for steps that end, which train "
-            "otherwise. Give --schedule 1f1b, or another schedule that flushes."
+            f"The plan follows {plan.schedule}, which is asynchronous and trains differently; orders are found for "
+            "synchronous steps only. Give --schedule 1f1b, or another synchronous schedule."
         )
     branched = with_branches(plan, graph)
     times = stage_times(branched, graph, without_devices(cost, plan.idle))
@@ -149,9 +148,10 @@ def find_order(
 
 
 def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -> Iterator[RankedPlan]:
-    """The plan under every named schedule that takes its stages as they lie, and under its own.
+    """Evaluate the plan under every named schedule that takes its stages as they are, and under its own.
 
-    ``whole``: those with whole backwards, and of one stage on a rank those that are made for that.
+    With ``whole``, only schedules with whole backwards; of stages alone on a rank, only schedules made for such
+    layouts.
     """
     others = [with_schedule(plan, name) for name in SCHEDULES if not whole or _is_made_for(name, plan)]
     for other in dict.fromkeys([*others, plan]):
@@ -164,19 +164,19 @@ def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -
 
 
 def _is_made_for(name: ScheduleName, plan: Plan) -> bool:
-    """Whether a schedule is more than another one by name for a plan of one stage on every rank."""
+    """Return whether a schedule has its own order for this layout, rather than that of another schedule."""
     return plan.has_virtual_stages or SCHEDULE_LAYOUTS[name] == "single"
 
 
 def _limits(kept: NDArray[np.int64], named: Sequence[RankedPlan], limits: Sequence[int]) -> NDArray[np.int64]:
-    """Bytes of microbatches that each rank may hold: its memory less the most that it holds besides under any name."""
+    """Return the bytes of microbatches that each rank may hold: its memory less the most that it holds besides."""
     besides = [np.array(item.peak_memory_bytes) - _held(kept, compute_orders(item.plan)) for item in named]
     most = np.max(besides, axis=0, initial=0) if besides else 0
     return np.maximum(np.array(limits, np.int64) - most, 0)
 
 
 def _held(kept: NDArray[np.int64], orders: Sequence[Order]) -> NDArray[np.int64]:
-    """The most bytes of microbatches that each rank holds at once, shape (ranks,)."""
+    """Return the most bytes of microbatches that each rank holds at once, shape (ranks,)."""
     most = []
     for order in orders:
         opcode, stage = order.columns.opcode, order.columns.stage

@@ -1,13 +1,15 @@
-"""Which ranks a stage gets, and what that means for its links: the rules of placement.
+"""Placement rules: which ranks a stage gets, and which links, device kinds and memory follow from them.
 
 A layout turns "the stage that has ``before`` ranks before it and ``take`` replicas" into ranks:
 
-- **stage-major**: consecutive ranks. The replicas of a stage share a node as far as they fit into one, so gradients are
-  summed over fast links; neighbouring stages stand side by side and meet at node boundaries.
+- **stage-major**: consecutive ranks. The replicas of a stage share a node as far as they fit, so gradients are reduced
+  over fast links; neighbouring stages meet at node boundaries.
+
 - **replica-major** (equal replicas only): stage s has ranks s, s + S, s + 2S, ... One pipeline's S stages share a node
-  as far as they fit, so activations stay on fast links and gradients are summed between nodes.
-- **reversed**: stage-major with the ranks counted from the last. It matters when devices differ: the first stage of
-  1F1B holds the most activations, so it may want the largest devices, wherever they stand.
+  as far as they fit, so activations stay on fast links and gradients are reduced between nodes.
+
+- **reversed**: stage-major with the ranks counted from the last. It matters if devices differ: the first stage of 1F1B
+  holds the most activations, so it may need the largest devices, wherever they are.
 
 Ranks of a group are estimated as one: the slowest kind, the smallest memory, the slowest link into the group.
 """
@@ -51,7 +53,7 @@ class Layout:
                 return tuple(range(self.num_ranks - 1 - before, self.num_ranks - 1 - before - take, -1))
 
     def stages(self, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
-        """Stages of these layers with so many replicas, each on its ranks."""
+        """Return stages of these layers with these numbers of replicas, each on its ranks."""
         places = accumulate((0, *replicas[:-1]))
         return tuple(
             StagePlan(start=start, stop=stop, ranks=self.ranks(before, take))
@@ -61,11 +63,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Places:
-    """What the groups of a layout mean, entry [before, take], shape (D, D + 1).
+    """Properties of the rank groups of a layout; entry [before, take], shape (D, D + 1).
 
     ``kind_of`` indexes ``kind_sets`` (sets of device-kind names), ``link_of`` indexes ``links`` (pairs of ranks that
-    stand for a link; entry 0 is "no link"). ``latency_s`` and ``bucket_s`` are the seconds to all-reduce one byte and
-    one bucket, ``shared_s`` those to all-reduce one bucket among replicas that share states.
+    represent a link; entry 0 is "no link"). ``latency_s`` and ``bucket_s`` are the seconds to all-reduce one byte and
+    one bucket, ``shared_s`` the seconds to all-reduce one bucket among replicas that share states.
     """
 
     layout: Layout
@@ -99,7 +101,7 @@ def find_places(
     latency_s, bucket_s, shared_s = (np.zeros((size, size + 1)) for _ in range(3))
     groups = _Groups(cluster, cost, bucket_bytes, memory)
     for take in replicas:
-        # Where all stages have as many replicas, they begin at multiples of that.
+        # If all stages have the same number of replicas, they start at its multiples.
         for before in range(0, size - take + 1, take if len(replicas) == 1 else 1):
             ranks = layout.ranks(before, take)
             entry = before, take
@@ -130,7 +132,7 @@ def memory_limit(cluster: Cluster, rank: int, memory: MemoryLimit) -> int:
 
 
 class _Groups:
-    """Answers about groups of ranks, each kind of question asked once per distinct kind of group."""
+    """Properties of groups of ranks, computed once per distinct kind of group."""
 
     def __init__(self, cluster: Cluster, cost: CostModel, bucket_bytes: int, memory: MemoryLimit) -> None:
         self._cluster = cluster
@@ -139,7 +141,7 @@ class _Groups:
         self._kinds = [cluster.device_kind(rank) for rank in range(cluster.num_ranks)]
         self._nodes = [cluster.node_index(rank) for rank in range(cluster.num_ranks)]
         self._limits = [memory_limit(cluster, rank, memory) for rank in range(cluster.num_ranks)]
-        # Nodes that differ in nothing but their name are one kind of node.
+        # Nodes that differ only in their names are one kind of node.
         described = [(node.devices, node.device_link, node.nic, node.num_nics) for node in cluster.nodes]
         between = cluster.racks is not None or bool(cluster.paths)
         self._uniform = len(set(described)) == 1 and len(cluster.nodes[0].devices) == 1 and not between
@@ -171,10 +173,10 @@ class _Groups:
         return self._link[key]
 
     def exchange(self, ranks: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds to all-reduce one byte, and one bucket."""
+        """Return the seconds to all-reduce one byte, and one bucket."""
         if len(ranks) == 1:
             return 0.0, 0.0
-        # Among equal nodes and devices only the number of ranks counts, and whether they leave their node.
+        # On equal nodes and devices, only the number of ranks matters, and whether they span nodes.
         key = (len(ranks), len({self._nodes[rank] for rank in ranks}) > 1) if self._uniform else ranks
         if key not in self._exchange:
             ring = tuple(sorted(ranks))

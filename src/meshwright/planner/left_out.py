@@ -2,10 +2,10 @@
 
     slow kinds    the slowest kind, the two slowest, and so on, until one kind is left
     other kinds   all but one
-    slow nodes    where nodes of one kind of device differ in their links, the same by kind of node
+    slow nodes    where nodes of one device kind differ in their links, the same by kind of node
 
-A kind's speed is its peak in the workload's type. What is best of the rest the search finds out; sets that hold half
-of a node's equal devices are not among them.
+A kind's speed is its peak in the workload's type. The search decides which set is best; sets with half of a node's
+equal devices are not considered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SETS = 8
 
 
 def idle_sets(cluster: Cluster, workload: Workload) -> tuple[tuple[int, ...], ...]:
-    """Sets of devices that plans may leave out, the empty one first; it is the only one of equal devices."""
+    """Return the sets of devices that plans may leave out, the empty set first; equal devices have only that one."""
     columns = cluster.columns()
     kinds = [_speed(cluster, rank, workload.numbers.compute) for rank in range(cluster.num_ranks)]
     found: dict[tuple[int, ...], None] = {(): None}
@@ -34,12 +34,12 @@ def idle_sets(cluster: Cluster, workload: Workload) -> tuple[tuple[int, ...], ..
 
 
 def unequal_settings(settings: Sequence[Setting], choices: Choices) -> list[Setting]:
-    """Settings under which stages are mapped to unequal devices: those that are given, and others near to them.
+    """Return settings for mapping stages to unequal devices: the given ones and others close to them.
 
-    A uniform plan keeps as much on a small device as on a large one, and as many microbatches on a slow one as on a
-    fast one, so what it shares and computes again says little about what is best for devices that have unequal parts:
-    all of them are used, states are shared as far as replicas may have unequal shares (ZeRO 0 and 1), and all ways to
-    compute again are tried.
+    A uniform plan keeps the same amount on a small device as on a large one and gives a slow one the same microbatches
+    as a fast one. So its sharding and recomputation say little about what is best for devices with unequal parts: here
+    all devices are used, states are sharded as far as unequal replicas allow (ZeRO 0 and 1), and all recompute choices
+    are tried.
     """
     found = [item for item in settings if item.zero <= 1 and not item.shard_size]
     shardings = dict.fromkeys([*(item.sharding for item in settings), UNSHARDED])
@@ -60,7 +60,7 @@ def _speed(cluster: Cluster, rank: int, dtype: str) -> float:
 
 
 def _by_group(group_of: Sequence[int], speeds: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-    """All but the fastest groups, more and more of them left out; then all but each."""
+    """Yield sets that leave out more and more of the slowest groups, then all groups but one."""
     speed_of = {group: speeds[rank] for rank, group in reversed(list(enumerate(group_of)))}
     slowest_first = sorted(speed_of, key=lambda group: (speed_of[group], group))
     for count in range(1, len(slowest_first)):

@@ -1,13 +1,13 @@
-"""What a search method is: it yields plans, and is told what they take.
+"""The interface of a search method: a generator that yields plans and receives their evaluations.
 
     def method(problem, state):
-        result = yield Proposal(plan, estimate_s)      result: the simulated plan; None if it could not be
+        result = yield Proposal(plan, estimate_s)      result: the simulated plan; None if it is invalid
 
-A method decides what to look at; the search (`search`) simulates, keeps the best, watches the clock and counts. All
-methods of one search share a `SearchState`, so that one stops where another has found something better.
+A method decides which plans to try; the search (`search`) simulates them, keeps the best, watches the deadline and
+counts. All methods of a search share a `SearchState`, so that one stops where another has found something better.
 
-Your own method is a function in a file, ``path/to/file.py:function``, with these two arguments. It may yield plans
-alone.
+Your own method is a function in a file, ``path/to/file.py:function``, with these two arguments. It may also yield plain
+plans.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _EXPECTED = "yields plans: function(problem, state)"
 
 
 class Proposal(NamedTuple):
-    """A plan to simulate, and the method's own closed form of its step, if it has one.
+    """A plan to simulate, and the method's own closed-form estimate of its step time, if any.
 
-    ``counts``: False for a plan that is looked at on the way and is no answer.
+    ``counts`` is False for an intermediate plan that is not an answer.
     """
 
     plan: Plan
@@ -44,10 +44,11 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a search ends and what it returns: at most ``max_plans``, after ``deadline_s`` at the latest.
+    """Limits of a search: at most ``max_plans`` results, after ``deadline_s`` seconds at the latest.
 
     The same problem and ``seed`` give the same plans in the same order, unless a deadline or an interrupt ends the
-    search, which then returns what it has. ``events`` receives the progress. Raises PlanError for a value out of range.
+    search, which then returns its plans so far. ``events`` receives the progress. Raises PlanError for a value out of
+    range.
     """
 
     max_plans: int = 8
@@ -64,22 +65,22 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class SearchState:
-    """What the methods of one search share; `search` writes what was found.
+    """State shared by the methods of one search; `search` records the results in it.
 
     Attributes:
-        max_plans: plans that were asked for; a method may propose more.
+        max_plans: number of requested plans; a method may propose more.
         random: the only source of random numbers.
-        events: progress.
-        stop_at, turn_ends_at: ends of the search and of what runs in it at the moment, on the monotonic clock.
+        events: receives the progress.
+        stop_at, turn_ends_at: ends of the search and of the running method's turn, on the monotonic clock.
         best: the fastest plan that fits, of any method.
         fitting: all plans that fit so far.
-        rejected: plans that were simulated and do not fit.
+        rejected: simulated plans that do not fit.
         num_considered: configurations that methods covered, simulated or not.
-        num_pruned: those of them that a bound or memory ruled out without looking at each.
-        bound_s: no plan of the problem is faster, as far as methods say.
-        are_bounds_void: a plan was proposed that bounds do not cover.
+        num_pruned: those of them that a bound or memory ruled out without a closer look.
+        bound_s: lower bound of the step time of all plans of the problem, as reported by methods.
+        are_bounds_void: whether a plan was proposed that bounds do not cover.
         refused: plans that could not be simulated, and why.
-        notes: sentences for people, on what a method found out.
+        notes: sentences for the user about what a method found.
     """
 
     max_plans: int = 8
@@ -99,16 +100,16 @@ class SearchState:
 
     @property
     def best_s(self) -> float:
-        """Seconds of the best step so far; infinite before there is one."""
+        """Seconds of the best step so far; infinite before the first."""
         return math.inf if self.best is None else self.best.step_time_s
 
     @property
     def proven_s(self) -> float:
-        """The lower bound of steps, if it holds for all that was proposed; else 0."""
+        """The lower bound of step times if it holds for all proposed plans; else 0."""
         return 0.0 if self.are_bounds_void or self.bound_s > self.best_s * (1 + 1e-9) else self.bound_s
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline, or the end of a turn within it; infinite without one."""
+        """Return the seconds until the deadline, or until an earlier end of the turn; infinite without either."""
         return min(self.stop_at, self.turn_ends_at) - time.monotonic()
 
     @property
@@ -117,16 +118,16 @@ class SearchState:
         return time.monotonic() >= self.stop_at
 
     def count(self, *, considered: int = 0, pruned: int = 0) -> None:
-        """Note configurations that were covered, and that were ruled out."""
+        """Add to the numbers of considered and of pruned configurations."""
         self.num_considered += considered
         self.num_pruned += pruned
 
     def note(self, sentence: str) -> None:
-        """Have this told with the result."""
+        """Add a sentence to print with the result."""
         self.notes.append(sentence)
 
     def bound(self, seconds: float) -> None:
-        """Note that no plan of the problem is faster than this, by the cost model; the highest bound counts."""
+        """Note a lower bound of the step time of all plans, by the cost model; the highest bound is kept."""
         self.bound_s = max(self.bound_s, seconds)
 
 
@@ -135,12 +136,12 @@ Method = Callable[[Problem, SearchState], Steps]
 
 
 def own_method(reference: str) -> Method:
-    """A method in a user's file. Raises PlanError where there is none, or it cannot be called so."""
+    """Return a method from a user's file. Raises PlanError if it is missing or does not take two arguments."""
     parts = split_reference(reference)
     if parts is None:
         raise PlanError(
-            f"{reference!r} is no search method of yours; expected path/to/file.py:function, where the function "
-            f"{_EXPECTED}."
+            f"{reference!r} is not a reference to a search method; expected path/to/file.py:function, where the "
+            f"function {_EXPECTED}."
         )
     path, name = parts
     function = load_function(path, name, expected=_EXPECTED, error=PlanError)
@@ -156,7 +157,7 @@ def own_method(reference: str) -> Method:
 
 
 def checked(function: Callable[[Problem, SearchState], Any], path: Path | None = None) -> Method:
-    """A user's function as a method: it may yield plans alone; what it raises is told with the line of its ``path``."""
+    """Wrap a user's function as a method; it may yield plain plans. Errors are reported with the line of ``path``."""
     name = getattr(function, "__name__", type(function).__name__)
 
     def method(problem: Problem, state: SearchState) -> Steps:
@@ -188,7 +189,7 @@ def checked(function: Callable[[Problem, SearchState], Any], path: Path | None =
 
 @contextmanager
 def _reported(path: Path | None, name: str) -> Iterator[None]:
-    """Turn what a user's file raises into a PlanError; the end of a generator is none."""
+    """Turn exceptions of a user's file into PlanError, except the end of a generator."""
     try:
         yield
     except (StopIteration, MeshwrightError):

@@ -1,8 +1,7 @@
-"""Pages of predictions: of one simulated plan, and of a search with every ranked plan on the Pareto plot.
+"""Report pages of predictions: of one simulated plan, and of a search with every ranked plan on the Pareto plot.
 
-For a search, timelines are simulated again for the page, the best plan's first, until they hold `MAX_PAGE_SPANS` spans
-together, so that a page stays small however many plans were ranked; a plan without one still has layout, memory and
-words.
+For a search, timelines are simulated for the page, the best plan's first, until they hold `MAX_PAGE_SPANS` spans
+together, so that the page stays small. A plan without a timeline still has layout, memory and explanation.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def plans_document(
     remark: str = "",
     provenance: Mapping[str, str] | None = None,
 ) -> Row:
-    """The page document of ranked plans, best first; `report.page.write_page` makes the file.
+    """Return the page document of ranked plans, best first; `report.page.write_page` writes the file.
 
     Args:
         plans: What `search_plans` returned.
-        graph_for: Microbatch size → graph, as it was given to the search.
-        cluster: The cluster that was searched for.
+        graph_for: Microbatch size → graph, the same as for the search.
+        cluster: The cluster of the search.
         cost: The cost model of the search.
         remark: A line below the explanation of the best plan.
         provenance: What the page says about its origin.
@@ -83,18 +82,18 @@ def simulation_document(
     deflate: bool = True,
     whole: Callable[[Plan], Plan] = _itself,
 ) -> Row:
-    """The page document of one simulated plan.
+    """Return the page document of one simulated plan.
 
     Args:
-        item: What `rank_simulation` says of the plan.
+        item: The evaluation by `rank_simulation`.
         timeline: The timeline of that simulation.
         graph: The graph that the plan was made for.
         cluster: The cluster of the simulation.
         cost: Its cost model.
-        remark: A line below the words of the prediction.
+        remark: A line below the explanation of the prediction.
         provenance: What the page says about its origin.
         deflate: False packs faster and larger, for pages served on this machine.
-        whole: What a plan of a local graph is for the whole one: it is shown, and can be saved.
+        whole: Maps a plan of a local graph to the plan of the whole one, which is shown and can be saved.
     """
     explanation = "\n".join(filter(None, (explain_prediction(item), remark)))
     part = _predicted_part(
@@ -140,7 +139,7 @@ def _origin(plan: Plan, cluster: Cluster) -> dict[str, str]:
 
 
 def headline_facts(item: RankedPlan) -> Row:
-    """The figures that stand on top of a plan's page; memory is that of the fullest rank."""
+    """Return the figures at the top of a plan's page; memory is that of the fullest rank."""
     rank = item.fullest_rank
     return {
         "step_time_s": item.step_time_s,

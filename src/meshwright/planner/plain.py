@@ -1,7 +1,7 @@
-"""What a plan takes of each choice of a search, and what it takes where it is plain.
+"""The value that a plan has for each choice of a search, and the values of the plain plan.
 
-Plain is a plan in one stage on all devices that splits no op, shares no state, computes nothing again and keeps
-everything on its devices, one sample at a time under 1F1B; or as near to it as the choices allow.
+The plain plan has one stage on all devices, splits no op, shards no state, recomputes nothing and keeps everything on
+its devices, one sample per microbatch under 1F1B; or comes as close to this as the choices allow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.spec.offload import ON_DEVICE
 
 
 class Values(NamedTuple):
-    """What a plan has taken of each choice."""
+    """A plan's value for each choice."""
 
     devices: int
     tensor: int
@@ -53,7 +53,7 @@ NAMES = (
 
 
 def plain_values(problem: Problem) -> Values:
-    """The value of each choice in the plain plan: nothing split, shared, computed again or kept elsewhere."""
+    """Return the value of each choice in the plain plan: nothing split, sharded, recomputed or offloaded."""
     chosen, variants = problem.choices, variants_of(problem)
     return Values(
         devices=max(chosen.num_devices or (problem.cluster.num_ranks,)),
@@ -92,7 +92,7 @@ def open_choices(problem: Problem) -> list[bool]:
 
 
 def restricted(chosen: Choices, free: Collection[int], plain: Values) -> Choices:
-    """The choices with all of them plain but those that are free."""
+    """Return the choices with all fixed at their plain values except the free ones."""
     fixed = {name: value for place, (name, value) in enumerate(plain._asdict().items()) if place not in free}
     axes = {"tensor": "tensor", "sequence": "sequence_parallel", "context": "context", "expert": "expert"}
     kept = [
@@ -124,7 +124,7 @@ def restricted(chosen: Choices, free: Collection[int], plain: Values) -> Choices
 
 
 def values_of(configuration: Configuration, offload: Offload) -> Values:
-    """What the plans of a configuration take that offload so."""
+    """Return the values of the plans of a configuration with this offload."""
     sharding = configuration.sharding
     return Values(
         devices=configuration.num_ranks * sharding.width,
@@ -143,7 +143,7 @@ def values_of(configuration: Configuration, offload: Offload) -> Values:
 
 
 def values_of_plan(item: RankedPlan) -> Values:
-    """What a simulated plan takes, uniform or not."""
+    """Return the values of a simulated plan, uniform or not."""
     plan, sharding = item.plan, item.plan.sharding
     positions = len({stage.ranks for stage in plan.stages})
     return Values(
@@ -163,13 +163,13 @@ def values_of_plan(item: RankedPlan) -> Values:
 
 
 def differing(plain: Values, values: Values) -> list[int]:
-    """The choices in which a plan is not plain. Without ZeRO there is nothing that a shard size could say."""
+    """Return the places of the choices in which a plan is not plain. Without ZeRO, the shard size is ignored."""
     says = values if values.zero else values._replace(shard_size=plain.shard_size)
     return [place for place in range(len(values)) if says[place] != plain[place]]
 
 
 def words_of(place: int, values: Values) -> str:
-    """The value of one choice, for people."""
+    """Return the value of one choice in words."""
     value = values[place]
     if isinstance(value, Offload):
         return "none" if value == ON_DEVICE else value.describe()

@@ -1,4 +1,4 @@
-"""The answer of a search: ranked plans that can say why they won and why others lost."""
+"""The result of a search: ranked plans that can explain why they won and why others lost."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.spec.html import Printer, html_table
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import name_stages
 
-# Step times whose difference is below this share are called equal in words: the simulator's clock ticks in ps, people
-# do not.
+# Step times that differ by less than this share are called equal: the simulator's picoseconds are below any real
+# accuracy.
 _EQUAL_SHARE = 1e-6
-# A tenth of a per cent is the least that is printed.
+# The smallest printed difference is a tenth of a per cent.
 _TOLD_SHARE = 5e-4
-# What only keeps events apart (`simulator.program_estimate`) is nothing to people.
+# Shorter times only separate events (`simulator.program_estimate`) and are not printed.
 _SHORTEST_TOLD_S = 1e-9
 # Plans with more stages are described by ranges instead of stage by stage.
 MAX_STAGES_IN_WORDS = 6
@@ -27,9 +27,9 @@ MAX_STAGES_IN_WORDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What a search went through: configurations covered, those ruled out unseen, and plans that were simulated.
+    """The extent of a search: configurations covered, those ruled out without simulation, and simulated plans.
 
-    ``stopped`` says what ended it before its methods did ("the deadline", "an interrupt"), if anything did.
+    ``stopped`` says what ended it before its methods did ("the deadline", "an interrupt"), "" if nothing did.
     """
 
     method: str
@@ -43,13 +43,13 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
-    """Plans that fit, faster ones first and those as fast as each other by memory (`ranking`).
+    """Plans that fit, faster ones first; plans with equally fast steps are ordered by memory (`ranking`).
 
-    ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
-    ``front`` are the plans of which no other one that was simulated is better in step time, in reserved memory and in
-    price (without prices: in the devices that it takes for the time of a step), all at once. ``bound_s``: no allowed
-    plan is faster by the same costs of ops; 0 if nothing was proven. ``is_bound_of_rules``: that is, none whose ops
-    are split by the rules of sharding; placements of a method's own may be. ``notes`` are sentences of the method.
+    ``rejected`` were simulated and need too much memory; ``refused`` could not be simulated, with the reason. ``front``
+    is the Pareto front: no simulated plan is better in step time, reserved memory and price at once (without prices: in
+    devices times step time). ``bound_s`` is a lower bound of the step time of all allowed plans, by the same op costs;
+    0 if nothing was proven. ``is_bound_of_rules`` means that the bound covers only plans whose ops are split by the
+    rules of sharding, not a method's own placements. ``notes`` are sentences of the method.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -65,44 +65,43 @@ class Plans:
 
     @property
     def best(self) -> RankedPlan:
-        """The plan to take: as fast as the fastest, with the least memory."""
+        """The recommended plan: as fast as the fastest, with the least memory."""
         return self.ranked[0]
 
     @property
     def gap(self) -> float | None:
-        """By which share the best plan is above the lower bound; None where there is no bound."""
+        """The share by which the best plan's step time exceeds the lower bound; None without a bound."""
         return self.best.step_time_s / self.bound_s - 1 if self.bound_s > 0 else None
 
     def interval(self, plan: Plan | None = None) -> StepInterval:
-        """The 80 % interval of the step time of a plan (default: the best)."""
+        """Return the 80 % interval of the step time of a plan (default: the best)."""
         item = self.best if plan is None else next((item for item in self.ranked if item.plan == plan), None)
         if item is not None and item.interval is not None:
             return item.interval
         return self.predict_interval(self.best.plan if plan is None else plan)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain row per ranked plan, best first.
+        """Return one plain row per ranked plan, best first.
 
-        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``num_positions`` (of ranks in
-        line, which hold several stages each under some schedules), ``replicas`` (per stage),
-        ``tensor``, ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``,
-        ``shard_size`` (0: all replicas), ``recompute``, ``offload``, ``num_microbatches``, ``microbatch_size``,
-        ``schedule``, ``step_time_s``, ``step_interval_s`` (80 %; None where it was not simulated),
-        ``samples_per_s``, ``tokens_per_s`` and ``tokens_per_s_per_device`` (None for models of no tokens),
-        ``mfu_share``, ``peak_memory_bytes`` and ``reserved_memory_bytes`` (of the fullest rank),
-        ``bubble_share``, ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges
-        inside of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
-        Where they were asked for, ``latency_s``, ``makespan_s``, those of `PlanPrice` and
+        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``num_positions`` (of ranks in line,
+        which hold several stages each under some schedules), ``replicas`` (per stage), ``tensor``,
+        ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``, ``shard_size`` (0: all
+        replicas), ``recompute``, ``offload``, ``num_microbatches``, ``microbatch_size``, ``schedule``, ``step_time_s``,
+        ``step_interval_s`` (80 %; None if not simulated), ``samples_per_s``, ``tokens_per_s`` and
+        ``tokens_per_s_per_device`` (None for models without tokens), ``mfu_share``, ``peak_memory_bytes`` and
+        ``reserved_memory_bytes`` (of the fullest rank), ``bubble_share``, ``estimate_s``, and the terms of the
+        breakdown: ``compute_s``, ``inside_s`` (communication inside of passes), ``bubble_s``, ``communication_s``,
+        ``exchange_s``, ``optimizer_s``. On request also ``latency_s``, ``makespan_s``, the keys of `PlanPrice` and
         ``price_per_million_tokens``.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
     def search_row(self) -> dict[str, Any]:
-        """How the plans were found, as one plain row.
+        """Return how the plans were found, as one plain row.
 
-        Keys: those of `Coverage`; ``bound_s``, ``gap_share`` and ``bound_covers`` (None where nothing was proven);
+        Keys: those of `Coverage`; ``bound_s``, ``gap_share`` and ``bound_covers`` (None if nothing was proven);
         ``front``, each with ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``reserved_memory_bytes``,
-        ``device_seconds`` and, with prices, those of `PlanPrice`; ``notes``.
+        ``device_seconds`` and, with prices, the keys of `PlanPrice`; ``notes``.
         """
         front = [
             {
@@ -124,7 +123,7 @@ class Plans:
         return {**asdict(self.coverage), **proven, "front": front, "notes": list(self.notes)}
 
     def explain(self, plan: Plan | None = None) -> str:
-        """Why this plan (default: the best): where its step goes, what it needs, how it compares with the best."""
+        """Explain a plan (default: the best): the parts of its step, its memory, and how it compares with the best."""
         item = self.best if plan is None else self._find(plan)
         lines = [explain_prediction(item)]
         if item.plan != self.best.plan:
@@ -146,22 +145,22 @@ class Plans:
         return "\n".join(lines)
 
     def _equal_line(self) -> list[str]:
-        """Why a plan that is not the fastest may stand first."""
+        """Return the sentence on why the first plan need not be the fastest; empty if only one plan is as fast."""
         fastest = min(self.ranked, key=lambda item: item.aimed_s)
         count = sum(is_as_fast(item, fastest) for item in self.ranked)
         if count == 1:
             return []
         slower = self.best.aimed_s / fastest.aimed_s - 1
         beside = f"; the first is {format_percent(slower)} slower than the fastest" if slower >= _TOLD_SHARE else ""
-        # A plan in a found order stands first, whatever memory it needs.
+        # A plan with a found order comes first, whatever memory it needs.
         peaks = [max(item.peak_memory_bytes) for item in self.ranked[:count]]
         ordered = ", and stand in the order of their memory" if peaks == sorted(peaks) else ""
         return [f"The first {count} are as fast as each other, as far as predictions go{ordered}{beside}."]
 
     def why_not(self, other: Plan) -> str:
-        """What ``other`` loses against the best plan, or by how much it does not fit.
+        """Explain what ``other`` loses against the best plan, or by how much it does not fit.
 
-        It is simulated if the search did not. Raises PlanError if it is not a plan for this graph and cluster.
+        It is simulated if the search did not do so. Raises PlanError if it does not match this graph and cluster.
         """
         item = self._find(other)
         if item.plan == self.best.plan:
@@ -219,7 +218,7 @@ class Plans:
             f"{coverage.num_simulated} simulated, of which {len(self.rejected)} need too much memory."
         )
         if coverage.stopped:
-            text += f" It was ended by {coverage.stopped}; there may be better ones."
+            text += f" It was ended by {coverage.stopped}; better plans may exist."
         if self.gap is not None:
             which = "plan by the rules of sharding" if self.is_bound_of_rules else "allowed plan"
             text += (
@@ -230,7 +229,7 @@ class Plans:
 
 
 def explain_prediction(item: RankedPlan) -> str:
-    """A line each: the plan and its step, where that goes, memory; and latency and price, where they were asked for."""
+    """Explain a plan, a line each for its step, the step's parts and memory, and latency and price if predicted."""
     lines = [_headline(item), _step_line(item), _memory_line(item)]
     if item.makespan_s is not None:
         lines.append(f"A batch that arrives at once is answered in {format_seconds(item.makespan_s)}.")
@@ -242,7 +241,7 @@ def explain_prediction(item: RankedPlan) -> str:
 
 
 def summarise(plan: Plan) -> str:
-    """One line for people, short however many stages there are."""
+    """Return a plan in one line, short even with many stages."""
     if len(plan.stages) <= MAX_STAGES_IN_WORDS:
         return plan.describe()
     span = _span(len(stage.ranks) for stage in plan.stages)
@@ -253,7 +252,7 @@ def summarise(plan: Plan) -> str:
 
 
 def _large(number: float) -> str:
-    """Whole up to a million, then as a power of ten."""
+    """Format a whole number up to a million, then a power of ten."""
     return f"{number:,.0f}" if number < 1e6 else f"{number:.1e}"
 
 
@@ -327,7 +326,7 @@ def _step_line(item: RankedPlan) -> str:
 def _memory_line(item: RankedPlan) -> str:
     rank = item.fullest_rank
     peak, most = item.reserved_bytes[rank], max(item.reserved_bytes)
-    # Where devices differ, the one with the least to spare need not hold most.
+    # On unequal devices, the rank with the least headroom need not hold the most.
     how = "at most " if peak == most else ""
     beside = "" if peak == most else f", which has the least to spare (others hold up to {format_bytes(most)})"
     return (
@@ -337,7 +336,10 @@ def _memory_line(item: RankedPlan) -> str:
 
 
 def explain_difference(item: RankedPlan, best: RankedPlan) -> str:
-    """Which terms of ``item`` lose and gain against ``best``; the largest that points the way of the total decides."""
+    """Explain which terms of ``item`` lose and gain against ``best``.
+
+    The largest term in the direction of the total is named as decisive.
+    """
     lost = item.step_time_s - best.step_time_s
     if abs(lost) <= _EQUAL_SHARE * best.step_time_s:
         return f"It is as fast: {format_seconds(item.step_time_s)} per step."

@@ -1,4 +1,4 @@
-"""What plans cost, and the numbers of devices that a budget pays for, by the prices of a scenario (`spec.scenario`)."""
+"""Money that plans cost, and the numbers of devices within a budget, by the prices of a scenario (`spec.scenario`)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class PlanPrice:
     per_million_samples: float
 
     def at(self, step_time_s: float) -> PlanPrice:
-        """That of the same devices with another step."""
+        """Return the price of the same devices with another step time."""
         per_step = self.per_hour * step_time_s / _SECONDS_PER_HOUR
         samples = self.per_step / self.per_million_samples if self.per_million_samples else 0.0
         return replace(self, per_step=per_step, per_million_samples=per_step / samples if samples else 0.0)
 
     def row(self) -> dict[str, Any]:
-        """The figures under the names that scenarios give them."""
+        """Return the figures under the names that scenarios use."""
         return {
             "currency": self.currency,
             "price_per_hour": self.per_hour,
@@ -41,7 +41,7 @@ class PlanPrice:
         }
 
     def explain(self) -> str:
-        """One sentence."""
+        """Return the price as one sentence."""
         return (
             f"Price: {format_money(self.per_hour)} {self.currency} per hour, {format_money(self.per_step)} per step, "
             f"{format_money(self.per_million_samples)} per million samples."
@@ -49,7 +49,7 @@ class PlanPrice:
 
 
 def price_plan(plan: Plan, step_time_s: float, cluster: Cluster, prices: Scenario) -> PlanPrice | None:
-    """What a plan costs; None without prices."""
+    """Return the price of a plan; None without prices."""
     priced = price_per_hour(plan.num_devices, cluster, prices, plan.idle)
     if priced is None:
         return None
@@ -65,9 +65,9 @@ def price_plan(plan: Plan, step_time_s: float, cluster: Cluster, prices: Scenari
 def within_budget(
     counts: Sequence[int], cluster: Cluster, prices: Scenario, max_price_per_hour: float
 ) -> tuple[int, ...]:
-    """The numbers of devices that cost no more; of none given, those that make sense: most that are paid for first.
+    """Return the numbers of devices within the budget, largest first; without ``counts``, the usual ones.
 
-    Raises PlanError without prices, and where nothing can be had for the money.
+    Raises PlanError without prices, and if no number of devices is within the budget.
     """
     if not (max_price_per_hour > 0 and math.isfinite(max_price_per_hour)):
         raise PlanError(
@@ -77,7 +77,7 @@ def within_budget(
     def price(count: int) -> float:
         priced = price_per_hour(count, cluster, prices)
         if priced is None:
-            raise PlanError("A budget of money was given, but no prices. Say what a device costs per hour.")
+            raise PlanError("A budget of money was given, but no prices. Give the price of a device per hour.")
         return priced[0]
 
     # More devices never cost less.

@@ -1,10 +1,10 @@
-"""What a search is asked: a model, machines, a workload, and what plans may choose.
+"""The input of a search: a model, machines, a workload, and the choices of plans.
 
-A **setting** is a choice that decides which graph a device computes and what it keeps of it: how many devices, how ops
-are split over teams of them, the ZeRO stage, what is computed again, what is kept away from devices. Under a setting
-the problem is one without any of these (`Space`): its graphs are the local ones, its ranks teams (`simulator.teams`).
-What is left to choose there are stages, replicas, microbatches, schedule and ranks. A plan found in a space is that of
-the whole graph but for what it says of the setting, which `Space.whole` adds.
+A **setting** is a choice that decides which graph a device computes and what it keeps: the number of devices, the split
+of ops over teams (tensor-, context- and expert-parallel groups), the ZeRO stage, recomputation and offload. Under a
+setting the problem is one without any of these (`Space`): its graphs are local graphs, its ranks are teams
+(`simulator.teams`). Stages, replicas, microbatches, schedule and ranks are left to choose. A plan of a space equals the
+plan of the whole graph except for the setting, which `Space.whole` adds.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import is_by_stage, name_recompute, word_of_first
 from meshwright.spec.scenario import Scenario
 
-# Of more settings than this, bounds choose which ones get a close look.
+# With more settings than this, bounds decide which ones are searched in detail.
 FEW_SETTINGS = 4
-# What the best plan is best in.
+# The goal that plans are ranked by.
 Aim = Literal["throughput", "latency"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
+    """One search. ``graph_for`` returns the graph for a microbatch size (the same one if its sizes are symbolic).
 
-    ``cost`` is the cost model, by default that of datasheets.
-    ``exchange`` is that of all plans, but for what replicas share. ``memory`` says how much of a device plans may use.
-    ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
-    ``aim``: the shortest step; or, in inference, the least time until a batch that arrives at once is answered.
-    ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices
-    out, as they always may for the least latency. ``compiled``: torch compiles the layers (`spec.compiled_units`).
+    ``cost`` is the cost model, by default of datasheets. ``exchange`` is the gradient exchange of all plans, except for
+    the ZeRO stage and shard size. ``memory`` limits the memory of a device. ``max_latency_s`` limits a microbatch's
+    end-to-end latency in inference. ``prices`` are the prices of devices. ``aim`` is the shortest step or, in
+    inference, the shortest time to answer a batch that arrives at once. ``only`` restricts the search to these
+    settings. ``may_idle`` lets plans leave devices unused; it is always set for the aim latency. ``compiled`` means
+    that torch compiles the layers (`spec.compiled_units`).
     """
 
     graph_for: Callable[[int], Graph]
@@ -83,17 +83,17 @@ class Problem:
             object.__setattr__(self, "graph_for", compiled_graphs(self.graph_for))
 
     def short_graph(self, microbatch_size: int) -> ShortGraph:
-        """The graph for a microbatch size with its repeated layers shortened, made once."""
+        """Return the graph for a microbatch size with its repeated layers shortened, made once."""
         graph = self.graph_for(microbatch_size)
         if id(graph) not in self._short:
             self._short[id(graph)] = graph, shorten(graph)
         return self._short[id(graph)][1]
 
     def recomputed(self, graph: Graph, recompute: str, bounds: tuple[tuple[int, int], ...] | None = None) -> Recompute:
-        """What the recompute of a setting means for a graph of this problem, read once (`spec.read_recompute`).
+        """Return the ops that a setting recomputes in a graph of this problem, read once (`spec.read_recompute`).
 
-        ``bounds`` are the layers of a plan's stages. Before they are known, all stages take the word of the first: it
-        mostly has the most microbatches under way, so that what fits there is not left out.
+        ``bounds`` are the layers of a plan's stages. Before they are known, all stages use the word of the first stage:
+        it usually has the most microbatches in flight, so a plan that fits there is not excluded.
         """
         if not is_by_stage(recompute):
             bounds = None
@@ -105,7 +105,7 @@ class Problem:
         return self._again[key][1]
 
     def settings(self) -> Iterator[Setting]:
-        """All combinations of the choices, in their order; some of them may be impossible."""
+        """Yield all combinations of the choices, in their order; some of them may be impossible."""
         if self.only:
             yield from self.only
             return
@@ -117,7 +117,7 @@ class Problem:
             yield Setting(num_devices, sharding, zero, recompute, offload, shard_size, idle)
 
     def devices(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The devices that plans may leave out, each time with how many they may use of the others."""
+        """Yield each set of devices to leave out with each number of the others to use."""
         for idle in self.choices.idle:
             left = self.cluster.num_ranks - len(idle)
             for count in self.choices.num_devices or (left,):
@@ -126,16 +126,16 @@ class Problem:
 
     @property
     def is_wide(self) -> bool:
-        """Whether there are too many settings for a close look at each."""
+        """Whether there are too many settings to search each in detail."""
         return len(list(islice(self.settings(), FEW_SETTINGS + 1))) > FEW_SETTINGS
 
     @property
     def has_own_placements(self) -> bool:
-        """Whether a method may place ops in other ways than the rules of sharding do, which no bound covers."""
+        """Whether a method may place ops in other ways than the rules of sharding, which no bound covers."""
         return any(setting.sharding.tensor > 1 for setting in self.settings())
 
     def under(self, settings: Sequence[Setting]) -> Problem:
-        """The same problem with these settings alone; what was found out about them is kept."""
+        """Return the same problem with these settings only; cached results are kept."""
         other = replace(self, only=tuple(dict.fromkeys(settings)))
         other._spaces.update(self._spaces)
         other._short.update(self._short)
@@ -143,7 +143,7 @@ class Problem:
         return other
 
     def setting_of(self, plan: Plan) -> Setting | None:
-        """The setting that a plan of this problem has; None if the choices, or ``only``, lack it."""
+        """Return the setting of a plan of this problem; None if the choices, or ``only``, exclude it."""
         chosen, exchange = self.choices, plan.exchange
         word = self._word_of(plan)
         setting = Setting(
@@ -160,7 +160,7 @@ class Problem:
         return setting if self.only or all(allowed) else None
 
     def objection(self, plan: Plan) -> str:
-        """What of a plan this problem does not allow, in words; nothing of one that it does.
+        """Return the parts of a plan that this problem does not allow, in words; "" if all are allowed.
 
         Placements of ops may be a method's own.
         """
@@ -189,13 +189,13 @@ class Problem:
         return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
 
     def resorting(self, ways: tuple[Offload, ...] = ()) -> Problem:
-        """The same problem where what its choices leave as last resorts is taken, or some ``ways`` of these."""
+        """Return the problem with its last resorts, or some of them (``ways``), as the ways to offload."""
         chosen, ways = self.choices, ways or self.choices.last_resorts
         zero: tuple[ZeroStage, ...] = (3,) if all(away.parameters == "host" for away in ways) else chosen.zero
         return replace(self, choices=replace(chosen, offload=ways, last_resorts=(), zero=zero), only=())
 
     def _word_of(self, plan: Plan) -> str | None:
-        """What of a plan is computed again, in the words of the choices or for layers; None if they do not allow it."""
+        """Return what a plan recomputes, as a word of the choices or for layers; None if the choices exclude it."""
         again, graph = (plan.recompute, plan.keeps), self.graph_for(plan.microbatch_size)
         words = dict.fromkeys((*self.choices.recompute, *(setting.recompute for setting in self.only)))
         for word in words:
@@ -205,14 +205,14 @@ class Problem:
         return word if word and self.choices.allows_recompute(word) else None
 
     def recomputed_by(self, plan: Plan, graph: Graph, recompute: str) -> Recompute | None:
-        """What a choice means for a plan; None if it names stages that the plan lacks."""
+        """Return what a choice recomputes in a plan; None if it names stages that the plan lacks."""
         try:
             return self.recomputed(graph, recompute, plan.bounds)
         except PlanError:
             return None
 
     def microbatch_sizes(self, workload: Workload) -> tuple[int, ...]:
-        """Sizes to try for what one team has of the workload, less those that are too large to be described.
+        """Return the sizes to try for a team's part of the workload, without sizes too large for the graph.
 
         Raises PlanError for a given size that does not divide the batch.
         """
@@ -223,7 +223,7 @@ class Problem:
         return tuple(size for size in sizes if size == sizes[0] or _describes(graph, size))
 
     def spaces(self) -> Iterator[Space]:
-        """What each possible setting leaves to choose. Raises what is wrong with the first one if none is possible."""
+        """Yield the space of each possible setting. Raises the error of the first setting if none is possible."""
         errors: list[MeshwrightError] = []
         for setting in self.settings():
             try:
@@ -234,10 +234,10 @@ class Problem:
             raise errors[0]
 
     def space(self, setting: Setting) -> Space:
-        """What a setting leaves to choose.
+        """Return the space of a setting.
 
-        Raises PlanError for devices that are no whole number of teams, samples that do not divide, ops that cannot be
-        split so; ClusterError for teams that do not fit the nodes.
+        Raises PlanError if the devices are not a multiple of the team size, samples do not divide, or ops cannot be
+        split like this; ClusterError for teams that do not fit the nodes.
         """
         if setting not in self._spaces:
             try:
@@ -259,7 +259,7 @@ def _describes(graph: Graph, batch_size: int) -> bool:
 
 
 def compiled_graphs(graph_for: Callable[[int], Graph]) -> Callable[[int], Graph]:
-    """The same graphs with their layers compiled, each made once."""
+    """Return the same graphs with their layers compiled, each made once."""
     made: dict[int, tuple[Graph, Graph]] = {}
 
     def compiled(microbatch_size: int) -> Graph:

@@ -1,14 +1,14 @@
-"""In which order plans that fit are shown: as fast as each other, those that need less memory first; one per layout.
+"""The order of plans that fit: among equally fast plans, those with less memory first; one plan per layout.
 
 A plan is as fast as the fastest one if it is at most 1 % slower, or at most 5 % slower and the 80 % interval of the
-ratio of their steps reaches 1. The interval comes from both plans simulated with all costs at their low, and at their
-high end: what makes both late cancels.
+ratio of their steps reaches 1. The interval comes from simulating both plans with all costs at their low and at their
+high ends, so that common errors cancel.
 
     ratio    from min to max of  step / fastest step  by usual, low and high costs
 
-The plans behind those are taken in the same way, from the fastest of them on. Among plans as fast as each other the
-order is: reserved memory, in hundredths of what the rank may have; then how many mechanisms a plan uses (pipeline, axes
-of sharding, ZeRO, recompute, offload); then the step.
+The remaining plans are grouped in the same way, starting from the fastest of them. Equally fast plans are ordered by
+reserved memory, in hundredths of the rank's limit; then by the number of mechanisms (pipeline, axes of sharding, ZeRO,
+recompute, offload); then by step time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meshwright.planner.interval import StepInterval
 from meshwright.spec import Plan
 from meshwright.spec.offload import ON_DEVICE
 
-# Predictions are not sure of less, however alike two plans are.
+# Predictions are not more precise than this, however similar two plans are.
 LEAST_DIFFERENCE = 0.01
-# However unsure predictions are: memory that is not needed is worth no more than this.
+# Upper limit of "as fast", however wide the intervals are: saved memory is not worth more than this.
 MOST_DIFFERENCE = 0.05
 LEAST_RANKED = 10
-# Instructions of plans whose intervals are simulated, the first plan apart; a plan for a large cluster has some
+# The limit of simulated instructions for intervals, without the first plan; a plan for a large cluster has about
 # 100,000, which take about a second.
 MAX_INSTRUCTIONS = 600_000
 
@@ -34,9 +34,9 @@ MAX_INSTRUCTIONS = 600_000
 def rank_plans(
     items: Sequence[RankedPlan], max_plans: int, predict_interval: Callable[[Plan], StepInterval] | None
 ) -> tuple[RankedPlan, ...]:
-    """The first plans of the order; without ``predict_interval`` as fast means at most 1 % slower.
+    """Return the first plans of the order; without ``predict_interval``, "as fast" means at most 1 % slower.
 
-    At least `LEAST_RANKED` plans are put in order, however few are asked for: how many are listed decides nothing.
+    At least `LEAST_RANKED` plans are ordered even if fewer are requested, so that the number listed changes no order.
     """
     ordered_by_time = sorted(items, key=lambda item: (item.aimed_s, _num_mechanisms(item)))
     left = distinct_layouts(ordered_by_time)[: max(max_plans, LEAST_RANKED)]
@@ -44,7 +44,7 @@ def rank_plans(
         left = _with_intervals(left, predict_interval)
     ordered: list[RankedPlan] = []
     while left:
-        # Of those that are left, all as fast as the fastest of them.
+        # All remaining plans that are as fast as the fastest of them.
         fastest = left[0]
         ordered += sorted((item for item in left if is_as_fast(item, fastest)), key=_burden)
         left = [item for item in left if not is_as_fast(item, fastest)]
@@ -52,10 +52,10 @@ def rank_plans(
 
 
 def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
-    """The first plan of each layout, and of those that differ in nothing but names.
+    """Return the first plan of each layout; of plans that differ only in names, the first.
 
-    One microbatch on each rank runs alike under all schedules, one replica under all stages of ZeRO, and blocks of
-    one op with and without recompute.
+    One microbatch on each rank is the same under all schedules, one replica under all stages of ZeRO, and blocks of one
+    op with and without recompute.
     """
     known: set[Hashable] = set()
     found: list[RankedPlan] = []
@@ -70,7 +70,7 @@ def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
 
 
 def is_as_fast(item: RankedPlan, fastest: RankedPlan) -> bool:
-    """Whether a plan is as fast as the fastest one, as far as predictions go."""
+    """Return whether a plan is as fast as the fastest one, within the precision of predictions."""
     ratio = item.aimed_s / fastest.aimed_s
     if ratio <= 1 + LEAST_DIFFERENCE:
         return True
@@ -81,7 +81,7 @@ def is_as_fast(item: RankedPlan, fastest: RankedPlan) -> bool:
 
 
 def layout_of(item: RankedPlan) -> tuple[Hashable, ...]:
-    """What tells a plan from others in a table, its schedule first: not where stages are cut, nor who does how much."""
+    """Return what distinguishes a plan in a table, its schedule first: not stage boundaries or shares of work."""
     plan = item.plan
     return (
         plan.schedule,
@@ -110,7 +110,7 @@ def _with_intervals(items: Sequence[RankedPlan], predict_interval: Callable[[Pla
 
 
 def _num_mechanisms(item: RankedPlan) -> int:
-    """How many mechanisms a plan uses."""
+    """Return the number of mechanisms that a plan uses."""
     plan, sharding = item.plan, item.plan.sharding
     return sum(
         (

@@ -1,11 +1,11 @@
-"""A plan for machines that changed: a device was lost or added, a link slowed. It starts from the plan that there was.
+"""Plan again for machines that changed (a device was lost or added, a link slowed), starting from the old plan.
 
-    starts      the plan's stages with the devices that there are now, shared out by the work of the stages; with a
-                stage less or more; without pipeline; and with as few devices idle as equal replicas allow
+    starts      the plan's stages on the devices that exist now, divided by the work of the stages; with a
+                stage less or more; without pipeline; and with as few idle devices as equal replicas allow
     changes     boundaries, microbatches, layouts (`methods.auto`), while there is time
 
-Prices of ops and memory of stages are those of kinds of devices, which the cost model keeps (`CostModel.on_machines`),
-so that mostly the links are new.
+Op costs and stage memory depend on device kinds and are kept by the cost model (`CostModel.on_machines`), so mostly the
+links are new.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from meshwright.spec.recompute_words import RECOMPUTE_NAMES, name_recompute
 from meshwright.spec.scenario import Scenario
 
 _HALVINGS = 40
-# Microbatch sizes that starts have: the plan's and those next to it.
+# Microbatch sizes of the starts: the plan's own and its neighbours.
 _NEAR_SIZES = 4
-# What a new plan may take; people wait for it, and so do devices.
+# Time limit in seconds: users and devices wait for the new plan.
 DEADLINE_S = 0.7
 
 
@@ -51,12 +51,12 @@ def replan(
     prices: Scenario | None = None,
     limits: Limits | None = None,
 ) -> Plans:
-    """Plans for the machines of a cost model as they are now, made from one for the machines as they were.
+    """Return plans for changed machines, starting from a plan for the machines as they were.
 
-    ``cost`` comes from `apply_scenario` or `without_devices`, or is that of another cluster. Sharding, recompute, ZeRO,
-    exchange and offload stay; stages, replicas, microbatches and devices are found anew, within `DEADLINE_S` seconds
-    unless the ``limits`` say otherwise; without a deadline the same question has the same answer. Raises
-    NoFeasiblePlanError where nothing fits, PlanError for a plan of another graph.
+    ``cost`` is the cost model of the machines as they are: from `apply_scenario` or `without_devices`, or of another
+    cluster. Sharding, recompute, ZeRO, exchange and offload stay; stages, replicas, microbatches and devices are chosen
+    again, within `DEADLINE_S` seconds unless the ``limits`` say otherwise; without a deadline the result is
+    deterministic. Raises NoFeasiblePlanError if nothing fits, PlanError for a plan of another graph.
     """
     graph = graph_for(plan.microbatch_size)
     if plan.graph_hash != graph.content_hash:
@@ -68,7 +68,7 @@ def replan(
     cost = _in_whole_teams(cost, plan.sharding.width)
     left_out = given - cost.cluster.num_ranks
     schedule = plan.schedule if plan.schedule in BASIC_SCHEDULES else "1f1b"
-    # On other machines the numbers of devices are other devices'.
+    # On other machines, rank numbers mean other devices.
     idle = plan.idle if len(plan.idle) + plan.num_devices == cost.cluster.num_ranks else ()
     problem = Problem(
         graph_for=graph_for,
@@ -97,13 +97,13 @@ def replan(
 
     def replanning(problem: Problem, state: SearchState) -> Steps:
         if schedule != plan.schedule:
-            state.note(f"The schedule {plan.schedule} was left for {schedule}: plans are made anew for such alone.")
+            state.note(f"The schedule {plan.schedule} was replaced by {schedule}: only basic schedules are planned.")
         if plan.idle and not idle:
-            state.note("The plan left devices of other machines out; of these all may be used.")
+            state.note("The plan left out devices of other machines; here, all devices may be used.")
         if left_out:
             state.note(
-                f"{format_count(left_out, 'device')} of nodes that make no whole team of {plan.sharding.width} were "
-                "left out; ranks count the others."
+                f"{format_count(left_out, 'device')} that do not fill a team of {plan.sharding.width} on their node "
+                "were left out; ranks number the others."
             )
         yield from _from_plan(problem, state, begun)
 
@@ -111,10 +111,10 @@ def replan(
 
 
 def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
-    """Seconds of a step of the best plan on the machines of a cost model; None where none fits.
+    """Return the step time in seconds of the best plan on the machines of a cost model; None if no plan fits.
 
-    It takes all devices, or, if there is no plan for so many, the next smaller power of two. A graph that was captured
-    for one microbatch size keeps that. Slicings of the whole graph are searched; this takes longer than `replan`.
+    It uses all devices or, if no plan for them exists, the next smaller power of two. A graph that was captured for one
+    microbatch size keeps it. Slicings of the whole graph are searched, which takes longer than `replan`.
     """
     count = cost.cluster.num_ranks
     for num_devices in dict.fromkeys((count, 2 ** (count.bit_length() - 1))):
@@ -143,7 +143,7 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
 
 
 def _in_whole_teams(cost: CostModel, width: int) -> CostModel:
-    """The machines without the devices of nodes that make no whole team; as they are where teams cover nodes."""
+    """Return the machines without devices that do not fill a team on their node; unchanged if teams span nodes."""
     nodes = [node.num_devices for node in cost.cluster.nodes]
     if max(nodes) < width or not any(count % width for count in nodes):
         return cost
@@ -154,7 +154,7 @@ def _in_whole_teams(cost: CostModel, width: int) -> CostModel:
 
 
 def _from_plan(problem: Problem, state: SearchState, plan: Plan) -> Steps:
-    """Propose the starts and change the best of them; where none fits, slice anew."""
+    """Propose the starts and improve the best of them; if none fits, slice the graph again."""
     for start in dict.fromkeys(_starts(problem, plan)):
         yield Proposal(start)
         if state.best is not None and state.seconds_left() <= 0:
@@ -166,13 +166,16 @@ def _from_plan(problem: Problem, state: SearchState, plan: Plan) -> Steps:
 
 
 def _starts(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """The plan's stages, one less, one more, and none, on the devices that there are; with other microbatches, too."""
+    """Yield plans with the current number of stages, one, one fewer or one more on the existing devices.
+
+    Some have other microbatch sizes.
+    """
     (space,) = problem.spaces()
     num_stages = len({stage.ranks for stage in plan.stages})
     shapes = list(_shapes(space.num_ranks, num_stages, len(problem.graph_for(plan.microbatch_size).layers)))
     sizes = space.microbatch_sizes
     near = sorted(sizes, key=lambda size: (abs(math.log(size / plan.microbatch_size)), size))[:_NEAR_SIZES]
-    # Fewer devices share smaller microbatches out more evenly.
+    # Smaller microbatches divide more evenly over fewer devices.
     for size in near:
         graph = space.graph_for(size)
         costs = space.cost.estimate_ops(graph, size, space.cluster.device_kind(0))
@@ -192,18 +195,21 @@ def _starts(problem: Problem, plan: Plan) -> Iterator[Plan]:
 
 
 def _shapes(num_ranks: int, num_stages: int, num_layers: int) -> Iterator[list[int]]:
-    """Replicas of stages: those of as many stages, then of other numbers, as equal as can be or with some left over."""
+    """Yield numbers of replicas per stage: for the same number of stages first, then for others.
+
+    They are as equal as possible, or equal with some ranks left over.
+    """
     wanted = (num_stages, 1, num_stages - 1, num_stages + 1)
     counts = [n for n in dict.fromkeys(wanted) if 1 <= n <= min(num_ranks, num_layers)]
     for n in counts:
         yield [num_ranks // n + (place < num_ranks % n) for place in range(n)]
-    # With equal replicas some devices may have nothing to do, while the others wait less for each other.
+    # With equal replicas some devices may be idle, while the others wait less for each other.
     for n in (*counts, *(n for n in divisors(num_ranks) if n <= min(2 * num_stages, num_layers))):
         yield [num_ranks // n] * n
 
 
 def _cut(seconds: NDArray[np.float64], replicas: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Layers in as many stages as there are numbers of replicas, the largest seconds of a replica the least."""
+    """Cut layers into one stage per number of replicas so that the largest seconds per replica are minimal."""
     low, high = 0.0, float(seconds.sum())
     edges = _fill(seconds, replicas, high)
     for _ in range(_HALVINGS):
@@ -214,7 +220,10 @@ def _cut(seconds: NDArray[np.float64], replicas: NDArray[np.int64]) -> list[tupl
 
 
 def _fill(seconds: NDArray[np.float64], replicas: NDArray[np.int64], most: float) -> list[int]:
-    """Edges of stages filled one after the other, up to ``most`` seconds of a replica; each has a layer at least."""
+    """Return the edges of stages filled one after the other, up to ``most`` seconds per replica.
+
+    Each stage gets at least one layer.
+    """
     edges, sums = [0], np.concatenate([[0.0], np.cumsum(seconds)])
     for place, count in enumerate(replicas.tolist()):
         start = edges[-1]
@@ -225,10 +234,10 @@ def _fill(seconds: NDArray[np.float64], replicas: NDArray[np.int64], most: float
 
 
 def _recompute_of(plan: Plan, graph: Graph) -> str:
-    """What a plan computes again, in words or layers."""
+    """Return what a plan recomputes, in words or layers."""
     if word := name_recompute(graph, Recompute(plan.recompute, plan.keeps)):
         return word
     raise PlanError(
-        "The plan to start from computes parts of layers again that no word names; expected "
+        "The plan to start from recomputes parts of layers that no word names; expected "
         f"{', '.join(RECOMPUTE_NAMES)}, or whole layers. Plan without a plan to start from."
     )

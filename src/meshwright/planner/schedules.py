@@ -1,4 +1,4 @@
-"""What another schedule would make of the same stages: one plan, simulated under several schedules."""
+"""Compare schedules: one plan's stages, simulated under several schedules."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ def compare_schedules(
     cost: CostModel | None = None,
     contention: Contention = "queued",
 ) -> tuple[RankedPlan, ...]:
-    """The plan as it is, then under each of the other ``schedules``; each simulated, with true counts in flight.
-
-    Raises as `adopt_schedule` and `simulate_plan`.
-    """
+    """Simulate the plan as it is, then under each of the other ``schedules``, with true counts in flight."""
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     plans = dict.fromkeys([plan, *(adopt_schedule(plan, schedule, graph, cost) for schedule in schedules)])
     return evaluate_plans(tuple(plans), graph, cluster, cost, contention=contention)
 
 
 def schedule_rows(items: Sequence[RankedPlan], graph: Graph, cost: CostModel) -> list[dict[str, Any]]:
-    """One plain row per schedule.
+    """Return one plain row per schedule.
 
     Keys: ``schedule``, ``step_s``, ``samples_per_s``, ``bubble_share``, ``in_flight`` (the most microbatches that a
-    replica holds, per stage), ``activations_bytes`` (the most that such microbatches take on a rank), and of the
-    fullest rank ``peak_bytes``, ``limit_bytes`` and ``fits``.
+    replica holds, per stage), ``activations_bytes`` (their largest total on a rank), and of the fullest rank
+    ``peak_bytes``, ``limit_bytes`` and ``fits``.
     """
     return [_row(item, graph, cost) for item in items]
 
@@ -61,7 +58,7 @@ def _row(item: RankedPlan, graph: Graph, cost: CostModel) -> dict[str, Any]:
 
 
 def _kept_bytes(plan: Plan, graph: Graph, stage: StageSlice, cost: CostModel) -> int:
-    """What a microbatch takes on a device of a stage from its forward to its backward."""
+    """Return the bytes that a microbatch keeps on a device of a stage from its forward to its backward."""
     device = backend_of(cost.cluster.device_kind(plan.stages[stage.index].ranks[0]))
     is_away = plan.offload.activations == "host"
     memory = cost.stage_memory(

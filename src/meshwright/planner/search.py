@@ -1,10 +1,10 @@
-"""Search for plans: methods propose, the simulator decides, the best are kept.
+"""Search for plans: methods propose plans, the simulator evaluates them, and the best are kept.
 
 search_plans  →  find_method   (exact slicing, or another one: `methods`)
-              →  run           (simulate what the method proposes and tell it the result, until it or the time is over)
+              →  run           (simulate each proposal and send the result, until the method or the time ends)
               →  Plans         (ranked; explain, why_not, lower bound)
 
-Step time and memory of every plan are simulated, whoever proposed it, so that methods compare.
+Step time and memory of every plan are simulated, whichever method proposed it, so that methods are comparable.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ DEFAULT_METHOD = "auto"
 
 
 def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits: Limits | None = None) -> Plans:
-    """The best plans of a problem, faster ones first and those as fast as each other by memory.
+    """Return the best plans of a problem, faster ones first and equally fast ones by memory.
 
-    ``method`` is the name of one (`methods`), a reference to your own (``path/to/file.py:function``), or such a
-    function. In inference the step is that of the whole batch, so that the fastest one has the highest throughput, of
-    those plans that answer a microbatch within ``problem.max_latency_s``; with the aim latency the best one answers a
-    batch that arrives at once soonest, and may leave devices out.
+    ``method`` is a method's name (`methods`), a reference to your own (``path/to/file.py:function``), or such a
+    function. In inference the step is that of the whole batch, so the fastest plan has the highest throughput among the
+    plans that answer a microbatch within ``problem.max_latency_s``. With the aim latency, the best plan answers a batch
+    that arrives at once soonest, and may leave devices out.
 
-    Raises PlanError for a problem that says what cannot be, NoFeasiblePlanError if nothing fits; its message names the
-    constraint that binds and the cheapest change that makes a plan possible. Raises ScheduleError or DeadlockError if
-    own schedules order none of the plans that were tried.
+    Raises PlanError for an invalid problem, NoFeasiblePlanError if nothing fits; its message names the binding
+    constraint and the cheapest change that makes a plan possible. Raises ScheduleError or DeadlockError if own
+    schedules order none of the tried plans.
     """
     limits = limits or Limits()
     require_possible(problem)
@@ -84,7 +84,7 @@ def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits
         seconds=time.monotonic() - begun,
     )
     return Plans(
-        # With a deadline, a plan in time is worth more than the intervals of all.
+        # With a deadline, a result in time is worth more than intervals of all plans.
         ranked=rank_plans(state.fitting, limits.max_plans, None if limits.deadline_s else log.predict_interval),
         rejected=tuple(state.rejected),
         refused=tuple((plan, str(error)) for plan, error in state.refused),
@@ -99,12 +99,12 @@ def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits
 
 
 def _raise_nothing_found(log: _Log, method: str, stopped: str, *, is_exact: bool) -> NoReturn:
-    """Say why a search ended without a plan that fits."""
+    """Raise the error that says why a search ended without a plan that fits."""
     problem, state = log.problem, log.state
     if log.too_slow:
         latency_s, plan = min(log.too_slow, key=lambda pair: pair[0])
         raise PlanError(
-            f"No plan answers a microbatch within {format_seconds(problem.max_latency_s or 0.0)}. The quickest of "
+            f"No plan answers a microbatch within {format_seconds(problem.max_latency_s or 0.0)}. The fastest of "
             f"{format_count(len(log.too_slow), 'plan')} that were tried, {plan.describe()}, takes "
             f"{format_seconds(latency_s)}. Allow smaller microbatches, split ops over devices, or allow more time."
         )
@@ -116,14 +116,14 @@ def _raise_nothing_found(log: _Log, method: str, stopped: str, *, is_exact: bool
         )
     if not is_exact and _best_of(problem) is not None:
         raise PlanError(
-            f"The method {method} proposes no plan that fits, though there are some. Take another one, as "
+            f"The method {method} proposes no plan that fits, although some exist. Use another method, such as "
             f"{DEFAULT_METHOD}."
         )
     raise_infeasible(problem, state.rejected, log.evaluate, _best_of)
 
 
 class _Log:
-    """What came of all proposals of one search."""
+    """The results of all proposals of one search."""
 
     def __init__(self, problem: Problem, state: SearchState) -> None:
         self.problem, self.state = problem, state
@@ -136,7 +136,7 @@ class _Log:
         return sum(item is not None for item in self._known.values())
 
     def run(self, method: Method) -> str:
-        """Simulate what a method proposes; says what ended it early, if anything did."""
+        """Simulate what a method proposes; return what ended it early, "" if nothing did."""
         steps, result = method(self.problem, self.state), None
         try:
             proposal = next(steps)
@@ -155,7 +155,7 @@ class _Log:
             steps.close()
 
     def evaluate(self, plan: Plan, estimate_s: float | None = None, *, only_fitting: bool = False) -> RankedPlan:
-        """Simulate a plan. Raises PlanError if it is not for this graph and cluster."""
+        """Simulate a plan. Raises PlanError if it does not match this graph and cluster."""
         problem = self.problem
         graph = problem.graph_for(plan.microbatch_size)
         item = evaluate_plan(
@@ -171,7 +171,7 @@ class _Log:
         return item if price is None else replace(item, price=price)
 
     def _within_latency(self, item: RankedPlan) -> RankedPlan:
-        """The plan with its latency. Raises PlanError where that is too long."""
+        """Return the plan with its latency. Raises PlanError if it is too long."""
         problem, plan = self.problem, item.plan
         assert problem.max_latency_s is not None
         graph = problem.graph_for(plan.microbatch_size)
@@ -180,7 +180,7 @@ class _Log:
             self.too_slow.append((latency_s, plan))
             raise PlanError(
                 f"it answers a microbatch in {format_seconds(latency_s)}, which is more than the "
-                f"{format_seconds(problem.max_latency_s)} that were asked for."
+                f"{format_seconds(problem.max_latency_s)} that are allowed."
             )
         return replace(item, latency_s=latency_s)
 
@@ -189,7 +189,7 @@ class _Log:
         return predict_makespan(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
 
     def predict_interval(self, plan: Plan) -> StepInterval:
-        """The interval of a plan's step time."""
+        """Return the interval of a plan's step time."""
         problem = self.problem
         return predict_step_interval(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
 
@@ -200,7 +200,7 @@ class _Log:
         try:
             if proposal.counts and (objection := self.problem.objection(plan)):
                 raise PlanError(f"{plan.describe()} has another {objection} than was asked for.")
-            # Closed forms know the named schedules only.
+            # Closed forms exist for named schedules only.
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s, only_fitting=True)
             if self.problem.max_latency_s is not None and item.fits:
                 item = self._within_latency(item)
@@ -212,11 +212,11 @@ class _Log:
             return None
         setting = self.problem.setting_of(plan)
         if setting is None:
-            # Placements of a method's own are no choice that bounds know of.
+            # Bounds do not cover a method's own placements.
             self.state.are_bounds_void = True
         else:
             item = replace(item, recompute=setting.recompute)
-            # Bounds know one cost of each stage of some layers, whichever stage it is.
+            # Bounds use one cost for each range of layers, whichever stage it is, so a word per stage voids them.
             self.state.are_bounds_void |= is_by_stage(setting.recompute)
         self._known[plan] = item
         if not item.fits:
@@ -230,9 +230,9 @@ class _Log:
 
 
 def _best_of(problem: Problem) -> RankedPlan | None:
-    """The best plan of a problem; None where nothing fits, or nothing can be laid out.
+    """Return the best plan of a problem by exact slicing, or of many settings the best uniform plan.
 
-    By exact slicing, or of many settings the best uniform plan.
+    None if nothing fits or no layout is possible.
     """
     problem, state = replace(problem, max_latency_s=None), SearchState(max_plans=1)
     log = _Log(problem, state)
@@ -244,9 +244,9 @@ def _best_of(problem: Problem) -> RankedPlan | None:
 
 
 def find_front(items: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """Those of which none is better in step time, reserved memory and price at once, fastest first.
+    """Return the Pareto front of step time, reserved memory and price, fastest first.
 
-    Without prices devices cost alike.
+    Without prices, all devices cost the same.
     """
     front: list[RankedPlan] = []
     for item in sorted(items, key=_figures):
@@ -262,9 +262,9 @@ def _figures(item: RankedPlan) -> tuple[float, float, float]:
 
 
 def _branched(plan: Plan, graph: Graph) -> Plan:
-    """The plan with its branches written down, where that can only help.
+    """Return the plan with its branches stated, where that can only help.
 
-    Where stages have several replicas, a longer chain keeps more under way, and ranks that take turns wait less.
+    With replicated stages a longer chain keeps more microbatches in flight, and ranks that alternate wait less.
     """
     has_replicas = any(len(stage.ranks) > 1 for stage in plan.stages)
     return plan if has_replicas or plan.graph_hash != graph.content_hash else with_branches(plan, graph)

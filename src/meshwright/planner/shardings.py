@@ -1,4 +1,4 @@
-"""Sizes of mesh axes, combined."""
+"""Combinations of mesh-axis sizes as shardings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def list_shardings(
     sequence_parallel: bool = False,
     placements: tuple[OpPlacement, ...] = (),
 ) -> tuple[Sharding, ...]:
-    """All combinations of the sizes of axes; where there are several, what an axis of size 1 cannot have is left out.
+    """Return all combinations of axis sizes.
 
-    Raises PlanError for an axis whose only size does not allow what is asked of it.
+    With several combinations, options that need an axis of a size above 1 are dropped where it has size 1. Raises
+    PlanError if an axis's only size does not allow a requested option.
     """
     sizes = list(product(dict.fromkeys(tensor), dict.fromkeys(context), dict.fromkeys(expert)))
     found = []

@@ -1,21 +1,22 @@
-"""What each choice gains: shares of the gain of the best plan over the plain one, by Shapley's value.
+"""What each choice gains: its share of the best plan's gain over the plain plan, by Shapley's value.
 
 Players are the choices that a search left open and in which its best plan is not plain: it has several stages, splits
-ops, shares states, computes again. A coalition S of them is worth the shortest step v(S) of the uniform plans
+ops, shards states, recomputes. The worth of a coalition S of them is the shortest step v(S) of the uniform plans
 (`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
 
     sum over S without i of    |S|! · (k - |S| - 1)! / k! · (v(S) - v(S with i))
 
 seconds: what it gains when it joins the others, averaged over all orders in which they may join (Shapley, A value for
-n-person games, 1953). These add up to the gain of all; two choices that gain alike in every coalition have equal
-shares, and one that never gains has none. Choices that the best plan leaves plain gain nothing: it is there without
-them.
+n-person games, 1953). The gains add up to the gain of all; two choices that gain the same in every coalition have equal
+shares, and one that never gains has a share of 0. Choices that the best plan leaves plain gain nothing: the plan does
+not need them.
 
-Where no plan of a coalition fits, it counts as the slowest coalition that does; what nothing fits without is said.
+If no plan of a coalition fits, it counts as the slowest coalition that does; choices without which nothing fits are
+reported.
 
 All coalitions are found in one pass over the configurations of the grid, the lowest bound first. A configuration
-belongs to the coalitions that hold every choice in which it is not plain; it is simulated if its bound is below the
-best of the smallest of these, which is the slowest of them, and then counts for all.
+belongs to all coalitions that contain every choice in which it is not plain; it is simulated if its bound is below the
+best of the smallest of these coalitions, which is the slowest of them, and then counts for all.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.search import search_plans
 from meshwright.spec import EventSink, Offload, PlanError, format_percent, format_seconds
 
-# With more players, those that belong together are one, pair by pair in this order.
+# With more players, related ones are merged, pair by pair in this order.
 MAX_PLAYERS = 8
 _PAIRS = (
     ("tensor parallelism", "sequence parallelism"),
@@ -75,11 +76,11 @@ class _Player(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one choice gains.
+    """The gain of one choice.
 
-    ``plain`` is its value in the plain plan and ``taken`` that in the best one, in words. ``gain_s`` are seconds of a
-    step, ``share`` is their part of the whole gain. ``without_s`` is the step of the best uniform plan that makes the
-    other choices of the best plan, but not this one; None where none fits.
+    ``plain`` is its value in the plain plan and ``taken`` that in the best one, in words. ``gain_s`` is in seconds per
+    step, ``share`` is its part of the whole gain. ``without_s`` is the step time of the best uniform plan that makes
+    the other choices of the best plan, but not this one; None if no such plan fits.
     """
 
     choice: str
@@ -94,9 +95,9 @@ class Share:
 class Shares:
     """The shares of the choices that the best plan makes, the largest first; they add up to ``plain_s - best_s``.
 
-    ``left_plain`` are open choices that it leaves plain, which gain nothing. ``plain_s`` is the step of the plain plan;
-    where that does not fit (``plain_fits``), of the slowest coalition that does. ``best_s`` is that of the best plan,
-    or of the best uniform one where that is faster. ``num_simulated`` plans were simulated.
+    ``left_plain`` are open choices that it leaves plain, which gain nothing. ``plain_s`` is the step time of the plain
+    plan or, if that does not fit (``plain_fits``), of the slowest coalition that does. ``best_s`` is the step time of
+    the best plan, or of the best uniform one if that is faster. ``num_simulated`` plans were simulated.
     """
 
     choices: tuple[Share, ...]
@@ -108,15 +109,15 @@ class Shares:
 
     @property
     def gain_s(self) -> float:
-        """Seconds of a step that all choices gain together."""
+        """Seconds per step that all choices gain together."""
         return self.plain_s - self.best_s
 
     def row(self) -> dict[str, Any]:
-        """All of it as plain values. Keys: those of `Shares`, and ``choices``, each with those of `Share`."""
+        """Return everything as plain values. Keys: those of `Shares`, and ``choices``, each with those of `Share`."""
         return {**asdict(self), "gain_s": self.gain_s}
 
     def explain(self, *, with_parts: bool = True) -> str:
-        """The gain, its parts unless they are shown otherwise, and what nothing fits without, in a few sentences."""
+        """Return the gain, optionally its parts, and the choices without which nothing fits, in a few sentences."""
         if not self.choices:
             return "The best plan is the plain one: no choice gains anything."
         counts = "takes" if self.plain_fits else "does not fit and counts as the slowest that does,"
@@ -129,7 +130,7 @@ class Shares:
         ]
         needed = [item.choice for item in self.choices if item.without_s is None]
         if needed:
-            lines.append(f"Of plans that make no other choices, nothing fits without {', nor without '.join(needed)}.")
+            lines.append(f"Without {' or without '.join(needed)}, no plan with the other choices fits.")
         if self.left_plain:
             lines.append(f"The best plan leaves plain, so that they gain nothing: {', '.join(self.left_plain)}.")
         return "\n".join(lines)
@@ -139,18 +140,18 @@ class Shares:
 
 
 def find_shares(problem: Problem, found: Plans, events: EventSink | None = None) -> Shares:
-    """What each choice that the best plan of a search makes gains.
+    """Return what each choice of the best plan of a search gains.
 
-    The same problem has the same shares: no clock and no random number decides. Raises PlanError for a problem whose
-    aim is the latency, and where no uniform plan is possible or fits. Raises KeyboardInterrupt where it is interrupted.
+    The result is deterministic. Raises PlanError for a problem with the aim latency, and if no uniform plan is possible
+    or fits. Raises KeyboardInterrupt if interrupted.
     """
     if problem.aim == "latency":
         raise PlanError("Shares are of the time of a step, but the aim is the latency of a batch. Aim at throughput.")
     problem = _with_resorts(problem, found.best)
     if not variants_of(problem):
         raise PlanError(
-            f"Shares compare uniform plans, which the schedules {', '.join(problem.choices.schedules)} have none of. "
-            "Add 1f1b to them."
+            f"Shares compare uniform plans, which do not exist for the schedules "
+            f"{', '.join(problem.choices.schedules)}. Add 1f1b to them."
         )
     plain, taken, is_open = plain_values(problem), values_of_plan(found.best), open_choices(problem)
     players = _players([place for place in differing(plain, taken) if is_open[place]])
@@ -161,7 +162,7 @@ def find_shares(problem: Problem, found: Plans, events: EventSink | None = None)
         searched = search_plans(problem, coalitions.search, Limits(max_plans=1, events=events))
     except PlanError as error:
         raise PlanError(
-            "Shares compare uniform plans, and of the choices that the best plan makes none fits or is possible. "
+            "Shares compare uniform plans, but no uniform plan with the best plan's choices fits or is possible. "
             f"({error})"
         ) from error
     if searched.coverage.stopped:
@@ -177,7 +178,7 @@ def find_shares(problem: Problem, found: Plans, events: EventSink | None = None)
 
 
 class _Coalitions:
-    """``best_s`` is the shortest step of each coalition, shape (2 ** players,); infinite where nothing fits.
+    """The shortest step of each coalition, ``best_s``, shape (2 ** players,); infinite if nothing fits.
 
     Coalition n has player i if n has bit i.
     """
@@ -187,7 +188,7 @@ class _Coalitions:
         self.best_s = np.full(1 << len(players), math.inf)
 
     def search(self, problem: Problem, state: SearchState) -> Steps:
-        """Simulate the configurations of the grid that may be the best of a coalition: a search method."""
+        """Simulate the configurations of the grid that may be the best of a coalition; a search method."""
         numbers, looked_at = np.arange(len(self.best_s)), 0
         for bound_s, configuration in bound_grid(problem).by_bound():
             if bound_s >= self.best_s[0]:
@@ -207,18 +208,21 @@ class _Coalitions:
                     self.best_s[holders] = np.minimum(self.best_s[holders], result.step_time_s)
 
     def _smallest(self, configuration: Configuration, offload: Offload) -> int:
-        """The coalition of the players in which a configuration is not plain."""
+        """Return the coalition of the players in which a configuration is not plain."""
         own = set(differing(self._plain, values_of(configuration, offload)))
         return sum(1 << bit for bit, player in enumerate(self._players) if own.intersection(player.places))
 
     @property
     def steps_s(self) -> NDArray[np.float64]:
-        """As ``best_s``; where nothing fits, what the slowest coalition takes that does."""
+        """``best_s``, with the step of the slowest fitting coalition where nothing fits."""
         fits = np.isfinite(self.best_s)
         return np.where(fits, self.best_s, self.best_s[fits].max())
 
     def shares(self, taken: Values, found_s: float) -> tuple[Share, ...]:
-        """The shares of all players, and of what ``found_s`` is below the best uniform step; the largest first."""
+        """Return the shares of all players, and of the step's gain beyond uniform plans; the largest first.
+
+        ``found_s`` is the best step found; the best uniform step may be longer.
+        """
         steps_s, everyone = self.steps_s, len(self.best_s) - 1
         uniform_s = float(steps_s[-1])
         gained_s = float(steps_s[0]) - min(uniform_s, found_s)
@@ -251,9 +255,9 @@ class _Coalitions:
 
 
 def shapley_values(worth: NDArray[np.float64]) -> list[float]:
-    """Each player's share of what all are worth together above what none are.
+    """Return each player's share of the worth of all players above that of the empty coalition.
 
-    ``worth`` has that of each coalition, shape (2 ** players,); player i belongs to those whose number has bit i.
+    ``worth`` has an entry per coalition, shape (2 ** players,); player i belongs to those whose number has bit i.
     """
     count = len(worth).bit_length() - 1
     masks = np.arange(len(worth))
@@ -267,7 +271,7 @@ def shapley_values(worth: NDArray[np.float64]) -> list[float]:
 
 
 def _players(places: Sequence[int]) -> list[_Player]:
-    """A player for each choice; of more than `MAX_PLAYERS`, some pairs count as one."""
+    """Return a player for each choice; with more than `MAX_PLAYERS`, some pairs count as one."""
     players = {NAMES[place]: _Player(NAMES[place], (place,)) for place in places}
     for one, other in _PAIRS:
         if len(players) > MAX_PLAYERS and one in players and other in players:
@@ -277,7 +281,7 @@ def _players(places: Sequence[int]) -> list[_Player]:
 
 
 def _with_resorts(problem: Problem, best: RankedPlan) -> Problem:
-    """The problem with the ways to offload that its best plan had to be chosen from."""
+    """Return the problem with the last resorts to offload if its best plan uses one of them."""
     chosen = problem.choices
     if best.plan.offload in chosen.offload:
         return problem

@@ -1,8 +1,8 @@
-"""A graph with its runs of equal layers shortened: what holds of one block holds of all of them.
+"""Shorten the runs of equal layers of a graph: what holds for one block holds for all of them.
 
 Of n equal layers in a row three stay: the first, one between equal neighbours, and the last. What follows the run reads
-from the last one that stayed what it read from the last one there was. So a graph of 128 blocks is split, estimated and
-weighed as one of three, and `spread` gives every layer of the long graph its figures.
+the last remaining layer instead of the last original one. So a graph of 128 blocks is split, and its costs and memory
+are estimated, as one of three, and `spread` gives every layer of the long graph its figures.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ _KEPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShortGraph:
-    """``stands_for`` has, for each layer of the long graph, the layer of the short one that is its like, shape (L,)."""
+    """A shortened graph.
+
+    ``stands_for`` has, for each layer of the long graph, the equal layer of the short one, shape (L,).
+    """
 
     graph: Graph
     stands_for: NDArray[np.int64]
 
     def spread(self, figures: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Figures of the short graph's layers (the last axis), for all layers of the long one."""
+        """Map figures of the short graph's layers (the last axis) to all layers of the long one."""
         return figures[..., self.stands_for]
 
 
 def shorten(graph: Graph) -> ShortGraph:
-    """The graph with all runs shortened that can be; itself where there are none.
+    """Return the graph with all possible runs shortened; the same graph if there are no such runs.
 
-    A run stays as it is where a value leaves it from another layer than its last, as skips do.
+    A run stays unchanged if another layer than its last has an output that is used after the run, as with skips.
     """
     runs = [run for run in _runs(graph) if _is_chain(graph, *run)]
     dropped = {layer for start, stop in runs for layer in range(start + _KEPT - 1, stop - 1)}
@@ -50,7 +53,7 @@ def shorten(graph: Graph) -> ShortGraph:
 
 
 def _runs(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Ranges of more equal layers in a row than stay."""
+    """Yield ranges of equal layers in a row that are longer than what stays."""
     start = 0
     for work, layers in groupby(graph.layers, key=lambda layer: _work_of(graph, layer)):
         count = len(list(layers))
@@ -60,7 +63,7 @@ def _runs(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _work_of(graph: Graph, layer: Layer) -> Hashable:
-    """What a layer computes, equal for layers that are alike in all that is estimated; None for one on its own."""
+    """Return a key that is equal for layers with equal estimates; None for a layer outside of blocks."""
     if not layer.block:
         return None
     return layer.block, tuple(
@@ -70,14 +73,14 @@ def _work_of(graph: Graph, layer: Layer) -> Hashable:
 
 
 def _values(graph: Graph, ids: tuple[int, ...]) -> Hashable:
-    """What of some values a cost depends on."""
+    """Return the properties of values that costs depend on."""
     known = (graph.tensors[i] for i in ids)
     return tuple((item.shape, item.dtype, item.requires_grad, item.role) for item in known)
 
 
 @lru_cache(maxsize=64)
 def is_plain_chain(graph: Graph) -> bool:
-    """Whether every layer reads what the one before it made, so that a value goes through all of them in order."""
+    """Return whether every layer reads an output of the layer before it, so that a value passes through all."""
     home: dict[int, int] = {}
     linked = [False] * len(graph.layers)
     for index, layer in enumerate(graph.layers):
@@ -88,7 +91,7 @@ def is_plain_chain(graph: Graph) -> bool:
 
 
 def _is_chain(graph: Graph, start: int, stop: int) -> bool:
-    """Whether each layer of a run reads, of the run, only what the layer before it made, and what follows, its last."""
+    """Return whether a run is a chain: each layer reads only the one before, and later layers only the run's last."""
     home = {}
     for index in range(start, stop):
         for op in graph.ops[graph.layers[index].start : graph.layers[index].stop]:
@@ -102,10 +105,10 @@ def _is_chain(graph: Graph, start: int, stop: int) -> bool:
 
 
 def _without(graph: Graph, kept: list[int], runs: list[tuple[int, int]]) -> Graph:
-    """The graph of these layers. The last one of a run reads what the last one that stayed before it made."""
+    """Return the graph of these layers; the last one of a run reads the outputs of the last remaining one before it."""
     renamed: dict[int, int] = {}
     for start, stop in runs:
-        # What the layer before the last made is, in the short graph, what the second made.
+        # The outputs of the layer before the last are, in the short graph, the outputs of the second.
         renamed.update(_pairs(graph, stop - 2, start + _KEPT - 2))
     ops: list[Op] = []
     layers: list[Layer] = []
@@ -133,7 +136,7 @@ def _without(graph: Graph, kept: list[int], runs: list[tuple[int, int]]) -> Grap
 
 
 def _pairs(graph: Graph, first: int, second: int) -> Iterator[tuple[int, int]]:
-    """The values that two equal layers make, in pairs."""
+    """Yield pairs of the corresponding values that two equal layers make."""
     a, b = graph.layers[first], graph.layers[second]
     for one, other in zip(graph.ops[a.start : a.stop], graph.ops[b.start : b.stop], strict=True):
         yield from zip(one.outputs, other.outputs, strict=True)

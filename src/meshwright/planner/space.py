@@ -1,4 +1,4 @@
-"""What a problem leaves to choose under one setting: stages, replicas, microbatches, schedule and ranks."""
+"""A problem under one setting: stages, replicas, microbatches, schedule and ranks are left to choose."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Space:
     """A problem under one setting: stages, replicas, microbatches, schedule and ranks are left to choose.
 
-    ``graph_for``, ``cluster``, ``workload`` and ``cost`` are those that one team sees; ``num_ranks`` are teams.
+    ``graph_for``, ``cluster``, ``workload`` and ``cost`` are those of one team; ``num_ranks`` counts teams.
     """
 
     problem: Problem
@@ -58,11 +58,11 @@ class Space:
 
     @property
     def offload(self) -> Offload:
-        """What its plans offload."""
+        """The offload of its plans."""
         return self.setting.offload
 
     def graph_for(self, microbatch_size: int) -> Graph:
-        """The local graph for a microbatch size, as it is computed in the workload's precision."""
+        """Return the local graph for a microbatch size, as computed in the workload's precision."""
         graph, setting = self.problem.graph_for(microbatch_size), self.setting
         if setting.sharding.is_whole and setting.recompute == "none":
             return as_computed(graph, self.workload.numbers)
@@ -72,7 +72,7 @@ class Space:
         return self._graphs[id(graph)][1]
 
     def tables(self, microbatch_size: int) -> Tables:
-        """Seconds and bytes of all stages at a microbatch size, made once for all methods."""
+        """Return seconds and bytes of all stages at a microbatch size, made once for all methods."""
         if microbatch_size not in self._tables:
             graph = self.graph_for(microbatch_size)
             if id(graph) not in self._structures:
@@ -85,12 +85,12 @@ class Space:
         return self._tables[microbatch_size]
 
     def make_plan(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
-        """A plan of the local graph; its ranks are teams."""
+        """Return a plan of the local graph; its ranks are teams."""
         graph = self.graph_for(microbatch_size)
         return self._make_plan(stages, microbatch_size, schedule, graph.content_hash)
 
     def make_whole(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
-        """The same plan of the whole graph, for which no graph is made."""
+        """Return the same plan of the whole graph, without building the local graph."""
         graph = self.problem.graph_for(microbatch_size)
         return self.whole(self._make_plan(stages, microbatch_size, schedule, graph.content_hash))
 
@@ -113,18 +113,18 @@ class Space:
         )
 
     def shareable(self, counts: Iterable[int], microbatch_size: int) -> tuple[int, ...]:
-        """Numbers of replicas that the shard size divides, and one; of those that may share states so."""
+        """Return the numbers of replicas among ``counts`` that may share states: 1 or divisible by the shard size."""
         size, num_microbatches = self.exchange.shard_size, self.workload.global_batch // microbatch_size
         allowed = (count for count in counts if takes_part_alike(count, num_microbatches, self.exchange.zero))
         return tuple(count for count in allowed if count == 1 or not size or count % size == 0)
 
     def whole(self, plan: Plan) -> Plan:
-        """A plan of the local graph, as one of the whole graph."""
+        """Return a plan of the local graph as a plan of the whole graph."""
         setting = self.setting
         if setting.sharding.is_whole and setting.recompute == "none":
             return plan
         graph = self.problem.graph_for(plan.microbatch_size)
-        # A plan that lacks stages which are named is none of the problem's (`objection`).
+        # A plan that lacks named stages is not allowed by the problem (`objection`).
         again = self.problem.recomputed_by(plan, graph, setting.recompute) or Recompute()
         return replace(
             plan,
@@ -138,7 +138,7 @@ class Space:
 
 
 def make_space(problem: Problem, setting: Setting) -> Space:
-    """The space of a setting. Raises as `Problem.space`."""
+    """Return the space of a setting. Raises as `Problem.space`."""
     sharding, chosen = setting.sharding, problem.choices
     workload = own_workload(problem.workload, sharding)
     cluster = problem.cluster.without(setting.idle) if setting.idle else problem.cluster
@@ -150,8 +150,8 @@ def make_space(problem: Problem, setting: Setting) -> Space:
         )
     num_ranks = setting.num_devices // sharding.width
     sizes = problem.microbatch_sizes(workload)
-    # What ops cannot take is found here, on the few of a short graph, not in the middle of a search. Placements may
-    # name ops that the short one lacks.
+    # Ops that cannot be split are found here, on the few ops of a short graph, instead of during a search. Placements
+    # may name ops that the short graph lacks.
     whole = problem.graph_for(sizes[0])
     lower_graph(whole if sharding.placements else problem.short_graph(sizes[0]).graph, sharding, ())
     _check_named_stages(chosen, setting.recompute)
@@ -173,19 +173,19 @@ def make_space(problem: Problem, setting: Setting) -> Space:
 
 
 def _check_named_stages(chosen: Choices, recompute: str) -> None:
-    """Raise PlanError for words for stages unless all plans have these."""
+    """Raise PlanError for words per stage unless all plans have these stages."""
     if is_by_stage(recompute) and (not chosen.num_stages or min(chosen.num_stages) < num_named_stages(recompute)):
         raise PlanError(
-            f"Stages were named in {recompute!r}; expected a number of stages of plans that has them all. Give "
+            f"Stages were named in {recompute!r}; expected plans with all of these stages. Give "
             f"--stages {num_named_stages(recompute)} or more, or one word for all stages."
         )
 
 
 def _quick_enough(space: Space, max_latency_s: float) -> Space:
-    """The space without microbatches that take longer than allowed to be computed alone.
+    """Return the space without microbatch sizes whose computation alone exceeds the allowed latency.
 
-    Raises PlanError if none is left. Where layers are no chain, stages may work beside each other, so that nothing is
-    known before it is simulated.
+    Raises PlanError if none is left. If layers are not a chain, stages may work in parallel, so nothing is known before
+    the simulation.
     """
     if not is_plain_chain(space.problem.short_graph(space.microbatch_sizes[0]).graph):
         return space
@@ -200,9 +200,9 @@ def _quick_enough(space: Space, max_latency_s: float) -> Space:
         size, seconds = min(least.items(), key=lambda item: item[1])
         split = space.setting.sharding.describe() or "whole ops"
         raise PlanError(
-            f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: to compute one of "
-            f"{size} takes {format_seconds(seconds)} at least. Allow smaller microbatches, split ops over devices, or "
-            "allow more time."
+            f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: one of "
+            f"{size} samples takes at least {format_seconds(seconds)} to compute. Allow smaller "
+            "microbatches, split ops over devices, or allow more time."
         )
     found = replace(space, microbatch_sizes=sizes)
     found._graphs.update(space._graphs)

@@ -1,11 +1,11 @@
 """Minimise a sum plus a bottleneck, given the least sum for every threshold on the bottleneck.
 
-For a threshold θ a dynamic program yields the solution of least sum whose parts all stay within θ, and the next value
-above θ at which anything could change. The best θ is found by halving the range of θ and dropping every part whose
-bound (its lowest θ plus the least sum at its highest θ) is not below the best solution found: exact, with few dynamic
-programs.
+For a threshold θ, a dynamic program yields the solution with the least sum whose parts all stay within θ, and the next
+value above θ at which anything could change. The best θ is found by bisecting the range of θ and dropping every part
+whose bound (its lowest θ plus the least sum at its highest θ) is not below the best solution found: exact, with few
+dynamic programs.
 
-Source: Zheng et al., "Alpa" (OSDI 2022), section 5.2, which goes through all values of the bottleneck.
+Source: Zheng et al., "Alpa" (OSDI 2022), section 5.2, which tries all values of the bottleneck.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-# Solutions whose costs differ by less than this share of their value are equal: sums of some hundred doubles.
+# Relative tolerance of solution costs, which are sums of some hundred doubles.
 _RELATIVE_TOLERANCE = 1e-12
 
 
 class SumAndBottleneck(Protocol):
-    """A solution: its cost and the two terms of it."""
+    """A solution: its cost and the two terms of the cost."""
 
     @property
     def seconds(self) -> float:
@@ -42,19 +42,18 @@ Found = TypeVar("Found", bound=SumAndBottleneck)
 def minimise_over_thresholds(
     solve: Callable[[float], tuple[Found | None, float]], cutoff_s: float = np.inf
 ) -> Found | None:
-    """The cheapest solution; None if there is none, or none below ``cutoff_s``.
+    """Return the cheapest solution; None if there is no solution below ``cutoff_s``.
 
-    "Below" is strict: a cutoff of 0 s hides every solution, also one that takes 0 s.
-
-    ``solve`` takes a threshold, and returns the solution of least sum within it (None if there is none) and a value
-    above the threshold below which nothing changes.
+    "Below" is strict: a cutoff of 0 s excludes every solution, also one that takes 0 s. ``solve`` takes a threshold,
+    and returns the solution with the least sum within it (None if there is no such solution) and a value above the
+    threshold below which nothing changes.
     """
     best: Found | None = None
-    # Parts of the range of θ yet to be looked at: (bound, lowest θ, highest θ, least sum at the highest θ).
+    # Parts of the range of θ still to search: (bound, lowest θ, highest θ, least sum at the highest θ).
     parts: list[tuple[float, float, float, float]] = []
 
     def consider(theta: float, lowest: float) -> float:
-        """Run one dynamic program; returns the lowest θ above ``theta`` that could matter."""
+        """Run one dynamic program; return the lowest θ above ``theta`` that could matter."""
         nonlocal best
         found, above = solve(theta)
         if found is not None:

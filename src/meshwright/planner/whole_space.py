@@ -1,15 +1,16 @@
-"""The whole space: all that the runtime runs, as choices.
+"""The whole space: the choices for everything that the runtime can execute.
 
-What is given restricts it.
+Given choices restrict it.
 
     axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
-                 graph, in teams that lie within a node; teams of experts may cover nodes
-    sharing      ZeRO 0 to 3, among all replicas or within nodes (HSDP)
+                 graph, in teams within a node; teams with expert parallelism may span nodes
+    sharing      ZeRO 0 to 3, over all replicas or within nodes (HSDP)
     recompute    none, op, full; without op where layers are compiled
     schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
-    devices      all of them; of an unequal cluster, also those that are left without its slow kinds and nodes, unless
-                 their number is given
-    offload      nothing; of what nothing else fits for, optimizer states, parameters and activations on the host
+    devices      all of them; of an unequal cluster, also the rest without its slow kinds and nodes, unless their
+                 number is given
+    offload      nothing; if no plan fits otherwise, optimizer states, parameters and activations in host memory
+
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ if TYPE_CHECKING:
     from meshwright.spec.exchange import ZeroStage
     from meshwright.spec.sharding import OpPlacement
 
-# A size of an axis is taken where it leaves at most this share of what the size before leaves: half the work where all
+# A size of an axis is used if it leaves at most this share of the work at the previous size: half the work where all
 # ops are split, nearly all of it where none is.
 _LEAST_GAIN = 0.95
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
-# Compiled layers have one backward for all gradients, and are recomputed as a whole.
+# Compiled layers compute all gradients in one backward, and are recomputed as a whole.
 COMPILED_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 COMPILED_RECOMPUTE: tuple[RecomputeName, ...] = ("none", "full")
 RECOMPUTE: tuple[RecomputeName, ...] = ("none", "op", "full")
 ZERO: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-# Each more halves the bubble and doubles the transfers (Narayanan et al. 2021, section 2.2).
+# Each doubling halves the bubble and doubles the transfers (Narayanan et al. 2021, section 2.2).
 NUM_CHUNKS = (2, 4)
-# Experts are laid out over so many devices at most, as DeepSeek-V3 was trained (technical report, 2024, section 3.2).
+# The largest number of devices for expert parallelism, as in DeepSeek-V3's training (technical report, 2024, section
+# 3.2).
 MAX_EXPERT_RANKS = 64
-# The ways that cost less first.
+# Cheaper ways first.
 LAST_RESORTS = (
     Offload(optimizer="host"),
     Offload(activations="host"),
@@ -84,9 +86,9 @@ def whole_space(
     num_stages: Sequence[int] = (),
     microbatch_sizes: Sequence[int] = (),
 ) -> Choices:
-    """What plans of a graph may choose among: what is given, and all that there is where nothing is (None, or empty).
+    """Return the choices of plans of a graph: the given ones, and everything for those not given (None, or empty).
 
-    ``graph`` is that of any microbatch size. Raises PlanError for what cannot be chosen together, as `list_shardings`
+    ``graph`` may have any microbatch size. Raises PlanError for choices that exclude each other, as `list_shardings`
     and `Choices` do.
     """
     training = workload.kind == "training"
@@ -97,7 +99,7 @@ def whole_space(
         shard_sizes = _sizes_within_nodes(cluster) if any(zero) else (0,)
     if recompute is None:
         words = (COMPILED_RECOMPUTE if compiled else RECOMPUTE) if training else ("none",)
-        # A model may have no repeated blocks, and blocks no op that is kept.
+        # A model may have no repeated blocks, and blocks may have no op that is kept, so that words mean the same.
         known = recompute_choices(graph)
         named = {known[word]: word for word in ("op", "full", "none")}
         recompute = tuple(word for word in words if named[known[word]] == word)
@@ -124,7 +126,7 @@ def whole_space(
 
 
 def _sizes_within_nodes(cluster: Cluster) -> tuple[int, ...]:
-    """All replicas, or those of a node where there are several."""
+    """Return the shard sizes: all replicas (0), or divisors of a node's devices if there are several nodes."""
     sizes = {node.num_devices for node in cluster.nodes if node.num_devices}
     if len(cluster.nodes) == 1 or len(sizes) > 1:
         return (0,)
@@ -148,7 +150,7 @@ def _shardings(
     placements: tuple[OpPlacement, ...],
     num_devices: Sequence[int],
 ) -> Iterator[Sharding]:
-    """All combinations of what is given, and of what splits the graph where nothing is."""
+    """Yield all combinations of the given sizes, and of the useful sizes of axes that are not given."""
     given: dict[Axis, Sequence[int] | None] = {"tensor": tensor, "context": context, "expert": expert}
     if placements or (sequence_parallel is not None and None not in given.values()):
         yield from list_shardings(
@@ -175,7 +177,7 @@ def _shardings(
 
 
 def _useful(short: Graph, cluster: Cluster, axis: Axis) -> Iterator[int]:
-    """Sizes of an axis that leave a device less to do, or to hold, than the sizes before; 1 first."""
+    """Yield sizes of an axis that leave a device less to compute, or to hold, than the sizes before; 1 first."""
     within = min(node.num_devices for node in cluster.nodes if node.num_devices)
     most = min(cluster.num_ranks, MAX_EXPERT_RANKS) if axis == "expert" else within
     least = _burden(short, axis)
@@ -195,14 +197,14 @@ def _alone(axis: Axis, size: int) -> Sharding:
 
 
 def _burden(graph: Graph, axis: Axis) -> float:
-    """What an axis is to make less: parameters of experts, and work of others."""
+    """Return the quantity that an axis should reduce: parameters for expert, FLOPs for other axes."""
     if axis == "expert":
         return sum(graph.tensors[i].num_elements(1) for i in graph.parameters)
     return graph.total_flops.at(1)
 
 
 def _are_teams(cluster: Cluster, sharding: Sharding) -> bool:
-    """Whether teams lie within nodes, as those of tensor and context always shall, or experts cover nodes."""
+    """Return whether teams lie within nodes, as required for tensor and context, or experts span whole nodes."""
     within = min(node.num_devices for node in cluster.nodes if node.num_devices)
     if sharding.tensor * sharding.context > within or (sharding.expert == 1 and sharding.width > within):
         return False
@@ -214,12 +216,12 @@ def _are_teams(cluster: Cluster, sharding: Sharding) -> bool:
 
 
 def _is_divided(num_devices: Sequence[int], width: int) -> bool:
-    """Whether teams can be made of any of the numbers of devices that are given, if there are such."""
+    """Return whether teams can be formed of a given number of devices, or no number is given."""
     return not num_devices or any(count % width == 0 for count in num_devices)
 
 
 def _differs(short: Graph, one: Sharding, other: Sharding) -> bool:
-    """Whether two shardings leave a device other graphs."""
+    """Return whether a device's graphs differ under two shardings."""
     try:
         return lower_graph(short, one, ()) != lower_graph(short, other, ())
     except MeshwrightError:

@@ -205,7 +205,7 @@ def test_the_memory_limit_is_kept_and_costs_time():
     limited = place_ops(graph, mesh, work, memory_limit_bytes=0.85 * free.memory_bytes)
     assert limited.memory_bytes <= 0.85 * free.memory_bytes
     assert limited.seconds > free.seconds
-    with pytest.raises(NoFeasiblePlanError, match="raise it or take a larger mesh"):
+    with pytest.raises(NoFeasiblePlanError, match="raise the limit or use a larger mesh"):
         place_ops(graph, mesh, work, memory_limit_bytes=2**20)
 
 

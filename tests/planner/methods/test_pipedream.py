@@ -265,13 +265,13 @@ NODE = "node{} -- {} -- forward_compute_time=1.0, backward_compute_time=1.0, act
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (NODE.format(1, "Input0"), DocumentError, "no layers but inputs"),
+        (NODE.format(1, "Input0"), DocumentError, "only input layers"),
         (NODE.format(1, "A") + "\n\tnode1 -- node7", DocumentError, "'node7'"),
         (NODE.format(1, "A") + "\n\tnode1 node1", DocumentError, "no line"),
         (
             "\n".join([NODE.format(1, "A"), NODE.format(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]),
             PlanError,
-            "in a circle",
+            "in a cycle",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What collectives cost: by datasheet on the graph of links, and from measurements of this or another place."""
+"""Costs of collectives: by datasheet on the graph of links, and from measurements of this or other clusters."""
 
 from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp
 from meshwright.cost.collectives.fitted import CollectiveModel

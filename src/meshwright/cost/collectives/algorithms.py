@@ -1,8 +1,8 @@
-"""What a collective moves: steps, and bytes through the busiest port for each byte of the full tensor.
+"""The traffic of collectives: steps, and bytes through the busiest port for each byte of the full tensor.
 
-The full tensor is what an all-reduce sums, an all-gather yields, a reduce-scatter takes in, and what all ranks of an
-all-to-all hold together. n ranks on N nodes, r = n/N of them on each, G groups through each NIC, L rings or trees
-over the links of a node at once (1 where each device has one port to a switch):
+The full tensor is the input of an all-reduce, the output of an all-gather, the input of a reduce-scatter, and the
+tensors of all ranks of an all-to-all together. n ranks on N nodes, r = n/N of them on each, G groups through each NIC,
+L rings or trees over the links of a node at once (1 where each device has one port to a switch):
 
                     inside a node                        through a NIC                    steps
     all-reduce      ring  2(n-1)/(n·L)                   ring  G·2(n-1)/n                 2(n-1)
@@ -14,10 +14,11 @@ over the links of a node at once (1 where each device has one port to a switch):
     send            1                                    G                                1
 
 The tree inside a node is a chain: a device between two others sends the sums up and the result down, both through its
-one port to a switch. Where links run from pair to pair the two take opposite directions of different links: 1/L.
-A ring enters and leaves each node once, whatever r is. In two nodes the two trees of NCCL carry half of the tensor up
-one way and down the other; from three nodes on some node sends to two children and its parent. Spare machines help
-as in BytePS: `parameter_server_seconds` is its closed form, with the ring (k = 0) and M/B (k = n) as limits.
+one port to a switch. With links between pairs of devices, the two use opposite directions of different links: 1/L. A
+ring enters and leaves each node once, whatever r is. In two nodes the two trees of NCCL carry half of the tensor up in
+one direction and down in the other; with three or more nodes some node sends to two children and its parent. Spare
+machines help as in BytePS: `parameter_server_seconds` is its closed form, with the ring (k = 0) and M/B (k = n) as
+limits.
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); Sanders, Speck, Träff, Parallel Computing 35 (2009), two trees; NCCL
 src/graph/tuning.cc and trees.cc; Jiang et al., OSDI 2020 (BytePS), 4.1.
@@ -42,10 +43,10 @@ Algorithm = Literal["ring", "tree"]
 
 
 def check_messages(op: str, num_bytes: ArrayLike) -> None:
-    """Raise MeasurementError for an operation that is none, and for sizes that are negative or no numbers."""
+    """Raise MeasurementError for an unknown collective, and for sizes that are negative or not numbers."""
     if op not in COLLECTIVE_OPS:
         raise MeasurementError(
-            f"{op!r} is no collective{suggest(op, COLLECTIVE_OPS)}; those known are {', '.join(COLLECTIVE_OPS)}."
+            f"{op!r} is not a collective{suggest(op, COLLECTIVE_OPS)}; expected one of {', '.join(COLLECTIVE_OPS)}."
         )
     sizes = np.atleast_1d(np.asarray(num_bytes, np.float64))
     odd = sizes[~(np.isfinite(sizes) & (sizes >= 0))]
@@ -57,7 +58,7 @@ def check_messages(op: str, num_bytes: ArrayLike) -> None:
 
 
 def count_steps(op: CollectiveOp, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
-    """Messages that follow one another, per rank."""
+    """Return the number of messages that follow one another, per rank."""
     num_ranks = group.num_ranks
     if op == "send":
         return 1.0
@@ -71,9 +72,10 @@ def count_steps(op: CollectiveOp, group: CollectiveGroup, algorithm: Algorithm =
 def port_share(
     op: CollectiveOp, group: CollectiveGroup, *, num_lanes: float | None = None, algorithm: Algorithm = "ring"
 ) -> float:
-    """Bytes through the busiest port, one way, per byte of the full tensor (see the module's table); 0 for one rank.
+    """Return the bytes through the busiest port, in one direction, per byte of the full tensor; 0 for one rank.
 
-    ``num_lanes``: L, of links that run from pair to pair; None for devices that have one port to a switch each.
+    The formulas are in the module's table. ``num_lanes``: L, for links between pairs of devices; None for devices with
+    one port to a switch each.
     """
     num_ranks, per_node = group.num_ranks, group.ranks_per_node
     if num_ranks == 1:
@@ -98,7 +100,7 @@ def port_share(
 
 
 def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
-    """A ring all-reduce of ``num_bytes`` over links of one latency and bandwidth; 0 for a single rank."""
+    """Return the seconds of a ring all-reduce over links of one latency and bandwidth; 0 for a single rank."""
     group = CollectiveGroup(num_ranks=num_ranks)
     share = port_share("all_reduce", group)
     return count_steps("all_reduce", group) * latency_s + share * num_bytes / bandwidth_bytes_per_s
@@ -107,10 +109,10 @@ def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_b
 def parameter_server_seconds(
     num_machines: int, num_spare: int, num_bytes: float, bandwidth_bytes_per_s: float
 ) -> float:
-    """Seconds to sum ``num_bytes`` of n machines with k spare ones, by BytePS: 2n(n-1)M / ((n² + kn - 2k)·B).
+    """Return the seconds to reduce ``num_bytes`` of n machines with k spare ones, by BytePS.
 
-    Raises MeasurementError for fewer than two machines, for more spare machines than machines (more do not help), for
-    negative bytes and for a bandwidth that is not positive.
+    They are 2n(n-1)M / ((n² + kn - 2k)·B). Raises MeasurementError for fewer than two machines, for more spare machines
+    than machines (more do not help), for negative bytes and for a bandwidth that is not positive.
     """
     check_messages("all_reduce", num_bytes)
     if not bandwidth_bytes_per_s > 0:

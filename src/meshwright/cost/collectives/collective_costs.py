@@ -1,12 +1,12 @@
-"""The one answer to how long a collective of a cluster takes: measured there, else elsewhere, else by datasheet.
+"""The cost of a collective on a cluster: measured there, else measured elsewhere, else by datasheet.
 
-    own         the user's rows (`fit_collectives`), where all ranks are of the measured kind of device
-    shipped     public measurements of nodes with the same kind of device and link (`shipped`), inside a node
+    own         the user's rows (`fit_collectives`), if all ranks are of the measured device kind
+    shipped     public measurements of nodes with the same device kind and link (`shipped`), inside a node
     datasheet   `quote_collective`, with the interval that such costs had on public clusters (`errors`)
 
-The first that has something comparable answers. The datasheet is mostly too fast. So what it says of a link that is
-slower than a measured one is no less than what was measured there; and across nodes an op of `_GROWING` takes no less
-than among the ranks that it has on one node.
+The first comparable source is used. The datasheet is mostly too fast. So its estimate for a link slower than a measured
+one is raised at least to the measurement; and across nodes an op of `_GROWING` takes no less than among its ranks on
+one node.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ T = TypeVar("T")
 Groups = tuple[tuple[int, ...], ...]
 
 _ROOFLINE: tuple[Basis, ...] = ("roofline",)
-# The bytes through a port do not fall with the number of ranks.
+# The bytes through a port do not decrease with the number of ranks.
 _GROWING: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CollectiveCosts:
-    """Answers for one cluster. ``dtype``: what is sent; it matters where more than one was measured.
+    """Costs for one cluster. ``dtype``: the type that is sent; it matters if more than one was measured.
 
-    ``own``: seconds measured by the user, ``host``: those of a rank's processor; None where there are none.
-    ``changed``: the same cluster with other links, if these are what is asked about: seconds are those of ``cluster``
-    times what its datasheet and the other's differ by.
+    ``own``: seconds measured by the user, ``host``: CPU seconds of a rank; None if not measured. ``changed``: the same
+    cluster with other links, if costs are for these: seconds are those of ``cluster`` times the ratio of both datasheet
+    costs.
     """
 
     cluster: Cluster
@@ -64,10 +64,11 @@ class CollectiveCosts:
         concurrent: Groups = (),
         algorithm: Algorithm | None = None,
     ) -> Predictions:
-        """Seconds for each size (shape (n,), bytes of the full tensor), while the ``concurrent`` groups run the same.
+        """Return the seconds for each size (shape (n,), bytes of the full tensor).
 
-        Of one ``algorithm`` the datasheet alone knows something: tables do not say which one was measured.
-        Raises MeasurementError for what is no collective or no size, ClusterError for ranks that cannot be a group.
+        The ``concurrent`` groups run the same collective at the same time. For one ``algorithm`` only the datasheet is
+        used: tables do not say which one was measured. Raises MeasurementError for an invalid collective or size,
+        ClusterError for ranks that cannot form a group.
         """
         check_messages(op, num_bytes)
         if algorithm is not None:
@@ -82,7 +83,7 @@ class CollectiveCosts:
     def predict_host(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Groups = ()
     ) -> Predictions | None:
-        """Seconds of processor time that each rank gives meanwhile; None where none were measured. Raises as above."""
+        """Return the CPU seconds that each rank spends meanwhile; None if not measured. Raises as `predict`."""
         check_messages(op, num_bytes)
         return self._ask(self.host, op, tuple(ranks), num_bytes, concurrent)
 
@@ -94,7 +95,7 @@ class CollectiveCosts:
         num_bytes: Floats,
         concurrent: Groups,
     ) -> Predictions | None:
-        """What a model fitted on one kind of device says, if all ranks are of it."""
+        """Return the prediction of a model fitted on one device kind, if all ranks are of it."""
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
         kinds = self._keep(("kinds", ranks), lambda: {self.cluster.device_kind(rank).name for rank in ranks})
         if model is None or kinds != {model.device}:
@@ -105,7 +106,7 @@ class CollectiveCosts:
     def _ask_shipped(
         self, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
     ) -> Predictions | None:
-        """What public measurements of such nodes say, as it stands for another machine."""
+        """Return the prediction from public measurements of such nodes, widened for another machine."""
         shipped = load_shipped()
         model = self._keep(("shipped", ranks), lambda: shipped.find(self.cluster, ranks))
         found = self._ask(model, op, ranks, num_bytes, concurrent)
@@ -127,7 +128,7 @@ class CollectiveCosts:
         if algorithm is not None:
             return found
         if group.num_nodes == 1:
-            # A slower link than a measured one is not faster than that, whatever its datasheet says.
+            # A link slower than a measured one is not faster than that, whatever its datasheet says.
             shipped = load_shipped()
             model = self._keep(("faster", ranks), lambda: shipped.find_faster(self.cluster, ranks))
             faster = self._ask(model, op, ranks, num_bytes, concurrent) if len(ranks) > 1 else None
@@ -137,7 +138,7 @@ class CollectiveCosts:
     def _on_changed(
         self, found: Predictions, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
     ) -> Predictions:
-        """What is said of the usual links, on the changed ones."""
+        """Return a prediction for the usual links, scaled to the changed ones."""
         assert self.changed is not None
         group, tariff = self._quote(self.cluster, op, ranks, concurrent)
         usual_s = tariff.estimate(num_bytes)
@@ -151,7 +152,7 @@ class CollectiveCosts:
     def _not_below_inside(
         self, found: Predictions, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats
     ) -> Predictions:
-        """An answer for several nodes, no less than that for the ranks on the fullest of them."""
+        """Return a prediction for several nodes, at least that for the ranks on the fullest of them."""
         if op not in _GROWING:
             return found
         nodes = [self.cluster.node_index(rank) for rank in ranks]
@@ -167,7 +168,7 @@ class CollectiveCosts:
         concurrent: Groups,
         algorithm: Algorithm | None = None,
     ) -> tuple[CollectiveGroup, Tariff]:
-        """The place of a group, and what it pays by the datasheet of a cluster that differs in links alone."""
+        """Return the place of a group, and its datasheet tariff on a cluster that differs in links only."""
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
         key = ("tariff", cluster is self.changed, op, ranks, concurrent, algorithm)
         return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm))
@@ -179,7 +180,7 @@ class CollectiveCosts:
 
 
 def _not_below(found: Predictions, least: Predictions) -> Predictions:
-    """The longer of two answers for each size, with its basis."""
+    """Return the longer of two predictions for each size, with its basis."""
     longer = least.seconds > found.seconds
     pairs = zip(found.basis, least.basis, longer, strict=True)
     return Predictions(

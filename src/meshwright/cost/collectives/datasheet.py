@@ -1,25 +1,24 @@
-"""Seconds of a collective by the figures of the links alone: the fastest algorithm and protocol for each size.
+"""Seconds of a collective from the figures of the links only: the fastest algorithm and protocol for each size.
 
 n ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
-node: all its NICs that the group can use, shared with the groups that run beside it, or, between racks, their uplinks
-if these are slower. S bytes of the full tensor; the
-shares of S that pass a port are those of `port_share`.
+node: all its NICs that the group can use, shared with concurrent groups, or, between racks, their uplinks if these are
+slower. S bytes of the full tensor; the shares of S that pass a port are those of `port_share`.
 
     flat ring     steps·(N·α_n + (n-N)·α_d)/n + S·max(share inside / B_d, share across / B_n)       (N = 0 for one node)
     tree          2(r-1)·α_d + 2·⌈log₂ N⌉·α_n + S·max((1 or 2) / B_d, (1 or 2) / B_n)       all-reduce, broadcast (half)
     hierarchical  reduce-scatter inside, the op across on the parts, all-gather inside; one after the other
 
-Devices that NCCL does not serve (without a compute capability: processors) have the ring of gloo alone. A ring stands
-in the order that crosses each node once, whatever the order of the ranks (`best_ring` on this graph), and enters a node
-through as many NICs as it has ranks there. Which of inside and across is the faster is not assumed.
+Devices without NCCL (no compute capability: CPUs) have only gloo's ring. A ring is ordered so that it crosses each node
+once, whatever the order of the ranks (`best_ring` on this graph), and enters a node through up to one NIC per rank
+there. Either of inside and across may be the faster.
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
 
-NCCL's protocols trade latency for bandwidth; a data file has them, with version and source:
+NCCL's protocols trade latency for bandwidth; they are in a data file, with version and source:
 
     seconds on a link = base + steps·(share of the link's latency) + bytes / (share of its bandwidth)
 
-Between devices that NCCL does not serve (processors), bytes go as the link says: `PLAIN`.
+Between devices without NCCL (CPUs), links have their own figures: `PLAIN`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Ways:
     across_bytes_per_s: float
 
     def through(self, protocol: Protocol) -> Ways:
-        """The same links, used by a protocol."""
+        """Return the same links, used by a protocol."""
         return Ways(
             inside_s=self.inside_s * protocol.inside_latency_share,
             inside_bytes_per_s=self.inside_bytes_per_s * protocol.bandwidth_share,
@@ -65,7 +64,7 @@ class Ways:
         )
 
 
-# What stands before and after the op across nodes, on the parts that the devices of a node share out among them.
+# Collectives inside a node before and after the one across nodes, which moves the parts of the node's devices.
 _PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "all_gather": ("all_gather",),
@@ -75,9 +74,9 @@ _PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tariff:
-    """The ways that a collective has: each a latency and seconds per byte of the full tensor, both of shape (ways,).
+    """The options of a collective: a latency and seconds per byte of the full tensor each, both of shape (options,).
 
-    ``by_nccl``: whether NCCL serves the devices.
+    ``by_nccl``: whether the devices use NCCL.
     """
 
     latency_s: Floats
@@ -85,7 +84,7 @@ class Tariff:
     by_nccl: bool
 
     def estimate(self, num_bytes: Floats) -> Floats:
-        """Seconds of the fastest way for each size, shape (n,)."""
+        """Return the seconds of the fastest option for each size, shape (n,)."""
         fastest = np.full(len(num_bytes), np.inf)
         for latency_s, s_per_byte in zip(self.latency_s, self.s_per_byte, strict=True):
             np.minimum(fastest, latency_s + num_bytes * s_per_byte, out=fastest)
@@ -95,7 +94,7 @@ class Tariff:
 def quote_collective(
     cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: CollectiveGroup, algorithm: Algorithm | None = None
 ) -> Tariff:
-    """The tariff of an op among ``ranks``, placed as ``group``, by one algorithm or all that its devices have.
+    """Return the tariff of an op among ``ranks``, placed as ``group``, with one algorithm or all of its devices.
 
     A single rank takes no time.
     """
@@ -120,9 +119,9 @@ def quote_collective(
 
 
 def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
-    """The slowest links of a group that has so many ranks on each of these nodes, beside so many groups on each NIC.
+    """Return the slowest links of a group with these ranks per node and ``num_sharing`` groups on each NIC.
 
-    A way that is not used (one node, one device each) is as fast as can be.
+    Unused links (one node, or one device on each) are infinitely fast.
     """
     inner = [node.device_link for node, count in nodes if count > 1]
     outer = []
@@ -140,10 +139,10 @@ def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
 
 
 def _bound_between(cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int], ways: Ways) -> Ways:
-    """The ways of a group where something between the NICs of its nodes may be slower than these.
+    """Return the links of a group, limited by slower parts between the NICs of its nodes.
 
-    What leaves a rack in a ring or a tree is what leaves a node. To all others each device of a rack sends, so that
-    its uplinks carry more than a NIC does.
+    In a ring or a tree, the traffic leaving a rack equals that leaving a node. In an all-to-all each device of a rack
+    sends to all others, so that the rack's uplinks carry more than a NIC does.
     """
     latency_s, bandwidth = ways.across_s, ways.across_bytes_per_s
     for path in cluster.paths_among(by_node):
@@ -162,21 +161,21 @@ def _bound_between(cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int
 
 
 def _most_leaving(counts: Mapping[int, int], num_ranks: int) -> float:
-    """What leaves the fullest of some places with so many ranks when all send to all, as a share of the tensor."""
+    """Return the traffic leaving the fullest place when all ranks send to all, as a share of the tensor."""
     return max(count * (num_ranks - count) for count in counts.values()) / num_ranks**2
 
 
 def quote_ring(op: CollectiveOp, group: CollectiveGroup, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
-    """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all.
+    """Return (latency, seconds per byte) of the flat ring; for an all-to-all, of all pairs at once.
 
-    ``counts``: ranks on each node. What other groups take of the NICs is in the bandwidth of ``ways``.
+    ``counts``: ranks on each node. The use of NICs by other groups is part of the bandwidth of ``ways``.
     """
-    # On its way round a message leaves each node once.
+    # In one round a message leaves each node once.
     crossing = len(counts) / group.num_ranks if len(counts) > 1 else 0.0
     latency_s = count_steps(op, group) * (crossing * ways.across_s + (1.0 - crossing) * ways.inside_s)
     outward = port_share(op, CollectiveGroup(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
     if op == "all_to_all":
-        # Nodes with unlike numbers of ranks send unlike shares out.
+        # Nodes with unequal numbers of ranks send unequal shares.
         outward = _most_leaving(dict(enumerate(counts)), group.num_ranks)
     within = port_share(op, CollectiveGroup(num_ranks=group.num_ranks))
     return latency_s, _busiest(ways, within, outward)
@@ -185,7 +184,7 @@ def quote_ring(op: CollectiveOp, group: CollectiveGroup, counts: Sequence[int], 
 def _list_ways(
     op: CollectiveOp, group: CollectiveGroup, counts: Sequence[int], ways: Ways, algorithm: Algorithm | None
 ) -> list[tuple[float, float]]:
-    """(latency, seconds per byte) of every algorithm that the op and the place allow, or of one of them."""
+    """Return (latency, seconds per byte) of every algorithm that the op and the place allow, or of one of them."""
     inside = CollectiveGroup(num_ranks=max(counts))
     across = CollectiveGroup(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
     found = [quote_ring(op, group, counts, ways)]
@@ -209,13 +208,13 @@ def _list_ways(
 
 
 def _busiest(ways: Ways, within: float, outward: float) -> float:
-    """Seconds per byte of the full tensor in the slower of the ports inside a node and out of it, by their shares."""
+    """Return seconds per byte of the full tensor in the slower of the ports inside a node and out of it."""
     return max(within / ways.inside_bytes_per_s, outward / ways.across_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """One way of sending: seconds to start, and shares of the latency and bandwidth that a link has at its best."""
+    """A protocol: seconds to start, and its shares of a link's best latency and bandwidth."""
 
     name: str
     base_s: float
@@ -245,6 +244,6 @@ PLAIN = Protocol(name="plain", base_s=0.0, inside_latency_share=1.0, across_late
 
 @lru_cache(maxsize=1)
 def load_nccl() -> Protocols:
-    """NCCL's protocols, as shipped."""
+    """Load NCCL's shipped protocols."""
     with resources.as_file(resources.files("meshwright.cost.collectives") / "nccl.toml") as path:
         return decode_document(Protocols, read_data(path), path.name)

@@ -1,12 +1,12 @@
-"""How wrong costs of collectives by datasheet are: factors that held 80 % of what was measured on public clusters.
+"""Errors of datasheet costs of collectives: factors that contain 80 % of measurements on public clusters.
 
     t₀·[low, high] of latency + (t - t₀)·[low, high] of bandwidth,     t₀ the cost of the smallest message
 
-by op. The document ``cost/models/collectives.json`` holds the factors that `validation.collective_errors` fits:
-``inside`` one node on NVIDIA devices of several kinds, each counting the same; ``across`` nodes on the one public
-cluster that there is, V100s behind a NIC of 25 Gbit/s for each node, whose small messages take ten times what a
-datasheet says. An op that was not measured takes the widest of the others'. Devices that NCCL does not serve take half
-to twice, the range within which rules of thumb agree; nothing was measured on them.
+by op. The document ``cost/models/collectives.json`` holds the factors fitted by `validation.collective_errors`:
+``inside`` one node on NVIDIA devices of several kinds with equal weights; ``across`` nodes on the only public cluster,
+V100s with a NIC of 25 Gbit/s per node, where small messages take ten times the datasheet's time. An op without
+measurements has the widest factors of the others. Devices without NCCL have factors of a half to two, the range within
+which rules of thumb agree; they were not measured.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetErrors:
-    """Factors by op; ``rows_sha256`` is that of the hashes of the rows that they were fitted on.
+    """Factors by op; ``rows_sha256`` is the hash of the hashes of the rows that they were fitted on.
 
-    ``devices``: the kinds that ``inside`` rests on.
+    ``devices``: the kinds measured for ``inside``.
     """
 
     source: str
@@ -43,7 +43,7 @@ class DatasheetErrors:
     SCHEMA_VERSION: ClassVar[int] = 2
 
     def scale_of(self, op: CollectiveOp, *, across: bool) -> ErrorScale:
-        """The factors of an op inside a node or across nodes, or the widest of all where it was not measured."""
+        """Return the factors of an op inside a node or across nodes, or the widest of all if it was not measured."""
         scales = self.across if across else self.inside
         known = scales.get(op)
         if known is not None:
@@ -55,7 +55,7 @@ class DatasheetErrors:
 
 
 def bound_cost(seconds: Floats, latency_s: float | Floats, scale: ErrorScale) -> tuple[Floats, Floats]:
-    """Lower and upper end of the interval of costs by datasheet, as in the module's formula (same shape)."""
+    """Return the lower and upper end of the interval of datasheet costs, by the module's formula (same shape)."""
     wire = seconds - latency_s
     return (
         latency_s * scale.latency.low + wire * scale.bandwidth.low,
@@ -69,13 +69,13 @@ def _widest(intervals: list[Interval]) -> Interval:
 
 @cache
 def load_datasheet_errors() -> DatasheetErrors:
-    """The shipped factors."""
+    """Load the shipped factors."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "collectives.json") as path:
         return decode_document(DatasheetErrors, read_data(path), path.name)
 
 
 def datasheet_scale(op: CollectiveOp, *, by_nccl: bool, across: bool) -> ErrorScale:
-    """Factors of a datasheet's estimate of an op: within or across nodes, on devices that NCCL serves or others."""
+    """Return factors of a datasheet estimate of an op: within or across nodes, on devices with or without NCCL."""
     if by_nccl:
         return load_datasheet_errors().scale_of(op, across=across)
     return ErrorScale(latency=UNKNOWN, bandwidth=UNKNOWN)

@@ -1,23 +1,24 @@
-"""Seconds of a collective from those that were measured on a cluster: of this group, or of groups placed otherwise.
+"""Seconds of a collective from measurements on a cluster: of this group, or of groups in other places.
 
-    measured      the very size of the very group
+    measured      exactly this size and group
     interpolated  the group, at other sizes: on straight lines through the measured points and a kriging of all series
-                  on a grid between and beyond them, drawn once (`smoothing`)
-    transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v,  u linear in log n, v linear in 1/n
+                  on a grid between and beyond them, computed once (`smoothing`)
+    transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v, u linear in log n, v linear in 1/n
 
-where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size of the grid, and w(m) =
-t(m, S') - t₀(m) its time above that for the message S' that puts as many bytes through the busiest port as S does here
-(`port_share`: rings, NIC sharing and the links of the node are in it). lo and hi are the next smaller and larger groups
-among those whose NICs are shared by the most similar number of groups, one of them alone beyond the ends; there t₀
-grows with n^γ, γ fitted over all groups of the op, or as the steps of a ring if all have one number of ranks. Groups
-inside a node say nothing about groups across nodes, and the reverse.
+where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size of the grid, and w(m) = t(m,
+S') - t₀(m) its time above that for the message S' with the same bytes through the busiest port as S has here
+(`port_share`, which includes rings, NIC sharing and the links of the node). lo and hi are the next smaller and larger
+groups among those whose NICs are shared by the most similar number of groups, only one of them beyond the ends; there
+t₀ grows with n^γ, γ fitted over all groups of the op, or as the steps of a ring if all have the same number of ranks.
+Groups inside a node are not used for groups across nodes, nor the reverse.
 
 An all-reduce over more nodes than were measured takes the faster of the tree and of the ring: the ring is a
-reduce-scatter and an all-gather, each transferred by itself (two nodes say nothing of it: NCCL's tree carries the
-tensor through a NIC once there, twice from three nodes on, and is preferred up to two; src/graph/tuning.cc).
+reduce-scatter and an all-gather, each transferred by itself (measurements on two nodes do not show it: NCCL's tree
+carries the tensor through a NIC once there, twice with three or more nodes, and is preferred up to two;
+src/graph/tuning.cc).
 
-The error of a transfer is taken to grow with √h, h octaves of ranks from the nearest measured group, a·b/(a + b)
-between two: that of a random walk. Its scale comes from predicting each measured group from the others
+The error of a transfer is assumed to grow with √h, as in a random walk, with h octaves of ranks from the nearest
+measured group, a·b/(a + b) between two. Its scale comes from predicting each measured group from the others
 (`fit_collectives`).
 """
 
@@ -48,10 +49,10 @@ _TRANSFERRED: tuple[Basis, ...] = ("transferred",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Seconds of one op and dtype in one place, while ``num_groups`` groups in all ran it at once.
+    """Seconds of one op and dtype in one place, while ``num_groups`` groups in total ran it at once.
 
     ``sizes`` are bytes of the full tensor, ascending: those ``measured`` and those of the grid. ``seconds`` may fall
-    with size, as they do where NCCL changes the protocol.
+    with size, for example where NCCL changes the protocol.
     """
 
     op: CollectiveOp
@@ -63,13 +64,13 @@ class Series:
     seconds: tuple[float, ...]
 
     def at(self, sizes: Floats) -> Floats:
-        """Seconds at sizes (any shape), as `Curve` has them."""
+        """Return seconds at sizes (any shape), by `Curve`."""
         return Curve(sizes=np.array(self.sizes), seconds=np.array(self.seconds)).at(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlace:
-    """What was measured of one op in one place: the mean of its series."""
+    """The measurements of one op in one place: the mean of its series."""
 
     group: CollectiveGroup
     series: tuple[Series, ...]
@@ -81,21 +82,24 @@ class MeasuredPlace:
 
     @property
     def begins(self) -> float:
-        """The smallest size that its series know."""
+        """The smallest size of its series."""
         return min(one.sizes[0] for one in self.series)
 
     @property
     def measured(self) -> frozenset[float]:
-        """Sizes that any of the series was measured at."""
+        """Sizes at which any of the series was measured."""
         return frozenset(size for one in self.series for size in one.measured)
 
     def at(self, sizes: Floats) -> Floats:
-        """Seconds at sizes (any shape)."""
+        """Return seconds at sizes (any shape)."""
         mean: Floats = np.mean([one.at(sizes) for one in self.series], axis=0)
         return mean
 
     def narrow(self, dtype: str, num_groups: int) -> MeasuredPlace:
-        """The series of a dtype, else of one as wide, else all; of these those of so many groups at once, if any."""
+        """Return the series of a dtype, else of the same width, else all.
+
+        Of these, the series with ``num_groups`` groups are taken, if there are any.
+        """
         width, chosen = DTYPE_BYTES.get(dtype, 0), self.series
         chosen = tuple(one for one in chosen if DTYPE_BYTES.get(one.dtype) == width) or chosen
         chosen = tuple(one for one in chosen if one.dtype == dtype) or chosen
@@ -105,7 +109,7 @@ class MeasuredPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorScale:
-    """Logarithms of measured / predicted that hold 80 % of rows left out, in the latency and the bandwidth regime."""
+    """Factors measured / predicted with 80 % of held-out rows, in the latency and the bandwidth regime."""
 
     latency: Interval
     bandwidth: Interval
@@ -131,12 +135,11 @@ class CollectiveModel:
     def predict(
         self, op: CollectiveOp, group: CollectiveGroup, num_bytes: Floats, *, dtype: str = "", num_groups: int = 0
     ) -> Predictions | None:
-        """Seconds for messages of ``num_bytes`` (shape (n,), bytes of the full tensor); a single rank takes no time.
+        """Return seconds for messages of ``num_bytes`` (shape (n,), bytes of the full tensor); 0 for a single rank.
 
-        Where several dtypes, or numbers of groups at once on all nodes, were measured in the place, the named ones
-        answer, or else the mean. None if nothing comparable was measured.
-
-        Raises MeasurementError for sizes that are negative or no numbers.
+        If several dtypes, or several numbers of concurrent groups, were measured in the place, the named ones are used,
+        else their mean. None if nothing comparable was measured. Raises MeasurementError for sizes that are negative or
+        not numbers.
         """
         check_messages(op, num_bytes)
         if group.num_ranks == 1:
@@ -170,9 +173,9 @@ class CollectiveModel:
         num_bytes: Floats,
         found: Predictions,
     ) -> Predictions:
-        """Messages smaller than any that the place's curves know are answered by places that know such sizes.
+        """Predict messages smaller than all of the place's curves from places with such sizes.
 
-        A series that begins at a megabyte says nothing of latency.
+        A series that starts at a megabyte contains no latency.
         """
         below = num_bytes < own.begins
         if not below.any():
@@ -193,7 +196,7 @@ class CollectiveModel:
         )
 
     def _find(self, places: Sequence[MeasuredPlace], group: CollectiveGroup) -> MeasuredPlace | None:
-        """The place of a group if it was measured; where no topology says otherwise, its stride may be another."""
+        """Return the place of a group if it was measured; without a topology, the stride may differ."""
         exact = next((place for place in places if place.group == group), None)
         if exact is not None or self.topology is not None:
             return exact
@@ -202,7 +205,7 @@ class CollectiveModel:
 
 
 def list_places(series: Iterable[Series]) -> list[MeasuredPlace]:
-    """Series of one op by place, in order of appearance."""
+    """Return series of one op by place, in order of appearance."""
     found: dict[CollectiveGroup, list[Series]] = {}
     for one in series:
         found.setdefault(one.group, []).append(one)
@@ -211,7 +214,7 @@ def list_places(series: Iterable[Series]) -> list[MeasuredPlace]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Seconds (shape (n,)) taken from other groups, the latency in them, and how far away those are."""
+    """Seconds (shape (n,)) from other groups, the latency part, and the distance of those groups in octaves."""
 
     seconds: Floats
     latency_s: float
@@ -219,12 +222,12 @@ class Transfer:
 
 
 def comparable(known: Sequence[MeasuredPlace], group: CollectiveGroup) -> list[MeasuredPlace]:
-    """The places of groups that cross nodes if the group does, and do not if it does not."""
+    """Return the places of groups that cross nodes if the group does, and of groups that do not if it does not."""
     return [one for one in known if (one.group.num_nodes > 1) == (group.num_nodes > 1)]
 
 
 def latency_exponent(alike: Sequence[MeasuredPlace]) -> float | None:
-    """γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; None where only one number of ranks was measured."""
+    """Return γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; None if only one number of ranks was measured."""
     ranks = np.log2([place.group.num_ranks for place in alike])
     if not len(ranks) or np.ptp(ranks) == 0:
         return None
@@ -241,7 +244,7 @@ def transfer(
     exponent: float | None,
     topology: LinkCounts | None,
 ) -> Transfer | None:
-    """The time of a group from comparable places of the op, None without any; γ is None for the steps of a ring."""
+    """Return the time of a group from comparable places, None without any; γ is None for the steps of a ring."""
     if not alike:
         return None
     nearest = min(_sharing_octaves(place, group) for place in alike)
@@ -267,7 +270,7 @@ def transfer(
 def _wire_seconds(
     op: CollectiveOp, place: MeasuredPlace, group: CollectiveGroup, num_bytes: Floats, topology: LinkCounts | None
 ) -> Floats:
-    """Seconds above the latency that a measured group takes for as many bytes through its busiest port."""
+    """Return a measured group's seconds above its latency for the same bytes through its busiest port."""
     here, there = _port_share(op, group, place.group, topology), _port_share(op, place.group, place.group, topology)
     wire: Floats = np.maximum(place.at(num_bytes * here / there) - place.latency_s, 0.0)
     return wire
@@ -276,7 +279,7 @@ def _wire_seconds(
 def _port_share(
     op: CollectiveOp, group: CollectiveGroup, measured: CollectiveGroup, topology: LinkCounts | None
 ) -> float:
-    """Bytes through the busiest port per byte, if the group runs the algorithm that the measured one does."""
+    """Return bytes through the busiest port per byte, if the group runs the measured group's algorithm."""
     if group.num_nodes > 1:
         return port_share(op, group, algorithm="tree" if measured.num_nodes == 2 else "ring")
     if topology is None:
@@ -291,7 +294,7 @@ def _sharing_octaves(place: MeasuredPlace, group: CollectiveGroup) -> float:
 
 
 def _remoteness(place: MeasuredPlace, group: CollectiveGroup) -> tuple[float, int]:
-    """How far a place is from a group: octaves of ranks and nodes, then a different stride."""
+    """Return the distance of a place from a group: octaves of ranks and nodes, then the difference of strides."""
     here = place.group
     octaves = abs(log2(here.num_ranks / group.num_ranks)) + abs(log2(here.num_nodes / group.num_nodes))
     return octaves, abs(here.stride - group.stride)
@@ -300,7 +303,7 @@ def _remoteness(place: MeasuredPlace, group: CollectiveGroup) -> tuple[float, in
 def with_interval(
     seconds: Floats, latency_s: float | Floats, scale: ErrorScale, stretch: float, basis: tuple[Basis, ...]
 ) -> Predictions:
-    """Predictions with the interval of the regime: latency where it is more than half of the time."""
+    """Return predictions with the interval of the regime: latency if it is more than half of the time."""
     in_latency = latency_s > seconds / 2
     low = np.where(in_latency, scale.latency.low, scale.bandwidth.low) ** stretch
     high = np.where(in_latency, scale.latency.high, scale.bandwidth.high) ** stretch

@@ -1,13 +1,13 @@
-"""From rows of the measurement table to a `CollectiveModel`: curves over sizes (`smoothing`), errors of rows left out.
+"""From rows of the measurement table to a `CollectiveModel`: curves over sizes (`smoothing`), errors of held-out rows.
 
-Not used: sizes at which nothing is done, points that the source raised to a neighbour's rate (flags ``noop``,
-``plateau``), groups of one rank, zero seconds. Rows of phase ``host`` (the processor's share of a transfer) are fitted
-alone, when asked for.
+Not used: sizes that move nothing, points that the source raised to a neighbour's rate (flags ``noop``, ``plateau``),
+groups of one rank, zero seconds. Rows of phase ``host`` (the CPU's share of a transfer) are fitted separately, on
+request.
 
 Errors: `interpolated` from leaving each inner size out of the kriging; ``moved_inside`` and ``moved_across`` (nodes)
-from predicting each place from the other places, over √h (`fitted`); only γ is that of all places, since where two are
-known one alone says nothing of it. Sizes of a place err in one direction and places are few, so a transfer's interval
-is symmetric.
+from predicting each place from the other places, over √h (`fitted`); only γ is that of all places, since of two known
+places one alone does not determine it. Sizes of a place err in one direction and places are few, so a transfer's
+interval is symmetric.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
 
-# Before anything is known of an error: a factor of two, the range within which rules of thumb for NCCL agree with
-# measurements of other versions (constants of src/graph/tuning.cc between versions differ by up to that).
+# The error without any data: a factor of two, the range within which rules of thumb for NCCL agree with measurements of
+# other versions (constants of src/graph/tuning.cc differ by up to that between versions).
 UNKNOWN = Interval(low=0.5, high=2.0)
-# Fewer residuals than this say nothing about quantiles at 10 and 90 %.
+# The fewest residuals for quantiles at 10 and 90 %.
 _FEWEST = 10
 
 
 def fit_collectives(rows: Records, topology: LinkCounts | None = None, *, phase: str = "") -> CollectiveModel:
-    """Fit the collectives of one cluster. ``topology``: the links of its nodes where they differ from pair to pair.
+    """Fit the collectives of one cluster. ``topology``: the links of its nodes if they differ between pairs.
 
-    ``phase``: "" for seconds, "host" for those of the processor.
-
-    Raises MeasurementError for rows of several devices, and if no row is a collective that can be used.
+    ``phase``: "" for seconds, "host" for CPU seconds. Raises MeasurementError for rows of several devices, and if no
+    row is a usable collective.
     """
     usable = collective_rows(rows, phase)
     devices = sorted(set(usable.device))
@@ -94,7 +93,7 @@ def fit_collectives(rows: Records, topology: LinkCounts | None = None, *, phase:
 
 
 def fit_measured(rows: Records) -> tuple[CollectiveModel | None, CollectiveModel | None]:
-    """What the latest rows of one device say of collectives: seconds, and seconds of the processor; None without."""
+    """Return models of the latest rows of one device: for seconds, and for CPU seconds; None without rows."""
     latest = rows.dedupe(("op", "phase", "shapes", "dtype"))
     own, host = (
         fit_collectives(latest, phase=phase) if len(collective_rows(latest, phase)) else None for phase in ("", "host")
@@ -103,7 +102,7 @@ def fit_measured(rows: Records) -> tuple[CollectiveModel | None, CollectiveModel
 
 
 def collective_rows(rows: Records, phase: str = "") -> Records:
-    """The rows of a phase that are collectives of at least two ranks and say what they seem to."""
+    """Return the usable rows of a phase that are collectives of at least two ranks."""
     ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS) & (rows.phase == phase))
     if not len(ours):
         return ours
@@ -112,7 +111,7 @@ def collective_rows(rows: Records, phase: str = "") -> Records:
 
 
 def groups_of(rows: Records) -> list[CollectiveGroup]:
-    """The place of each row's group in its mesh."""
+    """Return the place of each row's group in its mesh."""
     columns = (rows.size(name).tolist() for name in ("ranks", "stride", "devices_per_node", "groups", "nodes"))
     return [group_in_mesh(*sizes) for sizes in zip(*columns, strict=True)]
 
@@ -120,7 +119,7 @@ def groups_of(rows: Records) -> list[CollectiveGroup]:
 def _left_out_place(
     op: CollectiveOp, place: MeasuredPlace, known: Sequence[MeasuredPlace], topology: LinkCounts | None
 ) -> tuple[Floats, Floats, float, float] | None:
-    """(measured, predicted, √h, latency) at a place's sizes from the other places of the op; None without any."""
+    """Return (measured, predicted, √h, latency) at a place's sizes from the op's other places; None without any."""
     alike = comparable(known, place.group)
     others = [other for other in alike if other.group != place.group]
     sizes = np.array(sorted(place.measured))
@@ -131,7 +130,7 @@ def _left_out_place(
 
 
 def _scale(parts: Sequence[tuple[Floats, Floats, float, float]], *, symmetric: bool = False) -> ErrorScale:
-    """The error scale of (measured, predicted, √h, latency) parts, by regime; ``symmetric``: signs are alike."""
+    """Return the error scale of (measured, predicted, √h, latency) parts by regime; ``symmetric`` ignores signs."""
     regimes: tuple[list[Floats], list[Floats]] = ([np.empty(0)], [np.empty(0)])
     for measured, predicted, stretch, latency_s in parts:
         if stretch > 0:

@@ -1,9 +1,9 @@
-"""Where a collective runs: how many ranks, on how many nodes, and how many groups use the same way out at once.
+"""Where a collective runs: the number of ranks, of nodes, and of groups that use the same links at once.
 
-A group of n ranks lies on N nodes with n/N ranks each. Groups that run the same collective at the same time (the
-columns of a mesh) share the NIC of every node that they touch, or what the devices of one node share (the memory of a
-host): ``num_sharing`` counts them. Inside one node it matters which devices take part where the links between them
-differ: ``stride`` is the distance between neighbouring ranks.
+A group of n ranks is on N nodes with n/N ranks each. Groups that run the same collective at the same time (the columns
+of a mesh) share the NIC of every node that they use, or what the devices of one node share (the memory of a host):
+``num_sharing`` counts them. Inside one node it matters which devices take part if the links between them differ:
+``stride`` is the distance between neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveGroup:
-    """The place of a collective; two groups of one place take the same time. Raises ClusterError if it cannot be."""
+    """The place of a collective; groups in equal places take the same time. Raises ClusterError if it is impossible."""
 
     num_ranks: int
     num_nodes: int = 1
@@ -45,7 +45,7 @@ class CollectiveGroup:
 def group_in_mesh(
     num_ranks: int, stride: int, devices_per_node: int, num_groups: int, num_nodes: int
 ) -> CollectiveGroup:
-    """One of the groups {i, i + stride, ...} that a mesh of equal nodes is cut into, all of which run at once."""
+    """Return one of the groups {i, i + stride, ...} of a mesh of equal nodes, all of which run at once."""
     if (num_ranks - 1) * stride < devices_per_node:
         return CollectiveGroup(
             num_ranks=num_ranks, stride=stride if num_ranks > 1 else 1, num_sharing=max(-(-num_groups // num_nodes), 1)
@@ -59,12 +59,11 @@ def group_in_mesh(
 
 
 def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Sequence[int]] = ()) -> CollectiveGroup:
-    """The place of a group of ranks while other groups run the same collective.
+    """Return the place of a group of ranks while other groups run the same collective.
 
-    Of the ``concurrent`` groups those share that use the same kind of way from a node that this one touches: out of it
-    if this group crosses nodes, inside if it does not.
-
-    Raises ClusterError for ranks that the cluster does not have, and for groups that are empty or name a rank twice.
+    A ``concurrent`` group shares if it uses the same kind of link of a node that this one uses: out of it if this group
+    crosses nodes, inside if it does not. Raises ClusterError for unknown ranks, and for groups that are empty or name a
+    rank twice.
     """
     for group in (ranks, *concurrent):
         if not group or len(set(group)) < len(group) or not all(0 <= rank < cluster.num_ranks for rank in group):

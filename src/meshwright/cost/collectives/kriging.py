@@ -1,17 +1,17 @@
-"""Seconds between measured sizes of many series at once: a kriging of series that resemble each other.
+"""Seconds between measured sizes of many series at once: kriging over similar series.
 
     t = w·(1 + y),  w = α + β·x     the line of all series of the layout, α, β ≥ 0, least squares of relative errors
     cov(y, y') = (a·a' + b·b')·e^(-|Δ log₂ x| / 12)·(σ₁²·[same layout] + σ₂²·[same series] + σ₃²·s) + (…)·σ₄²·s'
                + e^(-|Δ log₂ x| / d)·(τ₁²·[same layout] + τ₂²·[same series] + τ₃²·s) + (…)·τ₄²·s'
                + ε²·(t/w)²·[same row],      a = α/w, b = β·x/w
 
-The exponential covariance of a latency that drifts and a bandwidth that drifts is linear interpolation where nothing
-else is known; other series of the same layout average the noise, and siblings (s = e^(-|Δ log₂ ranks| / κ - |Δ log₂
-nodes| / λ), at equal bytes; s' at equal bytes per rank) bend where a protocol switches. The parameters are not tuned:
-`NUM_DRAWS` of them are drawn over wide ranges with a fixed seed, each is judged by leaving the rows of one key out at
-a time (in closed form), and the mean of the best `NUM_KEPT` answers; the same draws serve every table. The same rows
-decide what share a straight line between the neighbours gets. Outside the measured sizes the kriging answers alone: it
-returns to the line of the layout.
+The exponential covariance of a drifting latency and a drifting bandwidth gives linear interpolation without other data;
+other series of the same layout average the noise, and siblings (s = e^(-|Δ log₂ ranks| / κ - |Δ log₂ nodes| / λ), at
+equal bytes; s' at equal bytes per rank) bend where a protocol switches. The parameters are not tuned: `NUM_DRAWS` of
+them are drawn over wide ranges with a fixed seed, each is judged by leaving out the rows of one key at a time (in
+closed form), and the best `NUM_KEPT` are averaged; the same draws are used for every table. The same rows decide the
+weight of a straight line between the neighbours. Outside the measured sizes only the kriging is used: it returns to the
+line of the layout.
 
 Sources: Cressie, Statistics for Spatial Data (1993), 3.2; leaving out in closed form: Dubrule, Mathematical Geology
 15 (1983).
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 NUM_DRAWS = 32
 NUM_KEPT = 4
 _SEED = 20261121
-# Octaves over which latency and bandwidth of a series drift. A guess, fitted to nothing: not far from half of those
-# that a table spans (23 of NCCL's, 31 of the V100s').
+# Octaves over which latency and bandwidth of a series drift. An unfitted guess: about half of the octaves that a table
+# spans (23 for NCCL, 31 for the V100s).
 _DRIFT = 12.0
-# No answer lies below this share of the line.
+# Lower limit of results as a share of the line.
 _LOWEST = 0.1
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -48,8 +48,8 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 class Points:
     """Rows of series, each column of shape (rows,).
 
-    ``series`` and ``layout`` say what a row belongs to, ``ranks`` and ``nodes`` where that runs; rows of one ``key``
-    are left out together when parameters are judged. A series has one row per key.
+    ``series`` and ``layout`` are the labels of a row, ``ranks`` and ``nodes`` its place; rows of one ``key`` are left
+    out together when parameters are judged. A series has one row per key.
     """
 
     size: Floats
@@ -60,7 +60,7 @@ class Points:
     key: NDArray[np.int64]
 
     def select(self, rows: NDArray[np.int64]) -> Points:
-        """The rows of the given indices."""
+        """Return the rows of the given indices."""
         return Points(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
@@ -78,7 +78,7 @@ class Covariance:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Interpolation:
-    """``seconds`` at the asked rows, shape (asked,), and what their errors will be like.
+    """``seconds`` at the asked rows, shape (asked,), with held-out predictions for errors.
 
     ``left_out``: seconds at the known rows, each as if its key had been left out, shape (known,); nan for the smallest
     and the largest of a series.
@@ -89,7 +89,7 @@ class Interpolation:
 
 
 def interpolate(known: Points, seconds: Floats, asked: Points) -> Interpolation:
-    """Seconds at the asked rows from those of the known ones, shape (known,).
+    """Return seconds at the asked rows from those of the known ones, shape (known,).
 
     Raises MeasurementError for an asked series that is not among the known ones.
     """
@@ -127,7 +127,7 @@ def interpolate(known: Points, seconds: Floats, asked: Points) -> Interpolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Judgement:
-    """What a draw answers for rows left out, its mean relative error there, and the weights of the known rows."""
+    """A draw's predictions for held-out rows, its mean relative error there, and the weights of the known rows."""
 
     error: float
     draw: Covariance
@@ -152,7 +152,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Likeness:
-    """How alike two sets of rows are, each of shape (first, second): octaves between them, and what they share."""
+    """The similarity of two sets of rows, each of shape (first, second): octaves between them, and equal labels."""
 
     by_size: Floats
     by_part: Floats
@@ -189,7 +189,7 @@ class _Likeness:
 
 
 def _fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
-    """(α, β) ≥ 0 of least squares of relative errors; the better of the two one-term fits where one is negative."""
+    """Return (α, β) ≥ 0 of least squares of relative errors; the better one-term fit if one is negative."""
     scale = sizes.max()
     design = np.stack([1.0 / seconds, sizes / (scale * seconds)], axis=1)
     alpha, beta = np.linalg.lstsq(design, np.ones(len(sizes)), rcond=None)[0]
@@ -201,7 +201,7 @@ def _fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
 
 
 def _between_neighbours(known: Points, seconds: Floats, asked: Points, *, strictly: bool) -> Floats:
-    """Seconds on the straight line between the next sizes of the own series, shape (asked,); nan where one is missing.
+    """Return seconds on the line between the next sizes of the same series, shape (asked,); nan if one is missing.
 
     ``strictly``: a size is not its own neighbour, as if it had been left out.
     """
@@ -220,7 +220,7 @@ def _between_neighbours(known: Points, seconds: Floats, asked: Points, *, strict
 
 
 def _left_out_residuals(inverse: Floats, weights: Floats, key: NDArray[np.int64]) -> Floats:
-    """Residuals of rows when those of their key are left out: r = (K⁻¹)_gg⁻¹ · (K⁻¹ y)_g, shape (rows,)."""
+    """Return residuals of rows when those of their key are left out: r = (K⁻¹)_gg⁻¹ · (K⁻¹ y)_g, shape (rows,)."""
     residuals = np.empty(len(key))
     for _, rows in _by(key):
         residuals[rows] = np.linalg.solve(inverse[np.ix_(rows, rows)], weights[rows])
@@ -228,7 +228,7 @@ def _left_out_residuals(inverse: Floats, weights: Floats, key: NDArray[np.int64]
 
 
 def _choose_share(straight: Floats, kriged: Floats, seconds: Floats) -> float:
-    """The share of straight lines in the geometric mean of both that serves rows left out best."""
+    """Return the weight of straight lines in the geometric mean of both with the least error on held-out rows."""
     errors = [_mean_error(straight**share * kriged ** (1.0 - share), seconds) for share in _SHARES]
     return _SHARES[int(np.argmin(errors))]
 
@@ -243,14 +243,14 @@ def _mean_error(predicted: Floats, seconds: Floats) -> float:
 
 
 def _by(labels: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
-    """Each label and the indices of its rows."""
+    """Return each label and the indices of its rows."""
     order = np.argsort(labels, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
     return [(int(labels[rows[0]]), rows) for rows in groups if len(rows)]
 
 
 def _draws() -> list[Covariance]:
-    """The parameters that are tried: independent draws from short lists that span each range by factors of two."""
+    """Return the parameters to try: independent draws from short lists that span each range by factors of two."""
     random = np.random.default_rng(_SEED)
 
     def one_of(*values: float) -> float:

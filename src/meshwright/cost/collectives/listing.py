@@ -1,8 +1,10 @@
-"""What the links of a cluster come to: each collective at a few sizes, the orders that the links favour, and limits.
+"""A listing of a cluster's collectives: each at a few sizes, the best orders of ranks for the links, and limits.
 
-bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to hold against a link's
-orders          as the ranks are given, and the best by the slowest link, with the number of links that slow (`rings`)
-limits          BytePS's closed form over the nodes and their NICs: no spare machine (the ring), half as many, as many
+bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to compare with a link's
+orders          the given one, and the best by the slowest link, with the number of such links (`rings`)
+limits          BytePS's closed form over the nodes and their NICs: with no spare machine (the ring), with half and
+                with the same number of spare machines
+
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 LISTED_BYTES = (2**12, 2**20, 2**26, 2**30)
-# The search of an order looks at every pair of ranks: more take longer than a second.
+# The search for an order considers every pair of ranks: with more ranks it takes longer than a second.
 MAX_RANKS = 512
 _SHOWN_RANKS = 32
 
 
 def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
-    """The ranks and three lists of rows: ``collectives``, ``orders``, ``limits``.
+    """Return the ranks and three lists of rows: ``collectives``, ``orders``, ``limits``.
 
-    Raises ClusterError for fewer than two ranks, for too many, for one that is named twice or that there is not.
+    Raises ClusterError for fewer than two or too many ranks, and for repeated or unknown ranks.
     """
     last = cost.cluster.num_ranks - 1
     sound = len(set(ranks)) == len(ranks) and all(0 <= rank <= last for rank in ranks)
@@ -53,7 +55,7 @@ def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def tables_of_listing(listing: dict[str, Any], name: str) -> list[NarrowTable]:
-    """The listing for a terminal."""
+    """Return the listing as tables for a terminal."""
     title = f"{name}, {len(listing['ranks'])} ranks; low to high: 80 % interval; bytes of the full tensor"
     orders = [{**row, "ranks": _name_ranks(row["ranks"])} for row in listing["orders"]]
     tables = [
@@ -66,7 +68,7 @@ def tables_of_listing(listing: dict[str, Any], name: str) -> list[NarrowTable]:
 
 
 def _estimate(cost: CostModel, op: Any, ranks: Sequence[int]) -> list[Row]:
-    """Rows of one op, a size each; a send is that between the first two ranks."""
+    """Return rows of one op, one per size; a send is between the first two ranks."""
     members = ranks[:2] if op == "send" else ranks
     found = cost.predict_collective(op, members, np.array(LISTED_BYTES, np.float64))
     share = port_share(op, CollectiveGroup(num_ranks=len(members)))
@@ -86,7 +88,7 @@ def _estimate(cost: CostModel, op: Any, ranks: Sequence[int]) -> list[Row]:
 
 
 def _order(cluster: Cluster, ranks: Sequence[int]) -> list[Row]:
-    """The ring as given, the best ring, and the best tree, whose root is the first rank."""
+    """Return the ring as given, the best ring, and the best tree, with the first rank as its root."""
     links = link_matrix(cluster, ranks)
     count, best, parents = len(ranks), best_ring(links), best_tree(links)
     found = {
@@ -109,7 +111,7 @@ def _order(cluster: Cluster, ranks: Sequence[int]) -> list[Row]:
 
 
 def _limit(cluster: Cluster, ranks: Sequence[int]) -> list[Row]:
-    """All-reduces of the largest size between the nodes, with spare machines beside them; none for one node."""
+    """Return all-reduces of the largest size between the nodes, with spare machines; empty for one node."""
     nodes = [cluster.nodes[index] for index in sorted({cluster.node_index(rank) for rank in ranks})]
     if len(nodes) < 2:
         return []

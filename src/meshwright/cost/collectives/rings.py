@@ -1,14 +1,14 @@
-"""Rings and trees on the graph of links: in which order the ranks should stand, not in which they are numbered.
+"""Rings and trees on the graph of links: the best order of the ranks, whatever their numbers.
 
-    best_ring   the Hamiltonian cycle whose slowest link is fastest: exact up to `MAX_EXACT` ranks (smallest bandwidth
-                that a cycle can have, by bisection; whether one exists, by Held and Karp's sets), above, and where it
-                is as fast, by joining the clusters of the maximum spanning tree, which visits every host in one go
+    best_ring   the Hamiltonian cycle whose slowest link is fastest: exact up to `MAX_EXACT` ranks (bisection over the
+                smallest bandwidth; whether a cycle exists, by Held and Karp's sets); with more ranks, or if equally
+                fast, by joining the clusters of the maximum spanning tree, which visits each host once
     best_tree   the spanning tree whose slowest link is fastest: a maximum spanning tree (Prim)
-    count_rings how many directed rings links of equal speed hold at once: each cycle is used both ways round
+    count_rings how many directed rings links of equal speed hold at once: each cycle is used in both directions
     count_trees how many spanning trees they hold at once: min over partitions P of the ranks of ⌊links between parts /
                 (|P| - 1)⌋ (Nash-Williams and Tutte, 1961)
 
-Links are a symmetric matrix, 0 where there is none: bandwidths in bytes/s, or numbers of parallel links.
+Links are a symmetric matrix, 0 without a link: bandwidths in bytes/s, or numbers of parallel links.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_EXACT = 12
 
 
 def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
-    """Bandwidth in bytes/s between each two of the ranks, as `Cluster.link_between` has it, shape (ranks, ranks)."""
+    """Return the bandwidth in bytes/s between all pairs of ranks, shape (ranks, ranks), by `Cluster.link_between`."""
     places = np.array([cluster.node_index(rank) for rank in ranks])
     inside = np.array([node.device_link.bandwidth_bytes_per_s for node in cluster.nodes])[places]
     out = np.array([node.nic.bandwidth_bytes_per_s for node in cluster.nodes])[places]
@@ -47,9 +47,9 @@ def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
 
 
 def best_ring(links: Floats) -> tuple[int, ...]:
-    """An order of the ranks, starting at 0, whose ring has the fastest slowest link; ``links`` of shape (n, n).
+    """Return an order of the ranks, from 0, whose ring has the fastest slowest link; ``links`` of shape (n, n).
 
-    Raises ClusterError for a matrix that is not square, symmetric and free of negative bandwidths.
+    Raises ClusterError for a matrix that is not square, not symmetric, or has negative bandwidths.
     """
     _check(links)
     count = len(links)
@@ -68,17 +68,17 @@ def best_ring(links: Floats) -> tuple[int, ...]:
             high = middle - 1
         else:
             found, low = cycle, middle + 1
-    # Of two equally fast ones, that of the clusters passes slow links less often.
+    # If both are equally fast, the ring of clusters passes slow links less often.
     return joined if ring_bottleneck(links, joined) == ring_bottleneck(links, found) else found
 
 
 def ring_bottleneck(links: Floats, order: tuple[int, ...]) -> float:
-    """The bandwidth of the slowest link on the way round."""
+    """Return the bandwidth of the slowest link of the ring."""
     return float(min(links[here, there] for here, there in zip(order, (*order[1:], order[0]), strict=True)))
 
 
 def best_tree(links: Floats) -> tuple[int, ...]:
-    """Parent of every rank (the root 0 is its own) in a spanning tree with the fastest slowest link."""
+    """Return the parent of every rank (the root 0 is its own) in a spanning tree with the fastest slowest link."""
     _check(links)
     count = len(links)
     parents, reach = np.zeros(count, int), links[0].copy()
@@ -92,7 +92,7 @@ def best_tree(links: Floats) -> tuple[int, ...]:
 
 
 def count_rings(links: NDArray[np.int64]) -> int:
-    """Directed rings that fit at once over parallel links of equal speed, shape (n, n); 0 if no ring closes.
+    """Return the number of directed rings that fit at once over parallel equal links, shape (n, n); 0 if none closes.
 
     Two ranks have one for each link between them. Exact, for up to eight ranks: every cycle is tried.
     """
@@ -108,9 +108,9 @@ def count_rings(links: NDArray[np.int64]) -> int:
 
 
 def count_trees(links: NDArray[np.int64]) -> int:
-    """Spanning trees that fit at once over parallel links of equal speed, shape (n, n); 0 if the ranks do not connect.
+    """Return the number of spanning trees that fit at once over parallel equal links, shape (n, n).
 
-    Exact, for up to eight ranks: every partition is looked at.
+    It is 0 if the ranks are not connected. Exact, for up to eight ranks: every partition is tried.
     """
     _check(links)
     count = len(links)
@@ -126,7 +126,10 @@ def count_trees(links: NDArray[np.int64]) -> int:
 
 
 def _partitions(count: int) -> Iterator[tuple[int, ...]]:
-    """Every partition of so many ranks once, as the number of each rank's part, parts in order of appearance."""
+    """Yield every partition of ``count`` ranks once, as the number of each rank's part.
+
+    Parts are numbered in order of appearance.
+    """
     if count == 0:
         yield ()
         return
@@ -144,7 +147,7 @@ def _check(links: NDArray[np.generic]) -> None:
 
 
 def _find_cycle(allowed: NDArray[np.bool_]) -> tuple[int, ...] | None:
-    """A Hamiltonian cycle over the allowed links, or None."""
+    """Return a Hamiltonian cycle over the allowed links, or None."""
     count = len(allowed)
     towards = [
         sum(1 << int(other) for other in np.flatnonzero(row) if other != rank) for rank, row in enumerate(allowed)
@@ -191,7 +194,7 @@ def _ring_by_clusters(links: Floats) -> tuple[int, ...]:
 
 
 def _all_cycles(allowed: NDArray[np.bool_]) -> Iterator[tuple[int, ...]]:
-    """Every Hamiltonian cycle once, from 0, in one of its two directions."""
+    """Yield every Hamiltonian cycle once, from 0, in one of its two directions."""
     count = len(allowed)
 
     def extend(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -207,7 +210,7 @@ def _all_cycles(allowed: NDArray[np.bool_]) -> Iterator[tuple[int, ...]]:
 
 
 def _most_disjoint(free: NDArray[np.int64], cycles: list[tuple[int, ...]], start: int, bound: int) -> int:
-    """The most cycles, from ``start`` on (one may be taken again), that the free links hold together."""
+    """Return the largest number of cycles, from ``start`` on (with repetition), that the free links hold together."""
     best = 0
     for index in range(start, len(cycles)):
         if best == bound:

@@ -1,10 +1,10 @@
-"""Collectives that were measured on public machines, for a node of the same kind of device and link.
+"""Collectives measured on public machines, for nodes with the same device kind and link.
 
-The document ``cost/models/nccl.json`` holds one `CollectiveModel` for each kind of device, fitted by
-`meshwright.validation.shipped_collectives` on groups inside one node. It answers for nodes whose link between devices
-has the bandwidth of the measured kind's within `_SAME_LINK`; PCIe variants of a device keep the datasheet. The user's
-machine is another one, with another version of NCCL: the answer is called transferred, and its interval is wider by
-what tables of a device were off by that were predicted from the device's other tables.
+The document ``cost/models/nccl.json`` holds one `CollectiveModel` per device kind, fitted by
+`meshwright.validation.shipped_collectives` on groups inside one node. It is used for nodes whose link between devices
+has the measured bandwidth within `_SAME_LINK`; PCIe variants of a device use the datasheet. The user's machine is a
+different one, with another version of NCCL: the basis is "transferred", and the interval is widened by the error of
+predicting tables of a device from the device's other tables.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 # Generations of a link, and its PCIe variant, differ by a factor of 1.5 at least; datasheets round by less than this.
 _SAME_LINK = 0.1
-# A link whose latency is another by more is not the one that the shipped description of the node has.
+# A link whose latency differs by a larger factor is not the link of the node's shipped description.
 _SLOWER = 4.0
 _TRANSFERRED: tuple[Basis, ...] = ("transferred",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedKind:
-    """One kind of device: bytes/s of the link inside the measured nodes, versions, hash of the fitted rows, the fit."""
+    """One device kind: bytes/s of the link inside the measured nodes, versions, hash of the fitted rows, the fit."""
 
     link_bytes_per_s: float
     software: tuple[str, ...]
@@ -46,7 +46,7 @@ class ShippedKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedCollectives:
-    """All kinds. ``elsewhere``: measured on another machine / predicted, 80 % of what was left out."""
+    """All kinds. ``elsewhere``: measured on another machine / predicted, for 80 % of held-out rows."""
 
     source: str
     elsewhere: Interval
@@ -55,13 +55,13 @@ class ShippedCollectives:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def find(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
-        """The model of the ranks' devices, if all are on one node of a kind and link that was measured."""
+        """Return the model of the ranks' devices, if all are on one node with a measured kind and link."""
         for kind, link in self._measured(cluster, ranks):
             return self.find_inside(kind.model.device, link)
         return None
 
     def find_inside(self, device: str, link: Link) -> CollectiveModel | None:
-        """The model of devices of a kind that a link joins inside a node, if such a link was measured."""
+        """Return the model of a device kind with this link inside a node, if such a link was measured."""
         for kind in self.kinds:
             if kind.model.device != device:
                 continue
@@ -71,14 +71,14 @@ class ShippedCollectives:
         return None
 
     def find_faster(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
-        """The model of the ranks' devices, all on one node, if theirs is a slower link than the measured one."""
+        """Return the model of the ranks' devices, all on one node, if their link is slower than the measured one."""
         for kind, link in self._measured(cluster, ranks):
             if link.bandwidth_bytes_per_s < kind.link_bytes_per_s * (1 + _SAME_LINK):
                 return kind.model
         return None
 
     def _measured(self, cluster: Cluster, ranks: Sequence[int]) -> Iterator[tuple[ShippedKind, Link]]:
-        """The kinds that the ranks' devices are of, with the link between these, if all are on one node."""
+        """Yield the kinds of the ranks' devices with the link between them, if all are on one node."""
         nodes = {cluster.node_index(rank) for rank in ranks}
         names = {cluster.device_kind(rank).name for rank in ranks}
         if len(nodes) == len(names) == 1:
@@ -86,12 +86,12 @@ class ShippedCollectives:
             yield from ((kind, link) for kind in self.kinds if {kind.model.device} == names)
 
     def widen(self, found: Predictions) -> Predictions:
-        """A model's answer as it stands for another machine than the measured one."""
+        """Return a model's predictions widened for another machine than the measured one."""
         return widen(found, self.elsewhere)
 
 
 def widen(found: Predictions, elsewhere: Interval) -> Predictions:
-    """Predictions of positive seconds, called transferred, with an interval for two errors that do not go together.
+    """Return predictions of positive seconds as "transferred", with the interval of two independent errors.
 
     The squares of the logarithms add.
     """
@@ -107,6 +107,6 @@ def widen(found: Predictions, elsewhere: Interval) -> Predictions:
 
 @cache
 def load_shipped() -> ShippedCollectives:
-    """The shipped models."""
+    """Load the shipped models."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "nccl.json") as path:
         return decode_document(ShippedCollectives, read_data(path), path.name)

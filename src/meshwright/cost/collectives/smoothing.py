@@ -1,16 +1,16 @@
 """From measured sizes to curves: one kriging of all series of an op, evaluated once on a grid of sizes.
 
-    series   the rows of an op that agree in place, dtype and number of groups at once; rows within an eighth of an
+    series   the rows of an op with equal place, dtype and number of concurrent groups; rows within an eighth of an
              octave count as one, with the means of their bytes and seconds
-    grid     `PER_OCTAVE` sizes to a factor of two, from 1/16 of the smallest size of a layout to 16 times its largest,
-             and the measured sizes, which keep what was measured
+    grid     `PER_OCTAVE` sizes per factor of two, from 1/16 of the smallest size of a layout to 16 times its largest,
+             and the measured sizes, which keep their measured values
 
-Groups inside a node and groups across nodes have a kriging each. Parameters are judged by leaving out a size of a
+Groups inside a node and groups across nodes have separate krigings. Parameters are judged by leaving out a size of a
 layout (ranks, their stride, nodes) in all its series (`kriging`).
 
-Between measured sizes seconds may fall: collectives do so where NCCL changes the protocol, in all dtypes alike. To
-forbid it makes sizes left out of the V100 tables worse, by 10 to 25 % of the error with a running maximum and 3 to 6 %
-with isotonic regression. Beyond the measured sizes more bytes never take less.
+Between measured sizes seconds may fall: collectives do so where NCCL changes the protocol, in all dtypes. Forbidding
+this increases the error on held-out sizes of the V100 tables by 10 to 25 % with a running maximum and by 3 to 6 % with
+isotonic regression. Beyond the measured sizes more bytes never take less.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 PER_OCTAVE = 4
 _CELLS_PER_OCTAVE = 8
-# Octaves beyond the measured sizes that the kriging answers; further out the last slope does.
+# Octaves beyond the measured sizes for which the kriging is used; further out it is the last slope.
 _BEYOND = 4
 
 
 def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple[Series, ...], Floats]:
-    """The series of usable rows, and seconds of each row as if its size had been left out, shape (rows,).
+    """Return the series of usable rows, and seconds of each row as if its size had been left out, shape (rows,).
 
     The latter are nan for the smallest and the largest size of a series.
     """
@@ -56,17 +56,17 @@ def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple
 
 
 def number_labels(labels: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Equal numbers for equal labels, in order of appearance."""
+    """Return equal numbers for equal labels, in order of appearance."""
     known: dict[Hashable, int] = {}
     return np.array([known.setdefault(label, len(known)) for label in labels], np.int64)
 
 
 def _draw_alike(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[list[Series], Floats]:
-    """As `draw_series`, for rows of one op that all cross nodes, or none does."""
+    """Return the result of `draw_series` for rows of one op, either all across nodes or all inside."""
     sizes = rows.size("bytes").astype(np.float64)
     labels = list(zip(groups, rows.dtype, rows.size("groups").tolist(), strict=True))
     series_of, cells = number_labels(labels), np.rint(np.log2(sizes) * _CELLS_PER_OCTAVE).astype(np.int64)
-    # How many groups share the inside of a node is a matter of the series, not of the links.
+    # The number of groups that share the inside of a node belongs to the series, not to the layout.
     layouts = [replace(group, num_sharing=1) if group.num_nodes == 1 else group for group in groups]
     every = Points(
         size=sizes,
@@ -101,13 +101,13 @@ def _draw_alike(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[list[
 
 
 def _means(label: NDArray[np.int64], column: Floats) -> Floats:
-    """The mean of a column for each label, shape (labels,)."""
+    """Return the mean of a column for each label, shape (labels,)."""
     means: Floats = np.bincount(label, weights=column) / np.bincount(label)
     return means
 
 
 def _grid(known: Points) -> Points:
-    """The sizes of the grid for each series: over what was measured in any series of its layout, and beyond."""
+    """Return the grid sizes of each series: over all measured sizes of its layout, and beyond."""
     parts = []
     for index in range(int(known.series.max()) + 1):
         rows = np.flatnonzero(known.series == index)
@@ -120,7 +120,7 @@ def _grid(known: Points) -> Points:
 
 
 def _join(measured: Floats, seconds: Floats, sizes: Floats, drawn: Floats) -> tuple[Floats, Floats]:
-    """Sizes and seconds of a series: what was measured, and the grid without those sizes."""
+    """Return sizes and seconds of a series: the measured ones, and the rest of the grid."""
     below, above = sizes < measured.min(), sizes > measured.max()
     drawn[below] = np.minimum.accumulate(np.append(seconds[measured.argmin()], drawn[below][::-1]))[:0:-1]
     drawn[above] = np.maximum.accumulate(np.append(seconds[measured.argmax()], drawn[above]))[1:]

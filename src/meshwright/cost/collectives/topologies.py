@@ -1,8 +1,8 @@
-"""Links between the devices of one node where they differ from pair to pair: data files with their sources.
+"""Links between the devices of one node that differ between pairs: data files with their sources.
 
-A node whose devices all hang on one switch has no topology: every group has the same ways. Where links are counted per
-pair, a group has as many rings as its own links close; where none closes, as many trees as they hold; where they do
-not even connect it, its messages cross the host, at ``host_share`` of the bandwidth of one link.
+A node with all devices on one switch has no topology: every group has the same links. If links are counted per pair, a
+group has the number of rings that its own links can close; if they close none, the number of trees that they hold; if
+they do not connect the group, its messages cross the host, at ``host_share`` of the bandwidth of one link.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class LinkCounts:
             raise ClusterError(f"Topology {self.name!r}: host_share {self.host_share} must be positive.")
 
     def lanes_among(self, devices: tuple[int, ...]) -> tuple[Algorithm, float]:
-        """Rings or trees that a group of devices of the node can use at once, in units of one link, and which."""
+        """Return whether a group of the node's devices uses rings or trees, and how many at once.
+
+        The number is in units of one link.
+        """
         if not set(devices) <= set(range(len(self.links))):
             raise ClusterError(f"Topology {self.name!r} has devices 0 to {len(self.links) - 1}; asked for {devices}.")
         return _lanes(self.links, devices) or ("ring", self.host_share)
@@ -61,7 +64,7 @@ def _lanes(links: tuple[tuple[int, ...], ...], devices: tuple[int, ...]) -> tupl
 
 
 def load_topology(name: str) -> LinkCounts:
-    """A shipped topology by name, ``dgx1-v100``. Raises ClusterError for another."""
+    """Return a shipped topology by name, such as ``dgx1-v100``. Raises ClusterError for unknown names."""
     folder = resources.files("meshwright.cost.collectives") / "links"
     known = sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
     if name not in known:

@@ -1,7 +1,7 @@
-"""Compiled units: which ops inductor puts into one kernel, forward and backward, and what such kernels read and write.
+"""Compiled units: the kernels into which inductor fuses ops, forward and backward, and their memory traffic.
 
-    rules, making   what an operator is written out as        written    the values of a unit, both passes
-    partition   which of them the backward computes again     lowering   which of them are stored, and by what
+    rules, making   how an operator is decomposed             written    the values of a unit, both passes
+    partition   which of them the backward recomputes     lowering   which of them are stored, and by which loops
     groups      which of these are one kernel                 unit       all of it; costs: seconds of the kernels
 
 Everything but the costs follows torch 2.13 (torch/_functorch/partitioners.py, torch/_inductor/graph.py, ir.py,

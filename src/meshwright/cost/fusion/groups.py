@@ -1,10 +1,10 @@
-"""Which loops of a unit become one kernel: inductor's fusion, and what such a kernel reads and writes.
+"""Fusion of a unit's loops into kernels, as in inductor, and the memory traffic of such kernels.
 
-Two loops are fused where they go over the same elements (or one over the rows that the other sums) and share memory:
-one reads what the other writes, in the same order, and nothing runs between; or both read the same. Of all such pairs
-those that share most come first, and again until there are none (torch 2.13, torch/_inductor/scheduler.py, fuse_nodes;
-codegen/simd.py, codegen/cpp.py, can_fuse). On GPUs sums over rows and over columns of the same large matrix are one
-kernel, too (MixOrderReduction).
+Two loops are fused if they iterate over the same elements (or one over the rows that the other sums) and share memory:
+one reads what the other writes, in the same order, and nothing runs between; or both read the same. Pairs that share
+the most are fused first, repeatedly until no pair is left (torch 2.13, torch/_inductor/scheduler.py, fuse_nodes;
+codegen/simd.py, codegen/cpp.py, can_fuse). On GPUs, sums over rows and over columns of the same large matrix are also
+one kernel (MixOrderReduction).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from meshwright.cost.fusion.lowering import Read, Stored
     from meshwright.cost.fusion.values import Device, FusedValue
 
-# torch/_inductor/config.py, choices.py: max_fusion_size; how far apart loops may be that only read the same.
+# torch/_inductor/config.py, choices.py: max_fusion_size; the largest distance of loops that only read the same.
 _MOST_LOOPS, _MOST_BETWEEN, _ROUNDS = 64, 64, 10
-# Elements of so many bytes are narrow.
+# Elements of at most this number of bytes are narrow.
 _NARROW = 2
-# The least bytes that are worth it (score_fusion_memory_threshold).
+# The fewest shared bytes for a fusion (score_fusion_memory_threshold).
 _LEAST_SHARED = 10
 # MixOrderReduction.can_fuse: elements, rows, rows per column, columns.
 _MIXED_ELEMENTS, _MIXED_ROWS, _MIXED_RATIO, _MIXED_COLUMNS = 5 * 2**20, 4096, 2, 16 * 1024
@@ -32,11 +32,11 @@ _MIXED_ELEMENTS, _MIXED_ROWS, _MIXED_RATIO, _MIXED_COLUMNS = 5 * 2**20, 4096, 2,
 class FusedKernel:
     """One kernel of a pass: the ops and passes that are computed in it, in the order of the unit's ops.
 
-    ``members``: ops from the start of the unit, each with whether it is its backward (in a kernel of the backward,
-    False: it is computed again). ``read``, ``written``: bytes that enter and leave, each tensor once. ``rows``:
-    elements of a row that it sums, 0 without; ``columns``: of a matrix over whose ``summed`` rows it sums. ``fresh``:
-    bytes of ``read`` that the kernel before has just written. ``narrow``: most bytes are of elements of two bytes or
-    less. ``extern``: not generated.
+    ``members``: ops from the start of the unit, each with whether it is its backward (False in a kernel of the backward
+    means that it is recomputed). ``read``, ``written``: bytes that enter and leave, each tensor once. ``rows``:
+    elements of a row that it sums, 0 if none; ``columns``: columns of a matrix over whose ``summed`` rows it sums.
+    ``fresh``: bytes of ``read`` that the previous kernel has just written. ``narrow``: most bytes are of elements of
+    two bytes or less. ``extern``: not generated.
     """
 
     backward: bool
@@ -52,7 +52,7 @@ class FusedKernel:
 
 
 class _Group:
-    """Loops that are one kernel."""
+    """Loops that form one kernel."""
 
     def __init__(self, loops: list[Stored], orders: list[int], before: set[int]) -> None:
         self.loops, self.orders, self.before = loops, orders, before
@@ -72,14 +72,14 @@ class _Group:
         self.scatters = any(loop.scatters for loop in loops)
 
     def dependencies(self) -> dict[Read, int]:
-        """All that it reads or writes, with bytes."""
+        """Return everything that it reads or writes, with bytes."""
         return {**self.reads, **self.writes}
 
 
 def fuse(
     values: Sequence[FusedValue], loops: list[Stored], kept: set[int], start: int, device: Device, *, backward: bool
 ) -> tuple[FusedKernel, ...]:
-    """The kernels of a pass in an order in which they can run; ``kept``: buffers that leave it."""
+    """Return the kernels of a pass in a possible order of execution; ``kept``: buffers that leave it."""
     writers: dict[int, list[int]] = {}
     before: list[set[int]] = []
     for order, loop in enumerate(loops):
@@ -101,7 +101,7 @@ def fuse(
 
 
 def _sorted(groups: dict[int, _Group], of: list[int]) -> list[_Group]:
-    """Groups in an order in which they can run."""
+    """Return groups in a possible order of execution."""
     found: dict[int, None] = {}
 
     def visit(key: int) -> None:
@@ -117,7 +117,7 @@ def _sorted(groups: dict[int, _Group], of: list[int]) -> list[_Group]:
 
 
 def _round(groups: dict[int, _Group], of: list[int], device: Device) -> bool:
-    """Fuse the pairs that can be, those that share most first; whether there was one."""
+    """Fuse all possible pairs, those that share the most first; return whether any was fused."""
     users: dict[int, list[int]] = {}
     for key, group in groups.items():
         if not group.extern:
@@ -153,7 +153,7 @@ def _merge(groups: dict[int, _Group], of: list[int], first: int, second: int) ->
 
 
 def _score(one: _Group, two: _Group, device: Device) -> tuple[int, int, int] | None:
-    """How much is won by fusing two groups; None if they cannot be."""
+    """Return the score of fusing two groups; None if it is impossible."""
     if max(two.orders) < min(one.orders) or one.before & set(two.orders):
         one, two = two, one
     if one.before & set(two.orders) or len(one.loops) + len(two.loops) > _MOST_LOOPS:
@@ -185,13 +185,13 @@ def _same_elements(one: _Group, two: _Group, device: Device, *, vertical: bool) 
     summing, plain = (one, two) if one.sums else (two, one)
     if plain.numel == summing.numel * summing.rnumel:
         return summing.in_rows and (device == "cuda" or _rows_alike(plain, summing))
-    # On processors loops have to be alike dim by dim, and there has to be one.
+    # On CPUs loops have to match dim by dim, with at least one dim.
     alike = plain.numel > 1 and (summing.in_rows or not plain.scatters)
     return plain.numel == summing.numel and (device == "cuda" or alike)
 
 
 def _rows_alike(plain: _Group, summing: _Group) -> bool:
-    """Whether a processor goes through the elements of a loop row by row: something that it reads has to be so."""
+    """Return whether a CPU iterates over a loop's elements row by row: some input must have such rows."""
     by_row = {summing.numel, summing.rnumel}
     counts = set().union(*(loop.counts for loop in plain.loops))
     return bool(counts & by_row) and counts <= by_row | {plain.numel, 1}
@@ -209,7 +209,7 @@ def _mixed(one: _Group, two: _Group, mine: dict[Read, int], theirs: dict[Read, i
 
 
 def _cycles(groups: dict[int, _Group], of: list[int], first: int, second: int) -> bool:
-    """Whether something outside of both would have to run after one and before the other."""
+    """Return whether something outside of both would have to run after one and before the other."""
     own = {first, second}
     todo = [of[i] for key in own for i in groups[key].before if of[i] not in own]
     seen: set[int] = set()

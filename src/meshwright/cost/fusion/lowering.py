@@ -1,9 +1,9 @@
 """Which values of a pass are stored, and what is computed for each: inductor's lowering.
 
-A value made element by element is written into whatever reads it, again for every reader, unless something needs it in
-memory: a kernel that is not generated, what leaves the unit, a second reader of what is made from many tensors or by
-many operations (torch 2.13, torch/_inductor/graph.py, run_node; ir.py, should_realize_on_reuse). What reduces is always
-stored. Gradients of the parts of a tensor are each stored into their part of it.
+A value made element by element is inlined into every reader, unless something needs it in memory: an extern kernel, an
+output of the unit, or a second reader of a value made from many tensors or by many operations (torch 2.13,
+torch/_inductor/graph.py, run_node; ir.py, should_realize_on_reuse). Reductions are always stored. Gradients of the
+parts of a tensor are each stored into their part of it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from meshwright.cost.fusion.values import Device, FusedValue
 
-# What is read: a buffer, and how a view looks at it (`FusedValue.turn`s, outermost last).
+# A read: a buffer, and the views through which it is read (`FusedValue.turn`s, outermost last).
 Read = tuple[int, tuple[object, ...]]
 
 # torch/_inductor/config.py: realize_reads_threshold; by device realize_acc_reads_threshold, realize_opcount_threshold.
 _READS = 4
 _ALL_READS = {"cuda": 8, "cpu": 12}
 _OPS = {"cuda": 30, "cpu": 50}
-# unroll_reductions_threshold: shorter sums are written out, element by element.
+# unroll_reductions_threshold: shorter sums are unrolled, element by element.
 _UNROLLED = 8
-# A product has two factors; what comes behind is added.
+# A product has two factors; further inputs are added.
 _FACTORS = 2
-# Sums over the last elements of memory, whose rows a kernel goes through one after the other.
+# Sums over the last elements of memory, whose rows a kernel processes one after the other.
 _IN_ROWS = frozenset({"rows", "groups", "pixels", "all"})
 
 
@@ -37,8 +37,8 @@ _IN_ROWS = frozenset({"rows", "groups", "pixels", "all"})
 class Stored:
     """One loop: for each of ``numel`` elements over ``rnumel`` others, the values computed in it, reads and writes.
 
-    Reads and writes are bytes; ``extern``: not generated. ``in_rows``: it
-    sums over what lies beside each other in memory. ``counts``: elements of what it reads.
+    Reads and writes are bytes; ``extern``: not generated. ``in_rows``: it sums over elements that are adjacent in
+    memory. ``counts``: elements of its inputs.
     """
 
     values: set[int]
@@ -54,7 +54,7 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """A value that is in a buffer, or not yet: then what computing it reads, and the values that are computed."""
+    """A value in a buffer, or not stored yet: then the reads and the values needed to compute it."""
 
     value: int
     buffer: int = -1
@@ -70,10 +70,10 @@ def lower(
     device: Device,
     outputs: Collection[int] = (),
 ) -> tuple[list[Stored], set[int]]:
-    """The loops of a pass that makes the values of ``order`` from those that are ``given``; ``yielded`` leave it.
+    """Return the loops of a pass that makes the values of ``order`` from the ``given`` ones; ``yielded`` ones leave it.
 
-    ``outputs``: those of them whose order in memory is not inductor's to choose. Beside the loops the buffers of what
-    leaves it.
+    ``outputs``: those of them whose memory order inductor may not choose. Also returns the buffers of what leaves the
+    pass.
     """
     lowering = _Lowering(values, order, yielded, device, outputs)
     for index in given:
@@ -106,7 +106,7 @@ class _Lowering:
                 self.users.setdefault(source, set()).add(index)
 
     def hold(self, index: int) -> None:
-        """A value that is in memory when the pass begins."""
+        """Register a value that is in memory when the pass starts."""
         self.of[index] = (_Storage(index, buffer=index), ())
 
     def make(self, index: int) -> None:
@@ -141,9 +141,9 @@ class _Lowering:
         self._store_if_reused(index)
 
     def _read_by(self, index: int, value: FusedValue) -> tuple[int, ...]:
-        """What a kernel that is not generated reads.
+        """Return the inputs of an extern kernel.
 
-        On GPUs a bias is left to what is computed with the product, where that is all element by element
+        On GPUs a bias is left to the consumers of the product if all of them are element-wise
         (torch/_inductor/fx_passes/post_grad.py, unfuse_bias_add_to_pointwise); its few bytes are not counted there.
         """
         has_bias = value.sort == "extern" and not value.backward and len(value.inputs) > _FACTORS
@@ -170,7 +170,7 @@ class _Lowering:
         self.loops.append(loop)
 
     def _over(self, value: FusedValue) -> int:
-        """Of how many elements a reduction makes one."""
+        """Return the number of elements that a reduction reduces to one."""
         return max(self.values[value.inputs[0]].elements // max(value.elements, 1), 1)
 
     def _store_if_reused(self, index: int) -> None:
@@ -209,7 +209,7 @@ class _Lowering:
             if storage.buffer in self.turned:
                 turns = (ORDERED, *turns)
             if value.sort in ("lookup", "gather"):
-                # Elements at places that only values say.
+                # Elements at places that depend on values.
                 num_bytes = min(num_bytes, value.elements * self.values[source].width)
                 turns = (*turns, index)
             elif value.sort == "window" or (value.sort in REDUCTIONS and self._over(value) < _UNROLLED):
@@ -240,7 +240,7 @@ class _Lowering:
         self.of[index] = (whole, ())
 
     def _scatter(self, index: int, value: FusedValue) -> None:
-        """Zeros, or a copy, into which elements are added."""
+        """Add elements into zeros or a copy."""
         target = self.of[value.inputs[0]][0]
         self.store(target)
         source = self._inline(index, value.inputs[1:])
@@ -250,7 +250,7 @@ class _Lowering:
             reads=source.reads,
             scatters=True,
         )
-        # Only what is put there is read and written.
+        # Only the affected elements are read and written.
         put = min(value.num_bytes, loop.numel * value.width)
         loop.reads[target.buffer, (index,)] = loop.writes[index, ()] = put
         self.loops.append(loop)
@@ -258,7 +258,7 @@ class _Lowering:
 
 
 def _turned(turns: tuple[object, ...], value: FusedValue) -> tuple[object, ...]:
-    """How a view of a view looks at memory; a gradient's view of its op's view is as it was before."""
+    """Return the turns of a view of a view; a gradient's view that inverts its op's view restores the order."""
     if not value.turn:
         return turns
     if value.backward and turns and turns[-1] == value.turn:
@@ -273,7 +273,7 @@ def _joined(inner: tuple[object, ...], outer: tuple[object, ...]) -> tuple[objec
 
 
 def _sums_rows(sort: str, shape: Sequence[int], left: Sequence[int]) -> bool:
-    """Whether the last dims are what is summed."""
+    """Return whether the last dims are summed."""
     if sort == "to":
         left = (*(1 for _ in range(len(shape) - len(left))), *left)
         summed = [place for place, size in enumerate(shape) if left[place] != size]

@@ -1,4 +1,4 @@
-"""Making the values of one operator by its rule (``rules.toml``)."""
+"""Make the values of one operator by its rule (``rules.toml``)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from meshwright.cost.fusion.rules import RuleValue, Steps
     from meshwright.cost.fusion.values import Shape, Turn
 
-# Sums of statistics are float32 whatever they are of.
+# Sums of statistics are float32 whatever the type of their input.
 _STATISTICS = frozenset({"rows", "channels", "groups", "all"})
 _SINGLE_BYTES = 4
-# Channels of a group norm are summed in so many groups (its default in diffusion models).
+# The number of groups of channels in a group norm (its default in diffusion models).
 _GROUPS = 32
-# Views that are read from the start of memory, whatever they look at, are of these sorts in rules.
+# Rules use these sorts for values with the shape of their first input.
 _OF_FIRST = frozenset({"scatter", "adding"})
 
 
@@ -28,11 +28,11 @@ class Maker:
     def __init__(self) -> None:
         self.values: list[FusedValue] = []
         self.op, self.backward = -1, False
-        # Shapes and widths that rules name before there is a value: outputs, what an op keeps.
+        # Shapes and widths that rules name before a value exists: outputs, and what an op keeps.
         self.shapes: dict[str, tuple[Shape, int]] = {}
 
     def run(self, steps: Steps, names: dict[str, int]) -> None:
-        """Make the values of a rule, ``names`` of which grow; those whose inputs there are not are left out."""
+        """Make the values of a rule, adding to ``names``; values whose inputs are missing are skipped."""
         for name, made in steps:
             value = self._make(made, names)
             if value is not None:
@@ -54,7 +54,7 @@ class Maker:
         return self.add(sort, inputs, shape, width, ops=made.ops, heavy=made.heavy)
 
     def _sizes(self, made: RuleValue, inputs: Sequence[int], names: dict[str, int]) -> tuple[Shape, int]:
-        """Shape and width of what a rule makes."""
+        """Return the shape and width of a rule's value."""
         given = [self.values[i] for i in inputs]
         if made.sort == "to":
             return given[1].shape, given[0].width
@@ -73,7 +73,7 @@ class Maker:
         return shape, made.num_bytes or width
 
     def reduce(self, sort: str, value: int, shape: Shape, width: int = 0) -> int:
-        """What is left of a value when it is summed to a shape: itself where that is as large."""
+        """Return a value summed to a shape; the value itself if it has that size already."""
         given = self.values[value]
         if math.prod(shape) == given.elements:
             return value if given.shape == shape else self.add("view", (value,), shape, given.width)
@@ -91,7 +91,7 @@ class Maker:
         heavy: bool = False,
         turn: Turn = (),
     ) -> int:
-        """One more value of the present op and pass; returns its number."""
+        """Add a value of the present op and pass; return its number."""
         value = FusedValue(
             op=self.op,
             backward=self.backward,
@@ -107,16 +107,16 @@ class Maker:
         return len(self.values) - 1
 
     def as_wide(self, value: int, width: int) -> int:
-        """The value in a type of so many bytes: itself, or converted."""
+        """Return the value in a type of ``width`` bytes: itself, or converted."""
         given = self.values[value]
         return value if given.width == width else self.add("point", (value,), given.shape, width)
 
     def view(self, value: int, shape: Shape, turn: Turn = ()) -> int:
-        """A look at a value, in another order if there is a turn."""
+        """Return a view of a value, in another order if there is a turn."""
         return self.add("turned" if turn else "view", (value,), shape, self.values[value].width, turn=turn)
 
     def turns_of(self, value: int) -> list[Turn]:
-        """How a value looks at memory, by views of views; one and its like again cancel out."""
+        """Return the turns of a value's views of views; equal neighbours cancel out."""
         chain = [value]
         while self.values[chain[-1]].sort in VIEWS:
             chain.append(self.values[chain[-1]].inputs[0])
@@ -130,14 +130,14 @@ class Maker:
         return turns
 
     def base(self, value: int) -> int:
-        """What a value is a view of."""
+        """Return the value that a view is based on."""
         while self.values[value].sort in VIEWS:
             value = self.values[value].inputs[0]
         return value
 
 
 def _summed_to(sort: str, shape: Shape) -> Shape:
-    """What a sum of a sort leaves of a shape."""
+    """Return the shape after a sum of a sort."""
     beside = (1,) * (len(shape) - 2)
     match sort:
         case "rows":
@@ -153,12 +153,12 @@ def _summed_to(sort: str, shape: Shape) -> Shape:
 
 
 def _broadcast(values: Sequence[FusedValue]) -> tuple[Shape, int]:
-    """Shape and width of what is made from some values, element by element."""
+    """Return the shape and width of an element-wise result of some values."""
     if not values:
         return (), _SINGLE_BYTES
     rank = max(len(value.shape) for value in values)
     padded = [(1,) * (rank - len(value.shape)) + value.shape for value in values]
-    # Among floats, indices of int64 make nothing wider.
+    # Among floats, int64 indices do not widen the result.
     widths = [value.width for value in values]
     narrow = [width for width in widths if width <= _SINGLE_BYTES]
     return tuple(max(sizes) for sizes in zip(*padded, strict=True)), max(narrow or widths)

@@ -1,9 +1,9 @@
-"""Which values of a forward its backward keeps, and which it computes again: a minimum cut of the bytes kept.
+"""Which values of a forward are kept for its backward, and which are recomputed: a minimum cut of the bytes kept.
 
-Values that only the backward makes lie on one side. Of the others each is cut at the cost of its bytes, more the
-farther it is from the backward, and twice where it would not be stored anyway; what inductor does not compute twice
-(products, reductions, what the backward stores, and what is read on both sides of such) is never on the backward's
-side (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
+Values that only the backward makes are on one side. Each other value is cut at the cost of its bytes, more the farther
+it is from the backward, and twice if it would not be stored anyway; what inductor does not compute twice (products,
+reductions, what the backward stores, and what is read on both sides of such values) is never on the backward's side
+(torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 _SEEN_THROUGH = VIEWS | {ORDERED}
 _RECOMPUTED = frozenset({"point", "copy", "gather", "fill"}) | REDUCTIONS | _SEEN_THROUGH
-# What the cut takes to be fused with what reads it, or with what it reads: outputs of a kernel that has several, too.
+# Sorts that the cut assumes to be fused with their readers, or with their inputs: including outputs of a kernel with
+# several.
 _GIVES, _TAKES = _RECOMPUTED | {"random", "part"}, _RECOMPUTED | {"random", "part"}
 _FAR = 10**9
-# solve_min_cut: outputs so much smaller than the inputs are kept; a step farther from the backward weighs so much more.
+# solve_min_cut: outputs smaller than the inputs by this factor are kept; the weight of each step from the backward.
 _REDUCES, _FARTHER, _FARTHEST = 4, 1.1, 100
 
 
 def kept_values(written: Written) -> set[int]:
-    """The values that are kept for the backward, parameters and what is given to the unit included."""
+    """Return the values that are kept for the backward, including parameters and inputs of the unit."""
     return _Cut(written).solve()
 
 
@@ -56,7 +57,7 @@ class _Cut:
                 self.distance[index] = min((self.distance[user] + 1 for user in self.users[index]), default=_FAR)
 
     def solve(self) -> set[int]:
-        """The values cut."""
+        """Return the values cut."""
         flow = Flow(2 * len(self.values) + 2)
         source, sink = 2 * len(self.values), 2 * len(self.values) + 1
         banned = self._banned()
@@ -101,13 +102,13 @@ class _Cut:
         return found
 
     def _dear(self, index: int, value: FusedValue) -> bool:
-        """Whether it is not computed again."""
+        """Return whether a value is not recomputed."""
         if value.sort not in _RECOMPUTED or self._stored_later(index):
             return True
         return value.num_bytes * _REDUCES < sum(self.values[i].num_bytes for i in dict.fromkeys(value.inputs))
 
     def _stored_later(self, index: int) -> bool:
-        """Whether it leaves the unit, or some kernel of the backward needs it in memory, as itself or as a view."""
+        """Return whether a value leaves the unit, or a kernel of the backward needs it, or a view of it, in memory."""
         todo = [index]
         while todo:
             current = todo.pop()
@@ -121,7 +122,7 @@ class _Cut:
         return False
 
     def _ban_far_readers(self, index: int, banned: set[int]) -> None:
-        """What reads a value on the far side of a kernel that is not fused is not computed again."""
+        """Ban the recomputation of a value's readers that come after a kernel that is not fused."""
         readers = [user for user in self.users[index] if self.early[user]]
         if not readers:
             return
@@ -155,14 +156,14 @@ class Flow:
         self.left: list[float] = []
 
     def add(self, start: int, end: int, capacity: float) -> None:
-        """An edge and its reverse."""
+        """Add an edge and its reverse."""
         for origin, target, amount in ((start, end, capacity), (end, start, 0.0)):
             self.edges[origin].append(len(self.to))
             self.to.append(target)
             self.left.append(amount)
 
     def cut(self, source: int, sink: int) -> set[int]:
-        """The nodes from which the sink is still reached, of a maximum flow."""
+        """Return the nodes from which the sink can still be reached after a maximum flow."""
         while (levels := self._levels(source, sink)) is not None:
             places = [0] * len(self.edges)
             while self._push(source, sink, levels, places):

@@ -1,4 +1,4 @@
-"""What torch writes an operator out as before it fuses: the table ``rules.toml``, read once."""
+"""Decompositions of operators that torch applies before fusion: the table ``rules.toml``, read once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FusionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleValue:
-    """One value of a rule: its sort, what it is made from (names, or values without one), and its options."""
+    """One value of a rule: its sort, its inputs (names, or values without a name), and its options."""
 
     sort: str
     inputs: tuple[str | RuleValue, ...]
@@ -37,7 +37,7 @@ Steps = tuple[tuple[str, RuleValue], ...]
 
 @cache
 def fusion_rules() -> dict[str, tuple[Steps, Steps]]:
-    """Of every operator that the table knows the values of its forward and of its backward, by name, in order."""
+    """Return the values of the forward and of the backward of every operator in the table, by name, in order."""
     with resources.as_file(resources.files("meshwright.cost.fusion") / "rules.toml") as path:
         rows = decode(tuple[FusionRule, ...], read_data(path)["rules"], path.name)
     return {name: (_steps(row.forward), _steps(row.backward)) for row in rows for name in row.names.split()}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedUnit:
-    """The kernels of a unit in the order in which they are launched, forward and backward."""
+    """The kernels of a unit in launch order, forward and backward."""
 
     forward: tuple[FusedKernel, ...]
     backward: tuple[FusedKernel, ...]
@@ -38,7 +38,7 @@ def fuse_unit(
     later: frozenset[int],
     device: Device = "cuda",
 ) -> FusedUnit:
-    """The kernels of ops ``start:stop`` compiled together. ``later``: tensors of theirs that others read."""
+    """Return the kernels of ops ``start:stop`` compiled together. ``later``: their tensors that other ops read."""
     written = write_unit(graph, start, stop, batch_size, numbers, widths, later, device)
     values, late, leaving = written.values, written.is_late(), written.forward_yields
     kept = kept_values(written) if written.backward_yields else set()
@@ -57,7 +57,7 @@ def fuse_unit(
 def _order(
     values: Sequence[FusedValue], wanted: Sequence[int], held: Collection[int], first: Sequence[int]
 ) -> list[int]:
-    """What has to be made for some values: those of ``first`` in order, each thing right before it is needed."""
+    """Return the values to make for the wanted ones: those of ``first`` in order, each right before it is needed."""
     needed: set[int] = set()
     todo = [i for i in wanted if i not in held]
     while todo:

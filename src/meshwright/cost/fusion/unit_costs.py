@@ -1,17 +1,16 @@
-"""Seconds of the ops of a graph whose layers are compiled: each kernel once, with one of the ops that it computes.
+"""Seconds of the ops of a graph with compiled layers: each kernel's time is charged to one of its ops.
 
-In forward order the last, backward the one that comes first in the graph, so that marks at the ends of units see all
-that was before; other ops of a kernel take no time. Kernels that inductor does not generate take what their ops take.
+In the forward this is its last op, in the backward the one that comes first in the graph, so that the ends of units
+include everything before; other ops of a kernel take no time. Extern kernels take the time of their ops.
 
-    on GPUs       generated kernels at the fitted rates of kernels that torch has (`cost.gpu.rates`): what goes through
-                  rows as the forward of a norm or a softmax of such rows; sums of columns at the rate of the longest
-                  rows, for inductor splits them until they fill the device, and a small kernel adds up the parts; all
-                  else as element-wise ops
-    elsewhere     what the ops of the kernel take on their own, times the bytes that it moves over those that they move;
-                  an op in several kernels is shared out by their bytes, and one that has kernels that are not generated
-                  is with those
+    on GPUs       generated kernels at the fitted rates of torch's kernels (`cost.gpu.rates`): kernels with row sums
+                  like the forward of a norm or a softmax with such rows; sums of columns at the rate of the longest
+                  rows, because inductor splits them until they fill the device, and a small kernel adds the parts; all
+                  others like element-wise ops
+    elsewhere     the time of the kernel's ops on their own, times its bytes over their bytes; an op in several kernels
+                  is divided by their bytes, and an op with extern kernels is charged to those
 
-Gradients that compiled units hand to each other, or to parameters in a wider type, are added and converted as ever.
+Gradients that compiled units pass to each other, or to parameters in a wider type, are added and converted as usual.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Numbers
 
 _NONE = RooflineSeconds(forward_s=0.0, backward_s=0.0, accumulate_s=0.0)
-# Row sums by the rate of the op that has them.
+# The rate of row sums by the op that contains them.
 _ROW_SORTS = {"rms_norm": "rms_norm", "softmax": "softmax", "log_softmax": "softmax", "cross_entropy_loss": "softmax"}
-# torch/_inductor/choices.py, reduction_split_factor: sums of fewer columns per multiprocessor are split, if of so many
-# rows.
+# torch/_inductor/choices.py, reduction_split_factor: sums of fewer columns per multiprocessor are split, if they have
+# at least this number of rows.
 _COLUMNS_EACH, _LEAST_SPLIT = 64, 128
 
 
 class ClassCosts(NamedTuple):
-    """Of each class of ops: its cost as it runs alone, and that of what it has of kernels that are not generated.
+    """For each class of ops: its cost when it runs alone, and the cost of its extern kernels.
 
-    ``widened``: of copying its gradients of parameters to a wider type; ``issued``: seconds of the host; ``measured``:
-    whether its cost is from a measurement or a trace.
+    ``widened``: cost of copying its gradients of parameters to a wider type; ``issued``: seconds of the host;
+    ``measured``: whether its cost is from a measurement or a trace.
     """
 
     alone: Sequence[OpCost]
@@ -67,14 +66,14 @@ class ClassCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCosts:
-    """Costs of all ops, and what the host takes for them; empty of a device that is its own host."""
+    """Costs of all ops, and the host's seconds for them; empty for a device that is its own host."""
 
     costs: list[OpCost]
     issued: list[RooflineSeconds]
 
 
 class UnitEstimator:
-    """Costs all ops of a graph with compiled layers. ``types``: in which each class computes."""
+    """Estimates all ops of a graph with compiled layers. ``types``: the type in which each class computes."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class UnitEstimator:
         self.units: dict[Hashable, FusedUnit] = {}
 
     def estimate_all(self) -> CompiledCosts:
-        """The costs of all units, and of ops that are in none."""
+        """Return the costs of all units, and of ops outside of units."""
         for start, stop in compiled_units(self.graph):
             if all(op.phase == "forward" for op in self.graph.ops[start:stop]):
                 self.estimate(start, stop)
@@ -153,7 +152,7 @@ class UnitEstimator:
         return self.units[key]
 
     def _sums(self, start: int, stop: int) -> list[tuple[int, Launch]]:
-        """Additions of gradients of what an earlier unit reads, too."""
+        """Return additions of gradients of tensors that an earlier unit reads, too."""
         wanted: dict[int, int] = {}
         for op in range(start, stop):
             for i in self.graph.ops[op].inputs:
@@ -178,18 +177,18 @@ class UnitEstimator:
         return op_cost_around(passes, interval, basis)
 
     def bytes_alone(self, index: int, *, backward: bool) -> float:
-        """What an op moves in a pass where it is not compiled."""
+        """Return the bytes that an op moves in a pass if it is not compiled."""
         op = self.graph.ops[index]
         passes = passes_of(self.graph, op, self.batch_size, self.types[self.of[index]])
         return passes.backward.num_bytes if backward else passes.forward.num_bytes
 
     def is_measured(self, kernel: FusedKernel, start: int) -> bool:
-        """Whether all that a kernel computes in its pass was measured."""
+        """Return whether all ops of a kernel's pass were measured."""
         own = [op for op, backward in kernel.members if backward == kernel.backward]
         return bool(own) and all(self.known.measured[self.of[start + op]] for op in own)
 
     def launched(self, kernel: FusedKernel, start: int) -> OpCost:
-        """The cost of a generated kernel on a GPU."""
+        """Return the cost of a generated kernel on a GPU."""
         width, hot = 2 if kernel.narrow else 4, kernel.fresh
         cold = kernel.read + kernel.written - hot
         launches = [Launch(sort="pointwise", width=width, cold=cold, hot=hot)]
@@ -227,7 +226,7 @@ class UnitEstimator:
 
 
 class _Shares:
-    """Which part of an op's own seconds is with each kernel, where kernels have no rates of their own."""
+    """The part of an op's own seconds in each kernel, for kernels without rates of their own."""
 
     def __init__(self, estimator: UnitEstimator, unit: FusedUnit, start: int, dense: set[tuple[int, bool]]) -> None:
         self.estimator, self.start, self.dense = estimator, start, dense
@@ -240,7 +239,7 @@ class _Shares:
                         self.total[key] = self.total.get(key, 0.0) + kernel.read + kernel.written
 
     def estimate(self, kernel: FusedKernel) -> OpCost:
-        """The cost of a generated kernel."""
+        """Return the cost of a generated kernel."""
         if self.estimator.gpu is not None and not self.estimator.is_measured(kernel, self.start):
             return self.estimator.launched(kernel, self.start)
         moved, alone, seconds = kernel.read + kernel.written, 0.0, [_NONE, _NONE, _NONE]
@@ -266,7 +265,7 @@ class _Shares:
 
 
 def _home(kernel: FusedKernel, stop: int) -> int:
-    """The op of a unit with which a kernel's time stands."""
+    """Return the op of a unit to which a kernel's time is charged."""
     own = [op for op, backward in kernel.members if backward == kernel.backward]
     if kernel.backward:
         return min(own, default=stop - 1)
@@ -278,7 +277,7 @@ def _part(dense: RooflineSeconds, alone: RooflineSeconds, here: tuple[float, flo
 
 
 def _added(cost: OpCost, more: OpCost) -> OpCost:
-    """The cost of both together, which rests on what is less sure of them."""
+    """Return the sum of both costs, with the less certain basis."""
     bases = [each.basis for each in (cost, more) if each.seconds != _NONE]
     return OpCost(
         seconds=cost.seconds.plus(more.seconds),

@@ -1,4 +1,4 @@
-"""What a compiled unit is written out in: values, each made from others, and what leaves the unit."""
+"""The values of a compiled unit, each made from others, and those that leave the unit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 Shape = tuple[int, ...]
 Device = Literal["cuda", "cpu"]
-# How a view looks at memory that is not in its order; empty where it is.
+# The order in which a view reads memory; empty if it is the memory's own order.
 Turn = tuple[object, ...]
 
-# The sorts of values, as the table of rules names them; "given" is what comes from outside.
+# The sorts of values, as named in the table of rules; "given" comes from outside.
 VIEWS = frozenset({"view", "turned"})
 REDUCTIONS = frozenset({"rows", "channels", "groups", "pixels", "all", "to", "reduced"})
 EXTERNS = frozenset({"extern", "several", "random", "part"})
-# A copy in another order that autograd does not see: what is kept of its input is the copy.
+# A copy in another order that autograd does not see: the copy is kept instead of the input.
 ORDERED = "ordered"
 # Tensors of images, which inductor keeps with channels last.
 IMAGE_DIMS = 4
@@ -23,10 +23,10 @@ IMAGE_DIMS = 4
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FusedValue:
-    """A value: the op and pass that make it (``op`` -1: none), how, from what, and how large it is.
+    """A value: the op and pass that make it (``op`` -1: none), how, from what, and its size.
 
-    ``shape`` in elements of ``width`` bytes; ``ops`` counts the operations of an element, of which ``heavy`` ones are
-    not done twice on processors.
+    ``shape`` has elements of ``width`` bytes; ``ops`` counts the operations per element; ``heavy`` ones are not
+    repeated on CPUs.
     """
 
     op: int
@@ -42,18 +42,18 @@ class FusedValue:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self.elements * self.width
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Written:
-    """The values of a unit in order, first ``num_forward`` of the forward, and what leaves each pass."""
+    """The values of a unit in order, first ``num_forward`` of the forward, and those that leave each pass."""
 
     values: list[FusedValue] = field(default_factory=list)
     num_forward: int = 0
@@ -61,7 +61,7 @@ class Written:
     backward_yields: list[int] = field(default_factory=list)
 
     def is_late(self) -> list[bool]:
-        """Of every value whether it is made from gradients that come into the unit."""
+        """Return, for every value, whether it depends on gradients that enter the unit."""
         late: list[bool] = []
         for value in self.values:
             given = value.sort == "given" and value.backward

@@ -1,7 +1,7 @@
-"""A unit written out: the values that its ops make one after the other, forward and backward.
+"""Decompose a unit: the values that its ops make one after the other, forward and backward.
 
-Autograd runs backwards in the reverse order of the ops and adds up gradients of what several ops read. Casts of
-autocast are values like others. An operator without a rule is a kernel of its own each way, which makes all outputs.
+Autograd runs backwards in the reverse order of the ops and adds the gradients of tensors with several readers. Casts of
+autocast are values like others. An operator without a rule is one kernel per pass, which makes all outputs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Op
     from meshwright.spec.precision import Numbers
 
-# Where attention has its mask.
+# The input of attention that holds its mask.
 _MASK = 3
-# Views that read in another order than memory has; parts of a tensor; views that add or leave out dims of one element.
+# Views that read in another order than memory has; parts of a tensor; views that add or drop dims of one element.
 _TURNING = frozenset(["transpose", "permute", "t", "chunk", "split", "slice", "select", "narrow", "unbind"])
 _PARTS = frozenset(["slice", "select", "narrow"])
 _ALONGSIDE = frozenset(["squeeze", "unsqueeze"])
 _JOINING = frozenset(["cat", "stack"])
-# What copies where it cannot be a view.
+# Operators that copy if they cannot return a view.
 _RESHAPING = frozenset(["flatten", "reshape", "view", "transpose", "permute"])
-# Writing a part into zeros takes so many operations for each element.
+# The number of operations per element for writing a part into zeros.
 _PUT_OPS = 4
 
 
@@ -45,7 +45,7 @@ def write_unit(
     later: frozenset[int],
     device: Device = "cuda",
 ) -> Written:
-    """Write out ops ``start:stop``; ``later``: tensors of theirs that others read."""
+    """Return the decomposition of ops ``start:stop``; ``later``: their tensors that other ops read."""
     writer = _Writer(graph, batch_size, numbers, widths, device)
     for op in range(start, stop):
         writer.forward(op)
@@ -70,7 +70,10 @@ def write_unit(
 
 
 class _Writer(Maker):
-    """``of``: the value of each tensor; ``gradients``: so far, of each; ``updated``: buffers that ops write."""
+    """The decomposition in progress.
+
+    ``of``: the value of each tensor; ``gradients``: of each tensor so far; ``updated``: buffers that ops write.
+    """
 
     def __init__(self, graph: Graph, batch_size: int, numbers: Numbers, widths: Widths, device: Device) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class _Writer(Maker):
         self._copies: dict[tuple[str, int], int] = {}
 
     def forward(self, index: int) -> None:
-        """Write out the forward of an op."""
+        """Decompose the forward of an op."""
         op = self.graph.ops[index]
         self.op, self.backward = index, False
         names = self._inner[index] = self._inputs(op)
@@ -106,7 +109,7 @@ class _Writer(Maker):
         self.updated += [names[name] for name in ("u3", "u4") if name in names]
 
     def run_backward(self, index: int) -> None:
-        """Write out the backward of an op, if a gradient comes and one is wanted."""
+        """Decompose the backward of an op, if it receives a gradient and an input needs one."""
         op = self.graph.ops[index]
         found = {place: self._sum(self.gradients.pop(i)) for place, i in enumerate(op.outputs) if i in self.gradients}
         wanted = [place for place, i in enumerate(op.inputs) if self.graph.tensors[i].requires_grad]
@@ -132,11 +135,11 @@ class _Writer(Maker):
             self.gradients.setdefault(i, []).append(own)
 
     def leave(self) -> list[int]:
-        """Gradients of what was given to the unit."""
+        """Return the gradients of the unit's inputs."""
         return [self._sum(values) for values in self.gradients.values()]
 
     def given(self, tensor: int, *, backward: bool = False) -> int:
-        """A tensor, or its gradient, that comes from outside."""
+        """Add a tensor, or its gradient, that comes from outside."""
         shape, width = self._sizes_of(tensor)
         held = self.graph.tensors[tensor].role in ("parameter", "buffer", "constant")
         self.values.append(
@@ -147,7 +150,7 @@ class _Writer(Maker):
         return len(self.values) - 1
 
     def _inputs(self, op: Op) -> dict[str, int]:
-        """What an op reads, in the types and orders that it is read in."""
+        """Return the inputs of an op, in the types and orders in which it reads them."""
         lower = self.numbers.autocast
         casts = cast_inputs(self.graph, op, lower) if lower else []
         names = {}
@@ -163,12 +166,12 @@ class _Writer(Maker):
         return names
 
     def _in_another_order(self, value: int) -> bool:
-        """Whether what a convolution reads comes from outside, with its channels not last."""
+        """Return whether a convolution's input comes from outside, with its channels not last."""
         shape, source = self.values[value].shape, self.values[self.base(value)]
         return len(shape) == IMAGE_DIMS and any(size > 1 for size in shape[2:]) and source.sort == "given"
 
     def _copied(self, sort: str, value: int, width: int) -> int:
-        """A copy of what an op reads, which all that read it so share."""
+        """Return a copy of an op's input, which all readers of this kind share."""
         key = (sort, value)
         if key not in self._copies:
             made = "point" if sort == "cast" else sort
@@ -188,7 +191,7 @@ class _Writer(Maker):
         return name
 
     def _by_rule(self, op: Op, names: dict[str, int], wanted: list[int]) -> dict[int, int]:
-        """Gradients of an op's inputs by place."""
+        """Return the gradients of an op's inputs by place."""
         rules, rule = fusion_rules(), self._rule_name(op)
         if rule in rules:
             steps = _needed(rules[rule][1], {f"d{place}" for place in wanted})
@@ -200,14 +203,14 @@ class _Writer(Maker):
         self.run(steps, names)
         made = {place: names[f"d{place}"] for place in wanted if f"d{place}" in names}
         if family_of(op) == "attention":
-            # Gradients lie in memory as what they are of.
+            # Gradients have the memory order of their tensors.
             for place, value in made.items():
                 turns = [turn for turn in self.turns_of(names[f"x{place}"]) if turn[0] != "chunk"]
                 made[place] = self.view(value, self.values[value].shape, turns[-1]) if turns else value
         return made
 
     def _view_backward(self, op: Op, names: dict[str, int], found: dict[int, int]) -> int:
-        """The gradient of what a view looks at."""
+        """Return the gradient of a view's input."""
         name, shape = operator_name(op), self._sizes_of(op.inputs[0])[0]
         first = next(iter(found.values()))
         value = self.values[first]
@@ -228,13 +231,13 @@ class _Writer(Maker):
         return (name, op.attributes, place) if name in _TURNING else ()
 
     def _looks(self, op: Op) -> bool:
-        """Whether an op makes a view, of the type of what it looks at."""
+        """Return whether an op makes a view with the type of its input."""
         if not op.inputs or not op.outputs or not is_view(self.graph, op):
             return False
         return self.widths.of(op.inputs[0]) == self.widths.of(op.outputs[0])
 
     def _gradient_width(self, tensor: int) -> int:
-        """Bytes of an element of a gradient; one of a parameter is made wider behind the unit."""
+        """Return the bytes of an element of a gradient; a parameter's gradient is widened after the unit."""
         is_parameter = self.graph.tensors[tensor].role == "parameter"
         return self.numbers.value_bytes if is_parameter else self.widths.of(tensor)
 
@@ -251,7 +254,7 @@ class _Writer(Maker):
             self.shapes["scores"] = ((*query[0][:-1], key[0][-2]), query[1])
 
     def _sum(self, values: list[int]) -> int:
-        """The sum of gradients, which is no op's."""
+        """Return the sum of gradients, which belongs to no op."""
         op, self.op, self.backward = self.op, -1, True
         total = values[0]
         for other in values[1:]:
@@ -261,7 +264,7 @@ class _Writer(Maker):
 
 
 def _needed(steps: Steps, wanted: set[str]) -> Steps:
-    """The steps that the wanted gradients need."""
+    """Return the steps that the wanted gradients need."""
     kept = []
     for name, made in reversed(steps):
         if name in wanted:

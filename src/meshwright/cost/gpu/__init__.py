@@ -1,1 +1,1 @@
-"""How long the kernels take that torch launches on a CUDA device, beside products: fitted to ops measured alone."""
+"""Seconds of the kernels that torch launches on a CUDA device, except products: fitted to ops measured alone."""

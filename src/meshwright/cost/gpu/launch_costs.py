@@ -1,11 +1,11 @@
 """Costs of the ops of a graph on a CUDA device, from the kernels that torch launches for them.
 
-products, convolutions,  what the predictor of products says (`cost.kernels`), and the kernels beside them
+products, convolutions,  the product predictor (`cost.kernels`), and the additional kernels
 recurrent layers
 attention                by the kernel that torch chooses (`cost.gpu.attention`)
-all else                 the kernels of each pass (`cost.gpu.launches`) at fitted rates (`cost.gpu.rates`)
+all others               the kernels of each pass (`cost.gpu.launches`) at fitted rates (`cost.gpu.rates`)
 
-Only what rests on a roofline is estimated anew: measurements and traces stay.
+Only rooflines are replaced: measurements and traces stay.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def estimate_launches(
     kind: DeviceKind,
     software: Software,
 ) -> list[OpCost]:
-    """Costs of the ops of ``asked``, which compute in ``dtypes``; ``predicted``: after the predictor of products."""
+    """Return the costs of the ops of ``asked``, which compute in ``dtypes``; ``predicted`` by the product predictor."""
     columns = zip(asked.costs, predicted, asked.ops, asked.keys, dtypes, strict=True)
     return [
         _estimate(model, asked, op, key, dtype, widths, kind, dense, software) if bound.basis == "roofline" else bound

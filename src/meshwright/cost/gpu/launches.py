@@ -1,20 +1,20 @@
-"""The kernels that torch launches for an op on a CUDA device beside products and attention, forward and backward.
+"""The kernels that torch launches for an op on a CUDA device, without products and attention, forward and backward.
 
 Counted from what torch runs (torch 2.11 and 2.13, derivatives.yaml and aten/src/ATen/native/cuda):
 
-    layer_norm, rms_norm    one kernel each way; the backward's also sum up the gradients of the weights
+    layer_norm, rms_norm    one kernel per pass; the backward's also sum the gradients of the weights
     batch_norm              a block per channel sums it up, then one kernel writes; the backward does both in one
-    cross_entropy_loss      log_softmax and nll_loss; back a fill of zeros for nll_loss and that of log_softmax
-    embedding               rows are copied; back zeros are filled in, then rows added: up to 3,072 by a block that goes
-                            through all, more after a sort (Embedding.cu)
-    dropout                 writes a mask of a byte per element; back the gradient times the mask
-    max_pool2d              each output looks through its window; back each input looks for the windows it is in
-    linear with a bias      the bias is added by the product; back its gradient is a sum over rows
-    convolutions            a bias is added by a kernel of its own
+    cross_entropy_loss      log_softmax and nll_loss; the backward fills zeros for nll_loss, then that of log_softmax
+    embedding               rows are copied; the backward fills zeros, then adds rows: up to 3,072 by a block that
+                            processes all, more after a sort (Embedding.cu)
+    dropout                 writes a mask of a byte per element; the backward multiplies the gradient with the mask
+    max_pool2d              each output searches its window; in the backward each input searches its windows
+    linear with a bias      the bias is added by the product; its gradient is a sum over rows
+    convolutions            a bias is added by a separate kernel
     recurrent layers        after the products of a time step one kernel makes its states
 
-Everything else reads and writes once per gradient, as `cost.work` counts it. What a kernel finds in the cache is what
-the one before it wrote: the first input, or the gradient of the output.
+Everything else reads and writes once per gradient, as counted by `cost.work`. A kernel finds in the cache what the
+previous one wrote: the first input, or the gradient of the output.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 
     _Kernels = Callable[["_Counted"], tuple[Launch, ...]]
 
-# Gradients of so many rows are added to an embedding's without sorting them (Embedding.cu).
+# Up to this number of rows, gradients are added to an embedding's without sorting them (Embedding.cu).
 _UNSORTED_ROWS = 3072
-# A block sums up a channel of a batch norm; so many share a multiprocessor before they slow each other down (of 1.4,
-# 1.6 and 2, what leaves least over of 6 shapes with 64 to 2,048 channels; `scripts/renew_gpu_model.py`).
+# The number of blocks (one per channel of a batch norm) on a multiprocessor before they slow each other down: of 1.4,
+# 1.6 and 2, the value with the smallest residuals for 6 shapes with 64 to 2,048 channels
+# (`scripts/renew_gpu_model.py`).
 _BLOCKS = 2.0
-# Blocks of the kernel that writes a batch norm's output: as many as samples, within these (Normalization.cuh).
+# Limits of the blocks of the kernel that writes a batch norm's output, one per sample (Normalization.cuh).
 _LEAST_BLOCKS, _MOST_BLOCKS = 1, 256 * 1024
 
 
@@ -57,22 +58,22 @@ class Launched:
 
 
 def copied(elements: float, read: int, written: int) -> Launch:
-    """A copy to another type: ``read`` and ``written`` are bytes of an element."""
+    """Return a copy to another type: ``read`` and ``written`` are bytes of an element."""
     sort = "widening" if written > read else "pointwise"
     return Launch(sort=sort, width=max(read, written), cold=elements * written, hot=elements * read)
 
 
 def sum_of(elements: float, width: int) -> Launch:
-    """Adding to what is there: one of the two was just made."""
+    """Return an addition to existing values, one of whose operands was just made."""
     return Launch(sort="pointwise", width=width, cold=2.0 * elements * width, hot=elements * width)
 
 
 def launches_of(
     graph: Graph, op: Op, batch_size: int, key: str, passes: Passes, widths: Widths, num_multiprocessors: int
 ) -> Launched:
-    """The kernels of an op, without products and attention.
+    """Return the kernels of an op, without products and attention.
 
-    ``key``: its key in the measurement table. ``passes``: what its operator is counted to do.
+    ``key``: its key in the measurement table. ``passes``: the work counted for its operator.
     """
     call = read_call(key)
     operator = find_operator(call.operator, call.attributes, call.dtypes) if call is not None else None
@@ -91,7 +92,7 @@ def launches_of(
 
 
 class _Counted:
-    """Bytes of one call, by the types that its tensors have."""
+    """Bytes of one call, by the types of its tensors."""
 
     def __init__(
         self,
@@ -117,16 +118,16 @@ class _Counted:
         self.width = self.out_widths[0] if self.out_widths else 4
 
     def is_cast(self) -> bool:
-        """Whether what is a view where all values have one type converts them."""
+        """Return whether the op, a view if all values have one type, converts its input."""
         return bool(self.in_widths and self.out_widths) and self.in_widths[0] != self.width
 
     def casts(self) -> tuple[Launch, Launch]:
-        """The conversion and that of the gradient."""
+        """Return the conversion and that of the gradient."""
         elements, own = self.in_elements[0], self.in_widths[0]
         return copied(elements, own, self.width), copied(elements, self.width, own)
 
     def given(self, place: int = 0) -> float:
-        """Bytes of an input."""
+        """Return the bytes of an input."""
         return float(self.in_elements[place] * self.in_widths[place]) if place < len(self.in_elements) else 0.0
 
     @property
@@ -135,7 +136,7 @@ class _Counted:
         return float(sum(count * width for count, width in zip(self.out_elements, self.out_widths, strict=True)))
 
     def forward(self, passes: Passes, trained: bool) -> tuple[Launch, ...]:
-        """The kernels of the forward."""
+        """Return the kernels of the forward."""
         if self.family == "product":
             return ()
         if self.family == "convolution":
@@ -164,26 +165,26 @@ class _Counted:
         return (Launch(sort=sort, width=width, cold=sum(read) - hot + written, hot=hot), *further)
 
     def norm(self) -> tuple[Launch, ...]:
-        """Statistics and output in one kernel."""
+        """Return one kernel for statistics and output."""
         sort = "rms_norm" if self.name == "rms_norm" else "layer_norm"
         return (Launch(sort=sort, width=self.width, row=self._row(), cold=self.written, hot=self.given()),)
 
     def group_norm(self) -> tuple[Launch, ...]:
-        """One kernel reads for the statistics, another reads again and writes."""
+        """Return two kernels: one reads for the statistics, one reads again and writes."""
         first = self.given()
         return Launch(sort="pointwise", width=self.width, hot=first), self._moved(first + self.written)
 
     def batch_norm(self) -> tuple[Launch, ...]:
-        """Sums of the channels, then the output."""
+        """Return the sums of the channels, then the output."""
         output = channel_writes(self.width, self.call.shapes[0], self.given(), self.written, self.units)
         return channel_sums("batch_norm", self.width, self.call.shapes[0], self.units), output
 
     def softmax(self) -> tuple[Launch, ...]:
-        """One kernel."""
+        """Return one kernel."""
         return (Launch(sort="softmax", width=self.width, row=self._row(), cold=self.written, hot=self.given()),)
 
     def cross_entropy(self) -> tuple[Launch, ...]:
-        """log_softmax and nll_loss, which picks a value of each row."""
+        """Return log_softmax and nll_loss, which picks a value of each row."""
         width, first = self.in_widths[0], self.given()
         return (
             Launch(sort="softmax", width=width, row=self._row(), cold=first, hot=first),
@@ -191,12 +192,12 @@ class _Counted:
         )
 
     def max_pool(self) -> tuple[Launch, ...]:
-        """A thread for each output."""
+        """Return one kernel with a thread for each output."""
         window = math.prod(self.call.numbers("kernel_size", 2, 1))
         return (Launch(sort="pooling", width=self.width, turns=self.made * window / self.units),)
 
     def backward(self, passes: Passes) -> tuple[Launch, ...]:
-        """The kernels of the backward."""
+        """Return the kernels of the backward."""
         if self.family == "product":
             return tuple(self._summed() for place in self.wanted if place not in self._factors())
         if self.family == "convolution":
@@ -210,44 +211,44 @@ class _Counted:
         if operator is not None and operator.makes == "output":
             return (Launch(sort="pointwise", width=self.width, cold=self.made + self.given(), hot=written),)
         sort = "joining" if operator is not None and operator.gradient == "joined" else "pointwise"
-        # What is counted for each gradient are all that it reads and writes, among them that of the output.
+        # The bytes counted for each gradient are all that it reads and writes, including the output's gradient.
         kernels = max(passes.backward.num_kernels, 1)
         each = passes.backward.num_bytes / kernels
         hot = min(written, each)
         return (Launch(sort=sort, width=self.width, cold=each - hot, hot=hot),) * kernels
 
     def norm_backward(self) -> tuple[Launch, ...]:
-        """Reads input and gradient; sums of the weights' gradients are in the rate."""
+        """Return one kernel over input and gradient; its rate includes the sums of the weights' gradients."""
         return (
             Launch(sort="norm_backward", width=self.width, row=self._row(), cold=2 * self.given(), hot=self.written),
         )
 
     def group_norm_backward(self) -> tuple[Launch, ...]:
-        """Sums, then the gradient of the input."""
+        """Return the sums, then the gradient of the input."""
         both = self.given() + self.written
         return self._moved(both), self._moved(both + self.given())
 
     def batch_norm_backward(self) -> tuple[Launch, ...]:
-        """A block per channel sums it up and writes it."""
+        """Return one kernel with a block per channel that sums and writes it."""
         return (channel_sums("batch_norm_backward", self.width, self.call.shapes[0], self.units),)
 
     def softmax_backward(self) -> tuple[Launch, ...]:
-        """One pass over the output and its gradient."""
+        """Return one pass over the output and its gradient."""
         moved = self.written + self.given()
         return (Launch(sort="softmax_backward", width=self.width, row=self._row(), cold=moved, hot=self.written),)
 
     def cross_entropy_backward(self) -> tuple[Launch, ...]:
-        """Zeros with a value in each row, then log_softmax."""
+        """Return zeros with a value in each row, then log_softmax."""
         width, first = self.in_widths[0], self.given()
         back = Launch(sort="softmax_backward", width=width, row=self._row(), cold=2 * first, hot=first)
         return Launch(sort="filling", width=width, cold=first), back
 
     def embedding_backward(self) -> tuple[Launch, ...]:
-        """Zeros for the whole table, then the rows."""
+        """Return zeros for the whole table, then the rows."""
         return embedding_gradients(self.width, self.in_elements[1], self.given(), self.written, self._row())
 
     def max_pool_backward(self) -> tuple[Launch, ...]:
-        """A thread for each input looks through the windows that it is in."""
+        """Return one kernel: a thread for each input searches the windows that contain it."""
         window, stride = self.call.numbers("kernel_size", 2, 1), self.call.numbers("stride", 2, 0)
         covering = math.prod(math.ceil(size / (step or size)) for size, step in zip(window, stride, strict=True))
         return (Launch(sort="pooling", width=self.width, turns=self.in_elements[0] * covering / self.units),)
@@ -263,7 +264,7 @@ class _Counted:
         return Launch(sort="pointwise", width=self.width, cold=num_bytes)
 
     def _summed(self) -> Launch:
-        """The gradient of a bias: the sum over the rows of that of the output."""
+        """Return the gradient of a bias: the sum over the rows of the output's gradient."""
         columns = self.call.shapes[self._factors()[1]][0 if self.name == "linear" else -1]
         return Launch(sort="column_sum", width=self.width, row=columns, hot=self.written)
 
@@ -285,7 +286,7 @@ class _Counted:
 
 
 def channel_sums(sort: str, width: int, shape: Sequence[int], units: int) -> Launch:
-    """A block per channel that goes through all of its elements; ``units``: multiprocessors."""
+    """Return one kernel with a block per channel that processes all of its elements; ``units``: multiprocessors."""
     channels = shape[1]
     each = math.prod(shape) / max(channels, 1)
     crowd = (1 + (channels / units / _BLOCKS) ** 3) ** (1 / 3)
@@ -293,13 +294,13 @@ def channel_sums(sort: str, width: int, shape: Sequence[int], units: int) -> Lau
 
 
 def channel_writes(width: int, shape: Sequence[int], read: float, written: float, units: int) -> Launch:
-    """Writing a batch norm's output: a block per channel and sample, which few elements do not fill."""
+    """Return the kernel that writes a batch norm's output: a block per channel and sample, slow with few elements."""
     samples = min(shape[0], max(_MOST_BLOCKS // max(shape[1], 1), _LEAST_BLOCKS))
     return Launch(sort="batch_norm_output", width=width, cold=written, hot=read, turns=shape[1] * samples / units)
 
 
 def embedding_gradients(width: int, rows: float, table: float, gathered: float, columns: int) -> tuple[Launch, ...]:
-    """Zeros for the whole table, then so many rows added."""
+    """Return zeros for the whole table, then the addition of ``rows`` rows."""
     zeros = Launch(sort="filling", width=width, cold=table)
     if rows <= _UNSORTED_ROWS:
         return zeros, Launch(sort="adding_rows", width=width, row=columns, hot=gathered, turns=rows)

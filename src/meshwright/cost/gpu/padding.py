@@ -1,8 +1,8 @@
-"""Products of odd sizes in compiled units: inductor pads them to what tensor cores load, where that is faster.
+"""Products of odd sizes in compiled units: inductor pads them for tensor cores, where that is faster.
 
-If rows or columns of a factor are no multiple of 16 bytes, inductor copies it to a larger one that ends with zeros. Of
-the product it takes the part without zeros (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on by default).
-Inductor measures both ways; here both are predicted, and padding has to be faster by the same factor.
+If rows or columns of a factor are not multiples of 16 bytes, inductor copies it to a larger one that ends with zeros,
+and takes the part of the product without zeros (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on by default).
+Inductor measures both variants; here both are predicted, and padding has to be faster by the same factor.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from meshwright.cost.gpu.rates import GpuModel
     from meshwright.spec import DeviceKind
 
-# pad_mm.py, should_pad: how many times as long the product of odd sizes has to take.
+# pad_mm.py, should_pad: the factor by which the product of odd sizes must take longer.
 _WORTH = 1.1
 _ALIGNED = 8
 _BYTES = 2
 
 
 def without_odd_sizes(model: GpuModel) -> GpuModel:
-    """The model of a device on which no product is of odd sizes."""
+    """Return the model of a device on which odd sizes make no product slower."""
     return replace(model, products=replace(model.products, odd_input=float("inf"), odd_output=float("inf")))
 
 
 def estimate_padded(odd: OpCost, aligned: OpCost, key: str, dtype: str, model: GpuModel, kind: DeviceKind) -> OpCost:
-    """The cost of a product by its key: as it is, or padded, pass by pass; ``aligned``: as if sizes were not odd."""
+    """Return the cost of a product, unpadded or padded, per pass; ``aligned`` is the cost as if sizes were not odd."""
     call = read_call(key)
     if call is None or ARITHMETIC_BYTES.get(dtype) != _BYTES or "conv" in call.operator:
         return odd
@@ -43,7 +43,7 @@ def estimate_padded(odd: OpCost, aligned: OpCost, key: str, dtype: str, model: G
         return odd
 
     def copies(*factors: tuple[float, float]) -> float:
-        """Seconds to pad the factors of one product, of which a size is odd."""
+        """Return the seconds to pad the factors of one product that have an odd size."""
         padded = [rows * row for rows, row in factors if min(alignment(rows), alignment(row)) < _ALIGNED]
         moved = [count * elements * _BYTES for elements in padded]
         return model.seconds([Launch(sort="pointwise", width=_BYTES, cold=2 * each) for each in moved], kind)

@@ -1,13 +1,14 @@
-"""Seconds of kernels that move memory, by their sort: what of its bandwidth a GPU reaches, and what holds it up.
+"""Seconds of memory-bound kernels, by their sort: the achieved share of a GPU's bandwidth, and other limits.
 
     t = fixed + ((bytes / (share · bandwidth))⁴ + (turns · turn)⁴)^¼
     bytes = cold + hot · (1 - held) + hot · held / cached        held = 1 / (1 + (moved / (fits · cache))⁴)
 
 share   of the datasheet's bandwidth, by the length of a row: linear in its logarithm between fitted lengths; below the
-        shortest it falls on as it does between the two shortest, at most as the length, since each row has its cost
-hot     bytes that the kernel before has just written: what fits into the L2 cache is read ``cached`` times as fast
-turns   of what one multiprocessor does one after the other: elements of a channel, cells of a window; their seconds are
-        cycles and scale with the clock
+        shortest it continues to fall as between the two shortest, at most in proportion to the length, since each row
+        has a cost
+hot     bytes that the previous kernel has just written: what fits into the L2 cache is read ``cached`` times as fast
+turns   sequential steps of one multiprocessor: elements of a channel, cells of a window; their seconds are cycles and
+        scale with the clock
 
 The figures of ``models/gpu.json`` are fitted to kernels measured on one H100 (`scripts/gpu_fit.py`); on other devices
 their shares of the datasheet stay.
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Basis
     from meshwright.spec import DeviceKind
 
-# How steeply reads leave the cache, as of the products (`cost.kernels.law`), and of which share of it data still fits:
-# an output takes its part (own rows: additions of 25 and 38 MB are fast, those of 50 MB as slow as from memory).
+# The steepness with which reads leave the cache, as for products (`cost.kernels.law`), and the share of it that data
+# may fill: an output uses a part (own rows: additions of 25 and 38 MB are fast, those of 50 MB as slow as from memory).
 _SLOPE, _FITS = 6, 0.8
-# Fitted widths of an element; others are estimated as the nearest.
+# Fitted widths of an element; other widths use the nearest.
 _WIDTHS = (2, 4)
 
 
@@ -54,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What was fitted of a sort and width: ``shares`` belong to ``rows``, ascending; seconds at the fitted clock."""
+    """The fit of a sort and width: ``shares`` belong to ``rows``, ascending; seconds at the fitted clock."""
 
     fixed_s: float
     rows: tuple[int, ...]
@@ -63,7 +64,7 @@ class Rate:
     turn_s: float
 
     def share(self, row: int) -> float:
-        """The share of the bandwidth for rows of a length."""
+        """Return the share of the bandwidth for rows of a length."""
         if len(self.rows) == 1:
             return self.shares[0]
         if row < self.rows[0]:
@@ -79,10 +80,10 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """Fitted rates by sort and width (``pointwise/2``), the device and clock of the fit, and how far they go.
+    """Fitted rates by sort and width (``pointwise/2``), the device and clock of the fit, and intervals.
 
-    ``optimizer_shares``: of the bandwidth, in steps of optimizers by bytes of a state ("2", "4"). ``regressed``: the
-    interval of kernels left out there; ``transferred``: what is assumed of other devices.
+    ``optimizer_shares``: shares of the bandwidth in optimizer steps, by bytes of a state ("2", "4"). ``regressed``: the
+    interval of held-out kernels on that device; ``transferred``: the assumed interval for other devices.
     """
 
     device: str
@@ -96,32 +97,32 @@ class GpuModel:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def rate(self, sort: str, width: int) -> Rate:
-        """The rate of a sort for elements of a width in bytes."""
+        """Return the rate of a sort for elements of a width in bytes."""
         return self.rates[f"{sort}/{_WIDTHS[width > _WIDTHS[0]]}"]
 
     def optimizer_share(self, width: int) -> float:
-        """The share of the bandwidth in steps of optimizers whose states have so many bytes."""
+        """Return the share of the bandwidth in optimizer steps with states of this width in bytes."""
         return self.optimizer_shares["2" if width == 2 else "4"]
 
     def basis_on(self, kind: DeviceKind) -> tuple[Basis, Interval]:
-        """What a cost on a device rests on, and its interval."""
+        """Return the basis of a cost on a device, and its interval."""
         if kind.usual_name == self.device:
             return "regressed", self.regressed
         return "transferred", self.transferred
 
     def seconds(self, launches: Iterable[Launch], kind: DeviceKind) -> float:
-        """Seconds of some kernels, one after the other, on a device that states its cache and clock."""
+        """Return the seconds of kernels, one after the other, on a device with a known cache and clock."""
         rates = ((self.rate(launch.sort, launch.width), launch) for launch in launches)
         return sum(launch_seconds(rate, launch, kind, self.clock_hz) for rate, launch in rates)
 
 
 def is_modelled(kind: DeviceKind) -> bool:
-    """Whether kernels on a device are estimated by this model: its datasheet is one of a GPU that computes float16."""
+    """Return whether this model estimates a device's kernels: its datasheet is that of a GPU with float16."""
     return is_tiled(kind) and "float16" in kind.peak_flops_per_s
 
 
 def launch_seconds(rate: Rate, launch: Launch, kind: DeviceKind, clock_hz: float) -> float:
-    """Seconds of one kernel at a rate that was fitted at a clock."""
+    """Return the seconds of one kernel at a rate that was fitted at a clock."""
     moved = launch.cold + launch.hot
     held = 1 / (1 + (moved / (_FITS * kind.cache_bytes)) ** _SLOPE)
     read = launch.cold + launch.hot * (1 - held + held / rate.cached)
@@ -132,6 +133,6 @@ def launch_seconds(rate: Rate, launch: Launch, kind: DeviceKind, clock_hz: float
 
 @cache
 def shipped_gpu() -> GpuModel:
-    """The shipped model."""
+    """Load the shipped model."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "gpu.json") as path:
         return decode_document(GpuModel, read_data(path), path.name)

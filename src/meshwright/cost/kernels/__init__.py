@@ -1,4 +1,4 @@
-"""How long a GPU kernel takes: products and attention, on devices that were measured, partly measured or never."""
+"""Seconds of GPU kernels: products and attention, on devices with many, few or no measurements."""
 
 from meshwright.cost.kernels.checks import is_tiled
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels

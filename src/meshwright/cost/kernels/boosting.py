@@ -1,10 +1,11 @@
-"""Stage two: what the law leaves over, as a sum of small trees over features of the query.
+"""Stage two: the residual of the law, as a sum of small trees over features of the query.
 
     f(x) = Σ over trees v[leaf],   leaf = Σ over levels 2^level · [x[feature] > threshold]
 
-All nodes of a level ask the same question, so a tree is a table of 2^depth values and a query is estimated without
-branches. Each tree is fitted to what the ones before left over: the question of a level is the one with the largest
-gain Σ over leaves g²/(n + r), with g the sum and n the number of residuals, and a leaf moves by ``rate``·g/(n + r).
+All nodes of a level test the same feature and threshold, so a tree is a table of 2^depth values and a query is
+evaluated without branches. Each tree is fitted to the residual of the previous ones: the test of a level is the one
+with the largest gain Σ over leaves g²/(n + r), with g the sum and n the number of residuals, and a leaf's value is
+``rate``·g/(n + r).
 
 Sources: Friedman, Stochastic gradient boosting (2002); Prokhorenkova et al., CatBoost (2018), for symmetric trees.
 """
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
     from meshwright.cost.prediction import Floats
 
-# Rows that are estimated at a time, so that their features stay in the processor's cache.
+# Rows that are evaluated at a time, so that their features stay in the CPU's cache.
 _BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostingSettings:
-    """How trees are grown. ``holding``: r above; the shares are those of rows and features that a tree may look at."""
+    """Settings of the fit. ``holding``: r above; the shares are those of rows and features that a tree may use."""
 
     num_trees: int = 500
     depth: int = 7
@@ -50,14 +51,14 @@ class Trees:
     values: NDArray[np.float32]
 
     def evaluate(self, columns: NDArray[np.float32]) -> Floats:
-        """The sum for each query, shape (queries,), for features of shape (features, queries)."""
+        """Return the sum for each query, shape (queries,), for features of shape (features, queries)."""
         total = np.zeros(columns.shape[1], np.float32)
         _add(np.ascontiguousarray(columns), self.features, self.thresholds, self.values, total)
         return total.astype(np.float64)
 
 
 def fit_trees(columns: NDArray[np.float32], target: Floats, settings: BoostingSettings) -> Trees:
-    """Trees for features of shape (features, rows) and what is to be explained, shape (rows,), at least one row."""
+    """Return trees for features of shape (features, rows) and a target of shape (rows,), at least one row."""
     rng = np.random.default_rng(settings.seed)
     edges, bins = _bin(columns, settings.num_bins)
     num_features, num_rows = columns.shape
@@ -84,7 +85,10 @@ def fit_trees(columns: NDArray[np.float32], target: Floats, settings: BoostingSe
 
 
 def _bin(columns: NDArray[np.float32], num_bins: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """(upper edges of the bins, shape (features, bins); the bin of every entry): x > edges[b] means a bin above b."""
+    """Return the upper edges of the bins, shape (features, bins), and the bin of every entry.
+
+    x > edges[b] means a bin above b.
+    """
     edges = np.full((len(columns), num_bins), np.inf, np.float32)
     bins = np.empty(columns.shape, np.uint8)
     for index, column in enumerate(columns):
@@ -109,7 +113,7 @@ def _grow(
     places: NDArray[np.int32],
     values: NDArray[np.float32],
 ) -> None:
-    """One tree on the sampled rows: writes its questions, and what each leaf is worth."""
+    """Fit one tree on the sampled rows: write its tests, and the value of each leaf."""
     leaves = np.zeros(len(rows), np.int32)
     for level in range(len(features)):
         best = -np.inf
@@ -137,7 +141,7 @@ def _ask(
     num_bins: int,
     holding: float,
 ) -> tuple[float, int]:
-    """(gain, bin) of the best cut of all leaves at one bin of a feature."""
+    """Return (gain, bin) of the best cut of all leaves at one bin of a feature."""
     sums, counts = np.zeros((num_leaves, num_bins)), np.zeros((num_leaves, num_bins))
     for index in range(len(rows)):
         sums[leaves[index], column[rows[index]]] += rest[rows[index]]
@@ -162,7 +166,7 @@ def _add(
     values: NDArray[np.float32],
     total: NDArray[np.float32],
 ) -> None:
-    """Add what the trees say of queries (columns of shape (features, queries)) to ``total``, block by block."""
+    """Add the trees' sums for queries (columns of shape (features, queries)) to ``total``, block by block."""
     leaves = np.empty(_BLOCK, np.int32)
     for start in range(0, len(total), _BLOCK):
         size = min(_BLOCK, len(total) - start)
@@ -177,6 +181,6 @@ def _add(
 
 @compiled
 def _answer(column: NDArray[np.float32], threshold: np.float32, bit: np.int32, leaves: NDArray[np.int32]) -> None:
-    """One question to a block of queries; by itself, so that it is compiled to vector instructions."""
+    """Apply one test to a block of queries; a separate function, so that it is compiled to vector instructions."""
     for row in range(len(column)):
         leaves[row] += bit * (column[row] > threshold)

@@ -1,8 +1,8 @@
-"""What the predictor of kernels may be asked: which devices, dtypes and sizes a kernel can have.
+"""Valid queries of the kernel predictor: devices, dtypes and sizes.
 
-device   states multiprocessors, cache and clock
-dtype    arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
-sizes    1 ≤ size ≤ 2⁴⁰; a window may be 0, which is none; query heads are at least as many as those of keys
+- device: states multiprocessors, cache and clock
+- dtype: arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
+- sizes: 1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
 """
 
 from __future__ import annotations
@@ -22,37 +22,40 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Floats
     from meshwright.spec import DeviceKind
 
-# By op, the sizes that a query has.
+# The sizes of a query, by op.
 SIZES: dict[str, tuple[str, ...]] = {
     "matmul": ("m", "n", "k"),
     "attention_prefill": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
     "attention_decode": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
 }
-# At a byte each, so many elements are a terabyte: more than the memory of any device.
+# At a byte each, this number of elements is a terabyte: more than the memory of any device.
 MAX_SIZE = 2**40
-# Sizes that may be left out, with their value then.
+# Optional sizes with their defaults.
 _OPTIONAL = {"matmul": {"count": 1.0}}
 
 
 def is_tiled(device: DeviceKind) -> bool:
-    """Whether a datasheet says what kernels are predicted by: multiprocessors, cache and clock."""
+    """Return whether a datasheet has the figures for kernel predictions: multiprocessors, cache and clock."""
     return bool(device.num_multiprocessors and device.cache_bytes and device.clock_hz)
 
 
 def split_dtype(dtype: str) -> tuple[str, str]:
-    """(arithmetic, keys and values) of a record's dtype: ``bfloat16:kv=float8_e4m3fn``; scaling is no dtype."""
+    """Return (arithmetic, keys and values) of a record's dtype, such as ``bfloat16:kv=float8_e4m3fn``.
+
+    Scaling is not part of the dtype.
+    """
     first, _, rest = dtype.partition(":")
     return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
 
 
 def has_rate(device: DeviceKind, dtype: str) -> bool:
-    """Whether the device calculates in a record's dtype, as far as its datasheet says, and its values have a width."""
+    """Return whether the datasheet states a rate for a record's dtype, and its values have a known width."""
     arithmetic, values = split_dtype(dtype)
     return arithmetic in ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys() and values in ARITHMETIC_BYTES
 
 
 def check_device(device: DeviceKind, dtype: str) -> None:
-    """Raises MeasurementError for a device that is not described well enough to predict kernels of this dtype on it."""
+    """Raise MeasurementError if a device's description does not suffice to predict kernels of this dtype."""
     if not is_tiled(device):
         raise MeasurementError(
             f"The datasheet of {device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
@@ -67,7 +70,7 @@ def check_device(device: DeviceKind, dtype: str) -> None:
 
 
 def wrong_sizes(columns: Mapping[str, Floats]) -> dict[str, NDArray[np.bool_]]:
-    """By size, which queries cannot be (each of shape (queries,)); ``columns``: the sizes of an op in `SIZES`."""
+    """Return, by size, which queries are invalid (each of shape (queries,)); ``columns``: sizes of an op in `SIZES`."""
     wrong = {
         name: ~((column >= (0 if name == "window" else 1)) & (column <= MAX_SIZE)) for name, column in columns.items()
     }
@@ -77,9 +80,10 @@ def wrong_sizes(columns: Mapping[str, Floats]) -> dict[str, NDArray[np.bool_]]:
 
 
 def check_sizes(op: str, sizes: Mapping[str, ArrayLike]) -> dict[str, Floats]:
-    """The sizes of n queries as columns of shape (n,), one number standing for all. ``op`` is one of `SIZES`.
+    """Return the sizes of n queries as columns of shape (n,); a single number is repeated. ``op`` is one of `SIZES`.
 
-    Raises MeasurementError for sizes that are missing, unknown, no numbers, of unequal length, or cannot be.
+    Raises MeasurementError for missing, unknown or invalid sizes, for values that are not numbers, and for unequal
+    lengths.
     """
     names, optional = SIZES[op], _OPTIONAL.get(op, {})
     missing, unknown = [name for name in names if name not in sizes], set(sizes) - {*names, *optional}
@@ -110,7 +114,7 @@ def _broadcast(op: str, given: dict[str, NDArray[np.generic]]) -> dict[str, Floa
             "one for all."
         )
     count = (lengths - {1} or {1}).pop()
-    # Compiled loops want columns that lie in one piece.
+    # Compiled loops need contiguous columns.
     return {
         name: np.ascontiguousarray(np.broadcast_to(column.astype(np.float64), count)) for name, column in given.items()
     }

@@ -1,11 +1,10 @@
-"""Stage three, for a device with few rows: what both stages leave over on them, carried to queries that are alike.
+"""Stage three, for a device with few rows: the residuals of both stages on these rows, carried to similar queries.
 
     r(x) = Σ over rows wᵢ · a²·exp(-|x - xᵢ|²/(2·d)),   w = (K + s²·1)⁻¹ · residuals
 
-a is how far the law alone is off on devices that were measured, s how far the fitted model is on rows left out, x the
-first features of a query by their spread over the training rows, d their number: nothing is fitted to the rows but w.
-
-Source: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), 2.2.
+a is the error of the law alone on measured devices, s that of the fitted model on held-out rows, x the first features
+of a query divided by their spread over the training rows, d their number: only w is fitted to the rows. Source:
+Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), 2.2.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ class Correction:
     weights: Floats
 
     def evaluate(self, places: Floats) -> Floats:
-        """What is added to the logarithm of the seconds at each place, shape (queries,), given (queries, features)."""
+        """Return the correction of ln seconds at each place, shape (queries,), given (queries, features)."""
         return _likeness(places, self.points) @ self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scale:
-    """What the training rows say: ``spread`` of the features (features,), ``amplitude`` a and ``noise`` s."""
+    """Scales from the training rows: ``spread`` of the features (features,), ``amplitude`` a and ``noise`` s."""
 
     spread: Floats
     amplitude: float
     noise: float
 
     def place(self, columns: NDArray[np.float32]) -> Floats:
-        """Features of shape (features, queries) as places, shape (queries, features used)."""
+        """Return features of shape (features, queries) as places, shape (queries, features used)."""
         used = columns[: len(self.spread)].T.astype(np.float64)
         return used / self.spread
 
 
 def fit_correction(places: Floats, residuals: Floats, scale: Scale) -> Correction:
-    """The correction through rows at these places (rows, features) with these residuals (rows,)."""
+    """Return the correction through rows at these places (rows, features) with these residuals (rows,)."""
     covariance = scale.amplitude**2 * _likeness(places, places) + scale.noise**2 * np.eye(len(places))
     weights: Floats = scale.amplitude**2 * np.linalg.solve(covariance, residuals).astype(np.float64)
     return Correction(points=places, weights=weights)

@@ -1,18 +1,18 @@
-"""What a GPU kernel asks of the device, in seconds at datasheet rates, for every way in which it may be cut into tiles.
+"""The demand of a GPU kernel, in seconds at datasheet rates, for every way to cut it into tiles.
 
 A product (m, k) by (k, n) in tiles of (a, b) over s splits of k, on S multiprocessors of P/S FLOP/s each:
 
-    waves   w = ⌈ ⌈m/a⌉ · ⌈n/b⌉ · s / S ⌉                what is left idle in the last wave is tail quantisation
+    waves   w = ⌈ ⌈m/a⌉ · ⌈n/b⌉ · s / S ⌉                idle places of the last wave are tail quantisation
     work    w · 2·a·b·(k/s) / (P/S)                      arithmetic of whole tiles: tile quantisation
-    pull    w · (a + b)·(k/s)·width / (B/S)              what a block loads, at its share of the memory's bandwidth
-    steps   w · (k/s) / 64                               turns of the inner loop, each of which has its latency
+    pull    w · (a + b)·(k/s)·width / (B/S)              loads of a block, at its share of the memory's bandwidth
+    steps   w · (k/s) / 64                               turns of the inner loop, each with its latency
     area    w · a·b                                      elements that the blocks of one multiprocessor write
-    fill    ⌈m/a⌉ · ⌈n/b⌉ · s / (w·S)                    share of the waves' places that blocks take
+    fill    ⌈m/a⌉ · ⌈n/b⌉ · s / (w·S)                    share of the waves' places that blocks fill
     merge   s > 1: 2·4·m·n·s bytes                       partial sums written and read again
 
 A batch of products takes ``count`` times the blocks and bytes. Attention with d elements per head is the same with
-queries as rows, keys as the inner dimension (those that the mask leaves, on average) and 4·d FLOPs per pair; decoding
-packs the query heads of one key head into the rows.
+queries as rows, keys as the inner dimension (unmasked ones, on average) and 4·d FLOPs per pair; decoding packs the
+query heads of one key head into the rows.
 
 Sources: NVIDIA, Matrix Multiplication Background User's Guide; Dao, FlashAttention-2 (2023), and Flash-Decoding (2023).
 """
@@ -37,25 +37,26 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
 
 WAYS = ("work", "loads", "pull", "waves", "steps", "area", "doublings", "merge", "fill")
-# Bytes of a written element at least: results of float8 products are bfloat16 (vLLM, torch._scaled_mm).
+# The fewest bytes of a written element: results of float8 products are bfloat16 (vLLM, torch._scaled_mm).
 _OUTPUT_BYTES = 2
-# Weights that the benchmark behind the shipped rows takes in turn, so that none stays in the cache (collect_gemm.py of
-# ai-dynamo/aiconfigurator); activations and results are the same each time, as those that a step has just made.
+# The number of weights that the benchmark behind the shipped rows cycles through, so that none stays in the cache
+# (collect_gemm.py of ai-dynamo/aiconfigurator); activations and results are the same each time, like those that a step
+# has just made.
 _WEIGHT_COPIES = 6
-# Elements of the inner dimension that one turn of a kernel's loop takes (CUTLASS: 32 to 128).
+# Elements of the inner dimension per turn of a kernel's loop (CUTLASS: 32 to 128).
 _STEP = 64
-# Rows of a block of queries, and blocks of keys that one head's keys are split into (FlashAttention 2 and 3).
+# Rows of a block of queries, and numbers of splits of one head's keys (FlashAttention 2 and 3).
 _QUERY_ROWS = (64, 128)
 _KEY_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demand:
-    """Of n queries and c ways to cut each: ``ways`` of shape (c, quantities, n), in the order of WAYS; others (n,).
+    """The demand of n queries with c ways to cut each: ``ways`` (c, quantities, n), in the order of WAYS; others (n,).
 
-    Seconds unless said otherwise. ``loads``: elements loaded per pair of FLOPs in a tile, 1/a + 1/b; ``doublings``:
-    log₂ splits. ``extra``: passes beside the kernel (quantisation). ``cached``: bytes that pass between two uses of the
-    same, as a share of the cache; ``units``: multiprocessors.
+    In seconds unless stated otherwise. ``loads``: elements loaded per pair of FLOPs in a tile, 1/a + 1/b;
+    ``doublings``: log₂ splits. ``extra``: additional passes (quantisation). ``cached``: bytes that pass between two
+    uses of the same data, as a share of the cache; ``units``: multiprocessors.
     """
 
     ways: Floats
@@ -68,32 +69,35 @@ class Demand:
     clock_hz: float
 
     def each(self, quantity: str) -> Floats:
-        """A quantity of WAYS by way and query, shape (c, n)."""
+        """Return a quantity of WAYS by way and query, shape (c, n)."""
         return self.ways[:, WAYS.index(quantity)]
 
 
 def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
-    """What queries of one op, dtype and kernel family demand of a device that states its multiprocessors and cache."""
+    """Return the demand of queries of one op, dtype and kernel family.
+
+    The device must state its multiprocessors and cache.
+    """
     if op == "matmul":
         return _product(sizes, dtype, kernel, device)
     return _attention(sizes, dtype, kernel, device, decode=op == "attention_decode")
 
 
 def seen_keys(keys: Floats, window: Floats) -> Floats:
-    """Keys that a query sees at most, a window of 0 being none."""
+    """Return the most keys that a query sees; a window of 0 means no window."""
     return np.where(window > 0, np.minimum(window, keys), keys)
 
 
 def mean_keys(queries: Floats, keys: Floats, window: Floats) -> Floats:
-    """Keys that a query sees on average under a causal mask; the last query stands at the last key."""
+    """Return the mean number of keys of a query under a causal mask; the last query is at the last key."""
     seen = seen_keys(keys, window)
-    # Of the queries, so many stand too early to see all that the window lets them.
+    # The number of queries that come too early to see their whole window.
     early = np.clip(seen - np.maximum(keys - queries, 0.0), 0.0, queries)
     return seen - early * np.maximum(early - 1, 0.0) / (2 * queries)
 
 
 def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
-    # Copies, as numba compiles once more for arrays that are read-only.
+    # Copies, because numba compiles separately for read-only arrays.
     m, n, k = (np.array(sizes[name]) for name in ("m", "n", "k"))
     count = np.array(sizes.get("count", np.ones_like(m)))
     name = split_dtype(dtype)[0]
@@ -102,11 +106,11 @@ def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: Devic
     tiles = list(tiles_of(dispatch_of(kernel, device.compute_capability), m, n, k))
     ways = np.empty((len(tiles), len(WAYS), len(m)))
     for way, (rows, columns, splits) in enumerate(tiles):
-        # Of tiles, which are powers of two, the inverse is exact.
+        # For tiles, which are powers of two, the inverse is exact.
         a, b = np.full(m.shape, np.divide(1.0, rows)), np.full(m.shape, np.divide(1.0, columns))
         _cut(m, n, k, count, a, b, float(splits), units, units / peak, width * units / bandwidth, ways[way])
     num_bytes = count * (width * (m * k + k * n) + max(width, _OUTPUT_BYTES) * m * n)
-    # Between two runs of one product of the benchmark, five others with weights of their own pass through the cache.
+    # Between two runs of one product of the benchmark, five others with their own weights pass through the cache.
     passing = num_bytes + (_WEIGHT_COPIES - 1) * width * count * k * n
     # Activations of a float8 product arrive in bfloat16 and are scaled and written first.
     extra = (2 + width) * count * m * k / bandwidth if width == 1 else np.zeros_like(m)
@@ -127,7 +131,7 @@ def _cut(
     byte_s: float,
     way: Floats,
 ) -> None:
-    """What products demand in tiles of 1/a by 1/b, into ``way`` (quantities, queries) in the order of `WAYS`."""
+    """Write the demand of products in tiles of 1/a by 1/b to ``way`` (quantities, queries) in the order of `WAYS`."""
     part, step, doublings, merged = 1 / splits, 1 / _STEP, np.log2(splits), 8 * splits if splits > 1 else 0.0
     for i in range(len(m)):
         rows, columns = np.divide(1.0, a[i]), np.divide(1.0, b[i])

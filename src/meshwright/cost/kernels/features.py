@@ -1,7 +1,7 @@
-"""What the second stage looks at: how the law explains a query, its sizes, and how they fall on tiles.
+"""The input of the second stage: how the law explains a query, its sizes, and how they fit tiles.
 
-Shares and ratios come first, so that what is learned on one device says something on another; sizes follow, because
-libraries choose kernels by them. Nothing names the device: of it, only the generation of its code is seen.
+Shares and ratios come first, so that what is learned on one device is useful on another; sizes follow, because
+libraries choose kernels by them. No feature names the device: only the generation of its code is included.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.law import Explained
     from meshwright.cost.prediction import Floats
 
-# The first of the features: likeness to measured rows is judged by them (`cost.kernels.correction`).
+# The number of first features by which the similarity to measured rows is judged (`cost.kernels.correction`).
 NUM_PLACED = 10
 
 
 def features_of(
     op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int, capability: float
 ) -> NDArray[np.float32]:
-    """Features of n queries of one op, kernel family and CUDA compute capability, shape (features, n)."""
+    """Return the features of n queries of one op, kernel family and CUDA compute capability, shape (features, n)."""
     chosen = demand.ways[explained.way, :, np.arange(len(explained.way))].T
     _, loads, pull, waves, steps, _, doublings, _, fill = chosen
     seconds = explained.seconds
@@ -55,7 +55,7 @@ def features_of(
 
 
 def num_features(op: str) -> int:
-    """How many features an op has: placed ones, four shares, the other sizes, alignment, family and capability."""
+    """Return the number of features of an op: placed ones, shares, other sizes, alignment, family and capability."""
     return NUM_PLACED + 6 + len(SIZES[op]) - 3 + (6 if op == "matmul" else 4)
 
 

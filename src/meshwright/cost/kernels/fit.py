@@ -1,9 +1,9 @@
-"""Fitting: laws by device and family, trees by op, intervals on rows and on devices left out, and adapting to few rows.
+"""Fit laws by device and family, trees by op, and intervals on held-out rows and devices; adapt to few rows.
 
-Every interval rests on rows that the figures behind it did not see: a fifth of the keys of the training rows is left
-out once (`regressed`), and every device alone and with those like it (`transferred`; `cost.kernels.transfers`). Then
-all rows are used. Hyper-parameters are those of `boosting.BoostingSettings` and `law.FACTORS`; none is chosen here by
-looking at rows.
+Every interval comes from rows that were not used for the prediction: a fifth of the keys of the training rows is held
+out once (`regressed`), and every device alone and with similar ones (`transferred`; `cost.kernels.transfers`). Then all
+rows are used. Hyper-parameters are those of `boosting.BoostingSettings` and `law.FACTORS`; none is chosen here from the
+rows.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 
 
 DEFAULTS = BoostingSettings()
-# One key in so many is left out for the intervals.
+# One in this number of keys is held out for the intervals.
 _FOLDS = 5
-# Fewer residuals say too little of an interval.
+# The fewest residuals for an interval.
 _MIN_RESIDUALS = 20
-# Below this an interval from own rows is no wider than the rows themselves; that of devices left out counts too.
+# Below this number of own rows, the interval for unmeasured devices is included too.
 _MIN_OWN = 9
-# Rows that a correction rests on at most: it looks at all of them for every query.
+# The most rows of a correction, which evaluates all of them for every query.
 _MAX_CORRECTED = 500
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FitRows:
-    """The rows of one group: what was asked, sizes and seconds of shape (rows,), and their keys."""
+    """The rows of one group: the kernel, sizes and seconds of shape (rows,), and their keys."""
 
     kernel: Kernel
     sizes: Mapping[str, Floats]
@@ -67,7 +67,7 @@ class FitRows:
     keys: NDArray[np.object_]
 
     def take(self, mask: NDArray[np.bool_]) -> FitRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return FitRows(
             kernel=self.kernel,
             sizes={name: column[mask] for name, column in self.sizes.items()},
@@ -76,11 +76,11 @@ class FitRows:
         )
 
     def law(self, prior: Prior) -> Floats:
-        """The law's factors for these rows."""
+        """Return the law's factors for these rows."""
         return fit_law(self._demand(), self.seconds, prior)
 
     def explain(self, factors: Floats, families: tuple[str, ...]) -> tuple[Floats, NDArray[np.float32]]:
-        """(residuals of the law, features) of the rows."""
+        """Return (residuals of the law, features) of the rows."""
         law, columns = explain(self.kernel, self.sizes, self._demand(), factors, self.kernel.family, families)
         return np.log(self.seconds) - law, columns
 
@@ -89,7 +89,7 @@ class FitRows:
 
 
 def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: BoostingSettings = DEFAULTS) -> KernelModel:
-    """The predictor from rows of ops in `checks.SIZES` on devices of ``kinds``; other rows are not looked at.
+    """Return the predictor from rows of ops in `checks.SIZES` on devices of ``kinds``; other rows are ignored.
 
     Raises MeasurementError if no group has MIN_ROWS rows.
     """
@@ -106,10 +106,10 @@ def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: Boosti
 
 
 def adapt_kernels(model: KernelModel, rows: Records, kinds: Mapping[str, DeviceKind]) -> KernelModel:
-    """The model moved by further rows, few or many, of devices or families that it knows or not.
+    """Return the model adapted to further rows, few or many, of known or new devices or families.
 
-    Rows that name no family are of the usual one. Rows that the model has seen are left out; without others it comes
-    back as it is.
+    Rows without a family are assumed to have the usual one. Rows that the model has seen are skipped; without others
+    the model is returned unchanged.
     """
     rows = rows.select(_usable(rows, kinds))
     rows = rows.select(~np.isin(rows.row_hashes(), model.row_hashes))
@@ -134,9 +134,9 @@ def _name_families(model: KernelModel, rows: Records, kinds: Mapping[str, Device
 
 
 def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[FitRows]:
-    """The rows by op, dtype, device and kernel family, sorted.
+    """Return the rows by op, dtype, device and kernel family, sorted.
 
-    Flagged rows are left out, and those of other ops, of other devices and of dtypes that a datasheet has no rate of.
+    Flagged rows are skipped, and those of other ops, of other devices and of dtypes without a rate in the datasheet.
     """
     known = _usable(rows, kinds)
     names = list(zip(rows.op, rows.dtype, rows.device, rows.kernel, strict=True))
@@ -181,7 +181,7 @@ def _fit_op(
         noise=_deviation(pooled),
     )
     transfers = fit_transfers(_left_out_devices(parts, groups, explained, families, settings))
-    # Families with few rows err more than others: together they tell by how much.
+    # Families with few rows have larger errors than others: their residuals are pooled.
     small = np.concatenate([np.zeros(0), *(r for r, g in zip(own, groups, strict=True) if g.num_rows < MIN_ROWS)])
     few = interval_of(small if len(small) >= _MIN_RESIDUALS else pooled)
     fitted = [
@@ -192,7 +192,7 @@ def _fit_op(
 
 
 def _fit_laws(parts: list[FitRows]) -> list[KernelGroup]:
-    """Groups with their factors: large ones by their rows alone, small ones with large ones as prior."""
+    """Return groups with their factors: large ones from their rows only, small ones with large ones as prior."""
     nothing = Interval(low=1.0, high=1.0)
     groups = [
         KernelGroup(
@@ -224,7 +224,7 @@ def _fit_trees(explained: list[tuple[Floats, NDArray[np.float32]]], settings: Bo
 def _left_out_rows(
     parts: list[FitRows], families: tuple[str, ...], settings: BoostingSettings
 ) -> tuple[list[Floats], Floats]:
-    """Residuals of a fifth of the keys, by part, from a fit without them; and those of the law alone, all together."""
+    """Return residuals of a fifth of the keys, by part, from a fit without them; and those of the law alone, pooled."""
     keys = sorted({key for part in parts for key in part.keys})
     chosen = np.random.default_rng(_SEED).permutation(len(keys))[: len(keys) // _FOLDS]
     out = {keys[index] for index in chosen}
@@ -249,7 +249,7 @@ def _left_out_devices(
     families: tuple[str, ...],
     settings: BoostingSettings,
 ) -> list[tuple[Step, Floats]]:
-    """Residuals of large parts of devices, from fits without these devices, by how large a step it is to them."""
+    """Return residuals of large parts of devices from fits without these devices, by step to the others."""
     samples: list[tuple[Step, Floats]] = []
     for out in left_out_sets({group.device: group.capability for group in groups}):
         others = [group for group in groups if group.device not in out]
@@ -267,7 +267,7 @@ def _left_out_devices(
 
 
 def _adapt(model: KernelModel, part: FitRows) -> KernelGroup:
-    """One group moved by further rows, with an interval from folds of them."""
+    """Return one group adapted to further rows, with an interval from their folds."""
     shared = model.ops.get(part.kernel.op)
     if shared is None:
         raise MeasurementError(f"The model knows no {part.kernel.op!r}; fit one with rows of it.")
@@ -317,5 +317,5 @@ def _key(kernel: Kernel) -> tuple[str, str, str, str]:
 
 
 def _deviation(rests: Floats) -> float:
-    """The standard deviation that the median of |residuals| stands for, if they were normal."""
+    """Return the standard deviation of a normal distribution with this median of |residuals|."""
     return 1.4826 * float(np.median(np.abs(rests)))

@@ -1,16 +1,17 @@
-"""Costs of the products of a graph on a GPU, by the predictor of kernels.
+"""Costs of the products of a graph on a GPU, from the kernel predictor.
 
     forward   one product (m, k) by (k, n)
-    backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n)
+    backward  a product for each input that needs a gradient: (m, n) by (n, k) and (k, m) by (m, n)
 
-Recurrent layers multiply the inputs of all time steps at once and the states step by step; back, gradients of weights
-come from all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs, 2016).
+Recurrent layers multiply the inputs of all time steps at once and the states step by step; in the backward, gradients
+of weights come from all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs,
+2016).
 
-What was measured are products of activations and weights, one at a time. A cost is `regressed` if it rests on nothing
-else. The same library at work on other layouts or on many products at once is as unsure as the same code on another
-device; convolutions, estimated as the products that they are as implicit GEMMs, as other code there
-(`OpModel.transfers`). What the predictor does not know of products corrects `cost.gpu.products`. All else keeps the
-cost that it has: also what no device can hold, and all in a dtype of which the datasheet states no rate (`checks`).
+The measured rows are products of activations and weights, one at a time. A cost is `regressed` if it depends on nothing
+else. The same library with other layouts or many products at once has the interval of the same code on another device;
+convolutions, estimated as implicit GEMMs, that of other code there (`OpModel.transfers`). `cost.gpu.products` corrects
+what the predictor does not cover. All other ops keep their costs, as do sizes beyond any device and dtypes without a
+rate in the datasheet (`checks`).
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
     from meshwright.cost.work.calls import OpCall
     from meshwright.spec import DeviceKind, Graph, Op
 
-# How a kernel is to those that were measured.
+# The relation of a kernel to the measured ones.
 _Kinship = Literal["same", "near", "far"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One product to be asked for: of which op, in which pass, how often, how like measured ones.
+    """One product to predict: its op, pass, multiplicity, and relation to measured ones.
 
     ``layer``: (m, n, k, count) of the forward. ``places``: those of an image of a convolution's output, 0 for others.
     """
@@ -66,7 +67,7 @@ class _Call:
 class KernelQueries:
     """Ops of a graph at a batch size with their costs so far.
 
-    ``keys`` are those in the measurement table, ``types`` those that products are computed in.
+    ``keys`` are those in the measurement table, ``types`` those in which products are computed.
     """
 
     costs: Sequence[OpCost]
@@ -80,9 +81,9 @@ class KernelQueries:
 def estimate_kernels(
     model: KernelModel, rates: ProductRates, asked: Sequence[KernelQueries], kind: DeviceKind
 ) -> list[list[OpCost]]:
-    """The costs of some ops, those of products that rest on a roofline replaced where the predictor knows the kernel.
+    """Return the costs of ops, with rooflines of products replaced by the predictor where it covers the kernel.
 
-    One list for each of ``asked``, whose kernels are predicted together. ``rates`` correct what it says.
+    One list for each of ``asked``, whose kernels are predicted together. ``rates`` correct the predictions.
     """
     found = [list(some.costs) for some in asked]
     by_dtype: dict[str, list[_Call]] = defaultdict(list)
@@ -92,7 +93,7 @@ def estimate_kernels(
                 by_dtype[dtype] += _calls((group, place), cost, some.graph, op, key, dtype)
     parts: dict[tuple[int, int], list[tuple[_Call, Predictions, int]]] = defaultdict(list)
     for dtype, calls in by_dtype.items():
-        # An op of which one kernel cannot be is left alone.
+        # An op with an invalid kernel is left unchanged.
         odd = {calls[row].place for row in _odd_rows(calls)} if calls else set()
         known = [call for call in calls if call.place not in odd]
         if not known:
@@ -124,13 +125,13 @@ def _calls(place: tuple[int, int], cost: OpCost, graph: Graph, op: Op, key: str,
     m, n, k, count = (float(round(2.0**size)) for size in work.sizes)
     places, is_point = 0.0, False
     if work.family == "convolution":
-        # Tensor cores take channels 16 bytes at a time: cuDNN fills up what is no multiple (its developer guide).
+        # Tensor cores load channels 16 bytes at a time: cuDNN pads other numbers (its developer guide).
         channels, whole = k / math.prod(call.shapes[1][2:]), 16 // ARITHMETIC_BYTES[dtype]
         k *= math.ceil(channels / whole) * whole / channels
         places, is_point = max(m / call.shapes[0][0], 1.0), math.prod(call.shapes[1][2:]) == 1
     sizes = [(m, n, k)]
     if trained:
-        # As many products as gradients are wanted; where one is, it is that of the first input that has one.
+        # One product per needed gradient; with a single one, it is that of the first input that has one.
         left, right = _wanted(graph, op)
         sizes += [(m, k, n)] * left + [(k, n, m)] * right
     kinship: _Kinship = "far" if work.family == "convolution" else "same" if count == 1 else "near"
@@ -150,7 +151,7 @@ def _calls(place: tuple[int, int], cost: OpCost, graph: Graph, op: Op, key: str,
 
 
 def _recurrent_calls(place: tuple[int, int], call: OpCall, dtype: str, *, trained: bool) -> list[_Call]:
-    """The products of a recurrent layer: inputs of all time steps at once, states step by step."""
+    """Return the products of a recurrent layer: inputs of all time steps at once, states step by step."""
     steps, batch = time_steps(call)
     matrices = [shape for shape in call.shapes if len(shape) == 2]
     found = []
@@ -175,7 +176,7 @@ def _recurrent_calls(place: tuple[int, int], call: OpCall, dtype: str, *, traine
 
 
 def _wanted(graph: Graph, op: Op) -> tuple[bool, bool]:
-    """Whether the left and the right factor of a product want a gradient."""
+    """Return whether the left and the right factor of a product need a gradient."""
     flags = [graph.tensors[index].requires_grad for index in op.inputs]
     first = 1 if op.kind.split(".")[1:2] in (["addmm"], ["baddbmm"]) else 0
     return flags[first], flags[first + 1]
@@ -188,7 +189,7 @@ def _gather(
     rates: ProductRates,
     kind: DeviceKind,
 ) -> OpCost:
-    """One cost from the kernels of its passes; what adds gradients is none of them."""
+    """Return one cost from the kernels of its passes, without gradient accumulation."""
     basis: Basis = "regressed"
     sums = np.zeros((3, 2))
     for call, predicted, row in rows:
@@ -208,7 +209,7 @@ def _gather(
 
 
 def _factor(call: _Call, seconds: float, basis: Basis, rates: ProductRates, kind: DeviceKind) -> float:
-    """How many times longer a product takes than predicted."""
+    """Return the factor by which a product takes longer than predicted."""
     if call.places:
         return rates.convolution_factor(call.places, call.dtype, is_point=call.is_point)
     if call.dtype == "float32" and basis == "transferred":

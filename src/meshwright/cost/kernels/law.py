@@ -1,13 +1,13 @@
-"""Stage one: seconds of a kernel by what it demands, with fifteen factors of the device and the kernel family.
+"""Stage one: seconds of a kernel from its demand, with fifteen factors of the device and the kernel family.
 
     compute = min over ways of  max(work·(1 + h·loads)/e, pull/u, steps·r) + waves·w + area·o
                                 + s₀·log₂ splits + merge/(c·S)
     memory  = (1 - f)·bytes/(B·m) + f·bytes/(c·S),   f = 1/(1 + (passing / (v·L2))^z)  the share that the cache holds
     t       = (floor⁶ + (launch + (compute^p + memory^p)^(1/p) + extra)⁶)^(1/6)
 
-Factors are fitted as logarithms to ln t with a loss that is linear for large residuals; normal priors hold those of
-which the rows say nothing. For a device that was never measured the priors alone, moved to the mean of the devices that
-were (`shared_prior`), give its factors: few rows correct it.
+Factors are fitted as logarithms to ln t with a loss that is linear for large residuals; normal priors determine factors
+that the rows do not. For an unmeasured device, the priors alone, with the mean of the measured devices
+(`shared_prior`), give its factors; few rows correct them.
 
 Sources: roofline with soft corners (Williams et al., CACM 2009); Levenberg-Marquardt steps; pseudo-Huber loss.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.demand import Demand
     from meshwright.cost.prediction import Floats
 
-# (factor, value before any row is seen, deviation of its logarithm). Rates are shares of the datasheet's. The values
-# are guesses of the right order, from no source; the wide deviations (a factor of two for times) let rows correct them.
+# (factor, prior value, deviation of its logarithm). Rates are shares of the datasheet's. The values are guesses of the
+# right order, without a source; the wide deviations (a factor of two for times) let rows correct them.
 FACTORS: tuple[tuple[str, float, float], ...] = (
     ("launch_s", 2.5e-6, 0.7),
     ("arithmetic", 0.9, 0.2),
@@ -48,15 +48,15 @@ FACTORS: tuple[tuple[str, float, float], ...] = (
     ("extra", 1.0, 0.3),
     ("area_s", 1e-10, 1.0),
 )
-# Factors that are seconds or bytes per second are those at this clock; they are cycles, and scale with it.
+# Factors in seconds or bytes per second are for this clock; they are cycles, and scale with it.
 REFERENCE_CLOCK_HZ = 1.83e9
-# Seconds of the launch of a pass beside the kernel, as of the smallest kernels (`cost.roofline.LAUNCH_S`).
+# Seconds of the launch of an additional pass, as for the smallest kernels (`cost.roofline.LAUNCH_S`).
 _EXTRA_LAUNCH_S = 1.5e-6
 # Residuals beyond this count linearly: the spread of repeated measurements of one kernel.
 _SPREAD = 0.1
 _MAX_STEPS = 100
 _ENOUGH = 1e-4
-# Devices differ by at least this much in the logarithm of a factor, however alike the measured ones are.
+# The smallest deviation of a factor's logarithm between devices, however similar the measured ones are.
 _MIN_DEVIATION = 0.15
 
 
@@ -69,14 +69,14 @@ class Prior:
 
 
 def first_prior() -> Prior:
-    """What is believed before any row is seen."""
+    """Return the prior without any rows."""
     return Prior(
         mean=np.log([value for _, value, _ in FACTORS]), deviation=np.array([deviation for *_, deviation in FACTORS])
     )
 
 
 def shared_prior(fitted: Sequence[Floats]) -> Prior:
-    """What is believed of a device from the factors (logarithms) of others, at least one."""
+    """Return the prior of a device from the factors (logarithms) of others, at least one."""
     first = first_prior()
     table = np.array(fitted)
     spread = table.std(axis=0, ddof=1) if len(table) > 1 else first.deviation / 2
@@ -87,7 +87,7 @@ def shared_prior(fitted: Sequence[Floats]) -> Prior:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Explained:
-    """Of each query, shape (queries,): seconds, those of compute and of memory in them, and the way that was taken."""
+    """For each query, shape (queries,): seconds, their compute and memory parts, and the chosen way."""
 
     seconds: Floats
     compute: Floats
@@ -96,7 +96,7 @@ class Explained:
 
 
 def law_seconds(demand: Demand, factors: Floats) -> Explained:
-    """What the law says for logarithms of the factors."""
+    """Return the law's seconds for logarithms of the factors."""
     value = dict(zip((name for name, *_ in FACTORS), np.exp(np.clip(factors, -40.0, 40.0)).tolist(), strict=True))
     cycle = REFERENCE_CLOCK_HZ / demand.clock_hz
     cache_s = cycle / (value["cache_bytes_per_s"] * demand.units)
@@ -116,7 +116,7 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
     held = 1 / (1 + (demand.cached / value["cache_share"]) ** value["cache_slope"])
     memory = demand.memory * ((1 - held) / value["memory"] + held * demand.bandwidth * cache_s)
     sharpness = value["sharpness"]
-    # The larger of the two stands outside of the power, which of large sizes is beyond what a number holds.
+    # The larger one is outside of the power, which would overflow for large sizes.
     larger = np.maximum(compute, memory)
     corner = (1 + (np.minimum(compute, memory) / larger) ** sharpness) ** (1 / sharpness)
     kernel = value["launch_s"] * cycle + larger * corner
@@ -127,7 +127,7 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
 
 @compiled
 def _fastest(ways: Floats, factors: tuple[float, ...]) -> tuple[NDArray[np.int64], Floats]:
-    """(the fastest way of each query, its seconds), each of shape (queries,), from what each way demands."""
+    """Return (the fastest way of each query, its seconds), each of shape (queries,), from the demand of each way."""
     half_reuse, work_share, pull_share, step_s, wave_s, area_s, split_s, byte_s = factors
     best = np.zeros(ways.shape[2], np.int64)
     compute = np.full(ways.shape[2], np.inf)
@@ -144,7 +144,7 @@ def _fastest(ways: Floats, factors: tuple[float, ...]) -> tuple[NDArray[np.int64
 
 
 def fit_law(demand: Demand, seconds: Floats, prior: Prior) -> Floats:
-    """Logarithms of the factors, shape (factors,), from rows of shape (rows,); the prior's mean without rows."""
+    """Return logarithms of the factors, shape (factors,), from rows of shape (rows,); the prior's mean without rows."""
     target = np.log(seconds)
     factors, damping = prior.mean.copy(), 1e-2
 

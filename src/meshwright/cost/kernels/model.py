@@ -1,12 +1,12 @@
-"""The predictor of GPU kernels: a law per device and family, trees for what it leaves over, a correction for few rows.
+"""The predictor of GPU kernels: a law per device and family, trees for its residual, a correction for few rows.
 
     ln t = ln law(query; factors of device and family) + trees of the op(features) + correction(features)
 
-regressed    the device was measured: factors, trees and interval come from its rows (`fit.fit_kernels`) or, with few of
-             them, from those of other devices moved by its own (`fit.adapt_kernels`)
-transferred  it was not: the factors are the mean of those of the devices that were, nearest kin first
+regressed    the device was measured: factors, trees and interval come from its rows (`fit.fit_kernels`) or, with few
+             of them, from those of other devices adapted to its own (`fit.adapt_kernels`)
+transferred  it was not: the factors are the mean over the most similar measured devices
 
-Queries are estimated in columns; nothing here depends on where the model came from. `KernelModel` is plain data.
+Queries are estimated in columns; nothing here depends on the model's origin. `KernelModel` is plain data.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import DeviceKind
 
-# Groups with fewer rows say too little of their device to stand for others.
+# The fewest rows of a group that may represent its device for others.
 MIN_ROWS = 200
-# How large a step each kinship of `_kin` is.
+# The step of each relation in `_kin`.
 _KIN_STEPS: tuple[Step, ...] = ("near", "far", "far", "far", "far")
-# Queries that are estimated at a time: their ways to be cut into tiles stay in the processor's cache.
+# Queries that are estimated at a time: their ways to be cut into tiles stay in the CPU's cache.
 _CHUNK = 4096
-# From so many chunks on all cores work: the compiled loops do not hold the interpreter's lock.
+# From this number of chunks, all cores are used: the compiled loops release the interpreter's lock.
 _MANY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What is asked besides sizes: op, dtype, kernel family ("" for the usual one of the device) and the device."""
+    """A query without sizes: op, dtype, kernel family ("" for the usual one of the device) and the device."""
 
     op: str
     dtype: str
@@ -62,7 +62,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelGroup:
-    """What was learned of one op, dtype, device and family: the law's factors (logarithms) and how far they go."""
+    """The fit for one op, dtype, device and family: the law's factors (logarithms) and the interval."""
 
     op: str
     dtype: str
@@ -77,13 +77,13 @@ class KernelGroup:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What a query is matched by."""
+        """The key by which queries are matched."""
         return self.op, self.dtype, self.device, self.family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpModel:
-    """What all groups of an op share: trees, the scale of corrections, and intervals on devices left out, by step."""
+    """What all groups of an op share: trees, scales of corrections, and intervals on held-out devices, by step."""
 
     trees: Trees
     scale: Scale
@@ -104,11 +104,11 @@ class KernelModel:
         self._by_key.update((group.key, group) for group in self.groups)
 
     def predict(self, kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> Predictions:
-        """Seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `checks.SIZES` (window may be 0).
+        """Return the seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `checks.SIZES`.
 
-        A matmul may have a ``count`` of equal products. Raises MeasurementError for sizes that cannot be, for an op
-        that the model does not know, and for a device whose datasheet states no multiprocessors, cache or clock, or no
-        rate of the dtype (`checks`).
+        A window may be 0. A matmul may have a ``count`` of equal products. Raises MeasurementError for invalid sizes,
+        for an op that the model does not contain, and for a device whose datasheet states no multiprocessors, cache or
+        clock, or no rate of the dtype (`checks`).
         """
         if kernel.op not in self.ops:
             raise MeasurementError(f"No predictor of {kernel.op!r}; there are those of {', '.join(sorted(self.ops))}.")
@@ -144,9 +144,9 @@ class KernelModel:
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=(basis,) * len(seconds))
 
     def usual_family(self, kernel: Kernel) -> str:
-        """The family with the most rows of the op: of device and dtype, of the dtype, of its arithmetic, of any.
+        """Return the family with the most rows of the op: for device and dtype, for the dtype, its arithmetic, or any.
 
-        On a device that the model was adapted to, one that own rows were given of.
+        For a device that the model was adapted to, it is a family with own rows.
         """
         for kin in _kin(kernel, None):
             counts = Counter({group.family: 0 for group in self.groups})
@@ -159,7 +159,7 @@ class KernelModel:
         self, kernel: Kernel, sizes: Mapping[str, Floats], family: str, factors: Floats, group: KernelGroup | None
     ) -> Floats:
         shared = self.ops[kernel.op]
-        # Datasheets that nobody could write lead beyond what numbers hold; `predict` refuses them by the result.
+        # Absurd datasheets lead to overflow; `predict` refuses them by the result.
         with np.errstate(all="ignore"):
             demand = demand_of(kernel.op, sizes, kernel.dtype, family, kernel.device)
             law, columns = explain(kernel, sizes, demand, factors, family, self.families)
@@ -171,9 +171,9 @@ class KernelModel:
 
 
 def prior_of(groups: Iterable[KernelGroup], kernel: Kernel, family: str) -> tuple[Prior, Step]:
-    """What other devices say of a kernel family, the nearest kin with MIN_ROWS; and how large a step it is to them.
+    """Return the prior of a kernel family from other devices, the most similar with MIN_ROWS; and the step to them.
 
-    Raises MeasurementError if nothing of the op was measured so often.
+    Raises MeasurementError if no group of the op has MIN_ROWS rows.
     """
     large = [group for group in groups if group.num_rows >= MIN_ROWS]
     for step, kin in zip(_KIN_STEPS, _kin(kernel, family), strict=True):
@@ -187,7 +187,7 @@ def prior_of(groups: Iterable[KernelGroup], kernel: Kernel, family: str) -> tupl
 def explain(
     kernel: Kernel, sizes: Mapping[str, Floats], demand: Demand, factors: Floats, family: str, families: tuple[str, ...]
 ) -> tuple[Floats, NDArray[np.float32]]:
-    """(logarithm of the law's seconds, features of shape (features, n)) of queries under given factors."""
+    """Return (logarithm of the law's seconds, features of shape (features, n)) of queries under given factors."""
     explained = law_seconds(demand, factors)
     known = family_of(family)
     number = families.index(known) if known in families else -1
@@ -197,7 +197,7 @@ def explain(
 
 
 def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[KernelGroup], bool]]:
-    """Tests of kinship, nearest first; without a family, those by which the usual one is found."""
+    """Yield tests of similarity, nearest first; without a family, those by which the usual one is found."""
     arithmetic = split_dtype(kernel.dtype)[0]
     if family is None:
         asked = kernel.op, kernel.dtype, kernel.device.name

@@ -1,6 +1,6 @@
-"""Predictors of kernels as files: JSON, packed with gzip; numbers and names alone, nothing that could run.
+"""Kernel predictors as files: JSON, packed with gzip; only numbers and names, nothing executable.
 
-``cost/models/kernels.json.gz`` was fitted on the public rows that `meshwright.validation` ships, and is made anew by
+``cost/models/kernels.json.gz`` was fitted on the public rows that `meshwright.validation` ships, and is rebuilt by
 ``scripts/renew_kernel_model.py``.
 """
 
@@ -35,19 +35,19 @@ _MAX_BYTES = 64 * 2**20
 
 @cache
 def shipped_model() -> KernelModel:
-    """The predictor that comes with Meshwright; read once."""
+    """Return the predictor that comes with Meshwright; read once."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "kernels.json.gz") as path:
         return read_model(path)
 
 
 def write_model(model: KernelModel, path: Path | str) -> Path:
-    """Write a predictor; a failed write leaves no half file. Raises DocumentError for a place that takes none."""
+    """Write a predictor; a failed write leaves no partial file. Raises DocumentError for an unwritable path."""
     text = json.dumps(_encode(model), separators=(",", ":"))
     return write_bytes(gzip.compress(text.encode(), mtime=0), Path(path))
 
 
 def read_model(path: Path | str) -> KernelModel:
-    """Read a predictor. Raises DocumentError for a file that is none, is damaged, or is too large."""
+    """Read a predictor. Raises DocumentError for a file that is not a predictor, is damaged, or is too large."""
     path = Path(path)
     try:
         unpacker = zlib.decompressobj(wbits=31)
@@ -75,7 +75,7 @@ def _encode(model: KernelModel) -> dict[str, Any]:
 def _encode_op(shared: OpModel) -> dict[str, Any]:
     return {
         "features": shared.trees.features.tolist(),
-        # None stands for a question that every query answers with no.
+        # None stands for a threshold that no query exceeds.
         "thresholds": [[float(x) if np.isfinite(x) else None for x in row] for row in shared.trees.thresholds],
         "values": [[float(f"{x:.5g}") for x in row] for row in shared.trees.values],
         "spread": shared.scale.spread.tolist(),
@@ -124,7 +124,7 @@ def _decode_op(op: str, found: dict[str, Any]) -> OpModel:
     if trees.thresholds.shape != features.shape or trees.values.shape != (num_trees, 2**depth):
         raise ValueError("trees of unequal sizes")
     if not (features.min(initial=0) >= 0 and features.max(initial=0) < num_features(op)):
-        raise ValueError("trees that ask for features that there are not")
+        raise ValueError("trees that use unknown features")
     scale = Scale(
         spread=_positive(found["spread"]),
         amplitude=float(_positive(found["amplitude"])),
@@ -139,7 +139,7 @@ def _decode_group(found: dict[str, Any]) -> KernelGroup:
     if "points" in found:
         correction = Correction(points=_finite(found["points"]), weights=_finite(found["weights"]))
         if correction.points.shape[:1] != correction.weights.shape:
-            raise ValueError("a correction with as many weights as points is expected")
+            raise ValueError("expected a correction with one weight per point")
     return KernelGroup(
         op=str(found["op"]),
         dtype=str(found["dtype"]),

@@ -1,8 +1,8 @@
-"""Which tiles of the output a GEMM kernel works in, by family, as its source dispatches them.
+"""The output tiles of a GEMM kernel, by family, as its source dispatches them.
 
 A thread block computes a tile of (rows, columns) of the output over ``splits``-ths of the inner dimension:
 
-    library   cuBLAS behind torch's linear chooses from many: the fastest of CANDIDATES with any of SPLITS is taken
+    library   cuBLAS behind torch's linear chooses from many: the fastest of CANDIDATES with any of SPLITS is used
     no split  DeepGEMM, FlashInfer, Triton and block-scaled CUTLASS choose a tile, and never split the inner dimension
     sm90      vLLM's CUTLASS float8 kernels for Hopper: by rows and columns (scaled_mm_sm90_fp8_dispatch.cuh); up to 64
               rows the operands are swapped, so that 64 columns and 16 or 64 rows make a tile
@@ -47,7 +47,7 @@ CANDIDATES = (
 SPLITS = (1, 2, 4, 8, 16)
 
 _FLASH_2 = "vllm_flash_attn_fa2"
-# Names of one family of code in different versions of a framework.
+# Names of one kernel family in different versions of a framework.
 _RENAMED = {"vllm_default": "torch.nn.functional.linear", "vllm_flash_attn": "vllm_flash_attn_fa2"}
 _CUTLASS = "CutlassFP8ScaledMMLinearKernel"
 _READ: dict[float, Dispatch] = {8.9: "sm89", 9.0: "sm90"}
@@ -55,20 +55,20 @@ _NO_SPLIT = ("DeepGemm", "FlashInfer", "Triton", "CutlassFp8BlockScaled")
 
 
 def family_of(kernel: str) -> str:
-    """The name that all versions of a kernel family share."""
+    """Return the common name of all versions of a kernel family."""
     return _RENAMED.get(kernel, kernel)
 
 
 def dispatch_of(kernel: str, compute_capability: float) -> Dispatch:
-    """How a kernel family of a device of this CUDA compute capability chooses its tiles."""
+    """Return how a kernel family chooses its tiles on a device of this CUDA compute capability."""
     if kernel == _CUTLASS:
-        # Of other devices the code was not read: any tile may be taken.
+        # The code for other devices was not read: any tile is possible.
         return _READ.get(compute_capability, "library")
     return "no split" if kernel.startswith(_NO_SPLIT) else "library"
 
 
 def tiles_of(dispatch: Dispatch, m: Floats, n: Floats, k: Floats) -> Iterator[Tile]:
-    """The tiles that a kernel may use for products of (m, k) by (k, n), each of shape (queries,)."""
+    """Yield the tiles that a kernel may use for products of (m, k) by (k, n), each of shape (queries,)."""
     if dispatch == "library":
         yield from ((rows, columns, splits) for rows, columns in CANDIDATES for splits in SPLITS)
     elif dispatch == "no split":
@@ -91,7 +91,7 @@ def tiles_of(dispatch: Dispatch, m: Floats, n: Floats, k: Floats) -> Iterator[Ti
 
 
 def packs_heads(kernel: str, shared: Floats, window: Floats) -> NDArray[np.bool_]:
-    """Whether decoding packs the ``shared`` query heads of a key head into one tile and splits the keys, per query."""
+    """Return, per query, whether decoding packs the ``shared`` query heads of a key head and splits the keys."""
     if family_of(kernel) == _FLASH_2:
         packed: NDArray[np.bool_] = (shared > 1) & (window == 0)
         return packed

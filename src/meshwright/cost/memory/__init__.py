@@ -1,4 +1,4 @@
-"""How many bytes: of a stage, and of a whole step on one device op by op."""
+"""Memory in bytes: of a stage, and of a whole step on one device op by op."""
 
 from meshwright.cost.memory.alike import likeness
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator

@@ -1,8 +1,8 @@
-"""When do two stages of a graph need the same memory, so that one walk tells both?
+"""Keys that are equal for stages with equal memory needs, so that one walk serves both.
 
-When their layers have the same blocks (`Layer.block`: operators, sizes and wiring inside a layer), wired to each other
-and to what comes from outside in the same way. Values made in the stage are named by their layer's distance and their
-place in it, values from outside by the order in which they appear.
+Stages are equal if their layers have the same blocks (`Layer.block`: operators, sizes and wiring inside a layer), wired
+to each other and to outside values in the same way. Values made in the stage are named by their layer's distance and
+their place in it, values from outside by the order in which they appear.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def likeness(graph: Graph, stage: StageSlice) -> Hashable:
-    """Equal for stages of the graph that need the same memory."""
+    """Return a key that is equal for stages of the graph that need the same memory."""
     home, layer_of, borrowed = _wiring(graph)
     mine = set(stage.ops)
     layers = sorted({layer_of[op] for op in stage.ops if not graph.ops[op].replicable})
     inside = {op for layer in layers for op in range(graph.layers[layer].start, graph.layers[layer].stop)}
-    # Ops of earlier layers that are computed here too, the same ones wherever they are.
+    # Ops of earlier layers that are computed here too, the same ones in every stage.
     again = tuple(op for op in stage.ops if op not in inside)
     made_again = {tensor for op in again for tensor in graph.ops[op].outputs}
     first = layers[0] if layers else 0
@@ -47,16 +47,16 @@ def likeness(graph: Graph, stage: StageSlice) -> Hashable:
         names(stage.inputs),
         names(stage.outputs),
         stage.has_backward,
-        # State that no op of the layers reads, or that ops computed again read.
+        # State that no op of the layers reads, or that replicated ops read.
         names(stage.parameters + stage.buffers),
     )
 
 
 @lru_cache(maxsize=32)
 def _wiring(graph: Graph) -> tuple[dict[int, tuple[int, int]], list[int], tuple[tuple[int, ...], ...]]:
-    """Of each value: its layer and place in it. The layer of each op. Of each layer: what it uses of others.
+    """Return each value's layer and place in it, the layer of each op, and the values that each layer uses of others.
 
-    The owners of storages are among what it uses.
+    The owners of storages are among the used values.
     """
     home: dict[int, tuple[int, int]] = {}
     layer_of: list[int] = []

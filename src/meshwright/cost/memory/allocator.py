@@ -1,10 +1,10 @@
-"""What torch's caching allocator on CUDA reserves from the driver for a sequence of allocations.
+"""Memory that torch's caching allocator on CUDA reserves from the driver for a sequence of allocations.
 
     rounded(n)    n up to a multiple of 512 bytes, at least 512
     segment(n)    2 MiB for n ≤ 1 MiB (the small pool); 20 MiB below 10 MiB; else n up to a multiple of 2 MiB
-    allocate(n)   the smallest free block of the pool that holds n, else a new segment; what is left over becomes a free
-                  block where it is at least 512 bytes (small pool) or more than 1 MiB (large pool), and else stays
-    free          the block joins its free neighbours in the segment; segments are never given back
+    allocate(n)   the smallest free block of the pool that holds n, else a new segment; the rest becomes a free block if
+                  it is at least 512 bytes (small pool) or more than 1 MiB (large pool), and else stays
+    free          the block joins its free neighbours in the segment; segments are never returned
 
 "Allocated" counts whole blocks, as `torch.cuda.max_memory_allocated` does, "reserved" all segments. Source: torch,
 c10/cuda/CUDACachingAllocator.cpp with its defaults (no expandable segments): kMinBlockSize, kSmallSize, kSmallBuffer,
@@ -36,7 +36,7 @@ ROUND_LARGE_BYTES = 2 * _MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePeaks:
-    """Largest bytes that tensors held, in whole blocks, and that the allocator held for them."""
+    """Largest bytes of tensors, in whole blocks, and of segments that the allocator reserved for them."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -68,8 +68,8 @@ class _Memory(NamedTuple):
 
 @compiled
 def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: int) -> tuple[int, int]:
-    """The most bytes that were allocated at once, and those that are reserved in the end."""
-    # An allocation makes two pieces at most.
+    """Return the most bytes that were allocated at once, and the bytes reserved at the end."""
+    # An allocation makes at most two pieces.
     room = 2 * int((num_bytes > 0).sum()) + 1
     memory = _Memory(
         np.zeros(room, np.int64),
@@ -81,7 +81,7 @@ def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: 
         np.zeros((2, room), np.int64),
         np.zeros(2, np.int64),
     )
-    # Of each block that is in use; an empty tensor has none.
+    # The piece of each block in use; an empty tensor has none.
     piece_of = np.full(num_blocks, -1, np.int64)
     made, reserved, allocated, most = 0, 0, 0, 0
     for event in range(len(block)):
@@ -121,7 +121,7 @@ def _follow(block: NDArray[np.int64], num_bytes: NDArray[np.int64], num_blocks: 
 
 @compiled
 def _segment_bytes(size: int, small: bool) -> int:
-    """What is reserved for a block that no free one holds."""
+    """Return the size of a new segment for a block that no free piece can hold."""
     if small:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:
@@ -143,7 +143,7 @@ def _give_back(memory: _Memory, piece: int) -> None:
 
 @compiled
 def _merge(memory: _Memory, first: int, second: int, free: int) -> None:
-    """Make two neighbours one, of which ``free`` leaves the pool."""
+    """Merge two neighbours; ``free``, one of them, leaves the pool."""
     _leave_pool(memory, memory.pool[free], _place(memory, memory.pool[free], memory.size[free], memory.address[free]))
     memory.size[first] += memory.size[second]
     memory.after[first] = memory.after[second]
@@ -153,7 +153,7 @@ def _merge(memory: _Memory, first: int, second: int, free: int) -> None:
 
 @compiled
 def _place(memory: _Memory, pool: int, size: int, address: int) -> int:
-    """The place in a pool of the first piece that is not before (size, address)."""
+    """Return the place in a pool of the first piece that is not before (size, address)."""
     low, high = 0, memory.num_free[pool]
     while low < high:
         middle = (low + high) // 2

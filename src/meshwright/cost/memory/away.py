@@ -1,20 +1,20 @@
-"""What the layers of a stage keep for their backward goes to the host in between: which values, and how many bytes.
+"""Activation offload: which values of a stage's layers go to host memory until their backward, and their bytes.
 
-A stage's layers are units, in order; layers with a boundary inside of a range that is computed again are one unit. Of
-each but the last, which the backward begins with, all that is kept goes down when the unit's forward ends:
+A stage's layers are units, in order; layers with a boundary inside a recomputed range are one unit. Everything that a
+unit keeps, except the last one, with which the backward starts, is copied down when the unit's forward ends:
 
-    goes     what autograd saved (`Op.saved`); of a range that is computed again what it reads, and what it keeps
+    goes     what autograd saved (`Op.saved`); for a recomputed range what it reads, and what it keeps
              (`Graph.keeps`); each storage whole
-    stays    parameters and buffers; inputs of the stage, received values and those that leave it, which are there until
-             the backward anyway; storages of less than `LEAST_BYTES`
+    stays    parameters and buffers; inputs of the stage, received values and values that leave it, which are on the
+             device until the backward anyway; storages of less than `LEAST_BYTES`
 
-    forward     a unit begins, and the stage's forward ends, when the copies of the unit two before have ended. A
+    forward     a unit starts, and the stage's forward ends, when the copies of the unit two before have ended. A
                 storage that the next unit saves, too, is copied once; one that a later unit saves is copied again
-    backward    what a unit brings comes up while the unit behind it (that brings something) goes back; the first of
-                them when the stage's backward begins
+    backward    the values of a unit come up during the backward of the unit behind it (with any values); the first of
+                them when the stage's backward starts
 
-so that beside the last unit two of them are on the device at most. What was saved by two units in a row is needed by
-the later one first, and comes up for that.
+so that at most two units, besides the last one, are on the device. Values saved by two consecutive units are needed by
+the later one first, and come up for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from meshwright.cost.memory.backward import Backend
     from meshwright.spec import Graph, StageSlice
 
-# As torchtune has it (torchtune/training/_activation_offloading.py: min_offload_size): what is smaller gains nothing.
+# As in torchtune (torchtune/training/_activation_offloading.py: min_offload_size): copying smaller values gains
+# nothing.
 LEAST_BYTES = 1024
 
 
@@ -53,7 +54,7 @@ class AwayUnit:
 class AwayValue:
     """A storage that goes down with unit ``down`` and comes up for unit ``up``; ``last`` is the op that reads it last.
 
-    The last in a backward: the first of those that saved it.
+    The last in a backward is the first of the ops that saved it.
     """
 
     storage: int
@@ -64,7 +65,7 @@ class AwayValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Away:
-    """The units of a stage and what goes away of them. ``needed`` are storages the last unit saved, too, by its op."""
+    """The units of a stage and their offloaded values. ``needed``: storages also saved by the last unit, by its op."""
 
     units: tuple[AwayUnit, ...]
     values: tuple[AwayValue, ...]
@@ -77,20 +78,20 @@ class Away:
 
     @property
     def coming(self) -> list[int]:
-        """The units that something comes up for, as a backward meets them: descending."""
+        """The units for which something comes up, in the order of the backward: descending."""
         return [number for number in reversed(range(len(self.units))) if self.units[number].up_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """What of a microbatch is on the host."""
+        """Bytes of a microbatch in host memory."""
         return sum(unit.down_bytes for unit in self.units)
 
 
 @lru_cache(maxsize=256)
 def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int | None, device: Backend) -> Away:
-    """What of a stage is away, for microbatches of ``batch_size`` samples; the graph is one `as_kept`.
+    """Return the offload of a stage for microbatches of ``batch_size`` samples; the graph is one `as_kept`.
 
-    ``device``: whose libraries compute, whose workspaces go, too.
+    ``device``: the device type, whose library workspaces are offloaded, too.
     """
     spans = _find_units(graph, stage)
     if not stage.has_backward or graph.mode != "training":
@@ -130,7 +131,7 @@ def _weigh(
 
 
 def _find_units(graph: Graph, stage: StageSlice) -> list[tuple[int, int, int]]:
-    """First layer, first op and end of each unit of a stage. Ops that it shares with earlier ones are in the first."""
+    """Return first layer, first op and end of each unit of a stage. Ops shared with earlier stages are in the first."""
     own = {op for op in stage.ops if not graph.ops[op].replicable}
     inside = {op for start, stop in graph.recompute for op in range(start + 1, stop)}
     spans: list[tuple[int, int, int]] = []
@@ -145,7 +146,7 @@ def _find_units(graph: Graph, stage: StageSlice) -> list[tuple[int, int, int]]:
 
 
 def _staying(graph: Graph, stage: StageSlice) -> set[int]:
-    """Storages that are on the device until the backward anyway."""
+    """Return storages that are on the device until the backward anyway."""
     brought = {i for channel in stage.incoming for i in channel.tensors} | {*stage.inputs}
     leaving = {i for channel in stage.outgoing for i in channel.tensors} | {*stage.outputs}
     return {graph.tensors[i].storage for i in brought | leaving}
@@ -154,7 +155,7 @@ def _staying(graph: Graph, stage: StageSlice) -> set[int]:
 def _saves(
     graph: Graph, stage: StageSlice, spans: Sequence[tuple[int, int, int]]
 ) -> Iterable[tuple[int, int, set[int]]]:
-    """Unit, op and storages of what is saved in the course of a forward."""
+    """Yield unit, op and storages of the values saved during a forward."""
     again = dict(graph.recompute)
     own, skipped, unit = set(stage.ops), -1, 0
     for op in stage.ops:

@@ -1,4 +1,4 @@
-"""What a walk through a stage frees and takes where activations go to the host until the backward (`away`)."""
+"""Allocations of a walk through a stage whose activations are in host memory until the backward (`away`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def follow_away(
     *,
     leaves: bool,
 ) -> AwayBlocks:
-    """The blocks of a stage that go and come; none unless something ``leaves``. ``sizes`` in bytes by storage."""
+    """Return the stage's blocks that move to the host and back, if it ``leaves``. ``sizes``: bytes by storage."""
     away = Away(units=(), values=(), needed={})
     if leaves and workload.kind == "training":
         away = find_away(graph, stage, batch_size, workload.float_bytes, device)
@@ -38,12 +38,12 @@ def follow_away(
 
 
 class AwayBlocks:
-    """Blocks of one stage's values that go and come."""
+    """Blocks of one stage's values that move to the host and back."""
 
     def __init__(self, away: Away, lives: Lifetimes, sizes: Sequence[int], ops: tuple[int, ...]) -> None:
         self._lives, self._sizes = lives, sizes
         self._kept: set[int] = set()
-        # By unit, what has left the device when it begins; by op, where units begin forward and backward.
+        # By unit, values that have left the device when it starts; by op, where units start forward and backward.
         self._gone: defaultdict[int, list[int]] = defaultdict(list)
         self._up: defaultdict[int, list[AwayValue]] = defaultdict(list)
         self._last: defaultdict[int, list[AwayValue]] = defaultdict(list)
@@ -60,7 +60,7 @@ class AwayBlocks:
         starts = [min(ops, default=0), *(unit.start for unit in away.units[1:])]
         self._begins = {start: number for number, start in enumerate(starts)}
         self._end = len(away.units)
-        # A unit goes back from its last op on: what comes up then is for the next unit that anything comes for.
+        # A unit's backward starts at its last op: what comes up then is for the next unit with offloaded values.
         coming = away.coming
         self._first_up = coming[0] if coming else -1
         own = sorted(ops)
@@ -69,12 +69,12 @@ class AwayBlocks:
         self._there: dict[tuple[int, int], int] = {}
 
     def begin_forward(self) -> Set[int]:
-        """A microbatch begins; what outlives its ops, less in the course of it."""
+        """Start a microbatch; return the values that outlive its ops, which shrink during the forward."""
         self._kept = set(self._lives.kept)
         return self._kept
 
     def forward(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
-        """An op is next: where a unit begins with it, copies of earlier ones have ended."""
+        """Before an op: if a unit starts with it, copies of earlier ones have ended."""
         if op in self._begins:
             self._leave(self._begins[op], op, values, ledger)
 
@@ -83,22 +83,22 @@ class AwayBlocks:
         self._leave(self._end, 1 << 62, values, ledger)
 
     def begin_backward(self, ledger: Ledger) -> None:
-        """The backward of a microbatch begins, and with it the first copies up."""
+        """Start the backward of a microbatch, and with it the first copies up."""
         self._take(self._first_up, ledger)
 
     def backward(self, op: int, ledger: Ledger) -> None:
-        """The backward of an op is next."""
+        """Before the backward of an op."""
         if op in self._comes:
             self._take(self._comes[op], ledger)
 
     def hand_back(self, start: int, stop: int, values: dict[int, int]) -> None:
-        """A range runs again, and takes the results that it kept."""
+        """Pass the kept results of a range to its recomputation."""
         for op in (op for op in self._lives.results if start <= op < stop):
             for key in [key for key in self._there if key[0] in self._lives.results[op] and key[0] not in values]:
                 values[key[0]] = self._there.pop(key)
 
     def release(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
-        """The backward of an op was the last to read some values."""
+        """Free values whose last reader was the backward of an op."""
         for value in self._last.get(op, ()):
             if (value.storage, value.down) in self._there:
                 ledger.free(self._there.pop((value.storage, value.down)))

@@ -1,8 +1,8 @@
-"""What would a model need on a device if it were computed again, sharded or moved away? Rows for ``show --memory``.
+"""Memory needs of a model on a device with recomputation, sharding or offload: rows for ``show --memory``.
 
 The whole model is one stage, held by all ranks of a cluster (ZeRO's data parallelism), for one microbatch in flight.
-Computing again is by the words of `recompute_choices`. A `Plan` says the same for what is simulated, but for
-activations, which stay on the device there.
+Recomputation follows the words of `recompute_choices`. A simulated `Plan` gives the same figures, except that
+activations stay on the device there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Row = dict[str, Any]
 
 
 def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
-    """One row per layer: ``layer``, ``parameters_bytes``, and per choice what a microbatch keeps, ``none_bytes`` ...
+    """Return one row per layer.
 
-    Values that a layer gets from another one count where they are made. Raises GraphError as `weigh_stage` does.
+    Keys: ``layer``, ``parameters_bytes``, and bytes that a microbatch keeps per choice (``none_bytes`` ...). Values
+    that a layer gets from another one count where they are made. Raises GraphError as `weigh_stage` does.
     """
     _check_trains(graph)
     device = backend_of(cluster.device_kind(0))
@@ -40,12 +41,12 @@ def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clust
 
 
 def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
-    """One row per way to keep the model on a rank of the cluster.
+    """Return one row per way to keep the model on a rank of the cluster.
 
     Keys: ``zero`` (0 to 3), ``recompute``, ``offload`` to the host (nothing, states, or both: states and activations),
     ``device_bytes`` (the peak), its ``parameters_bytes``, ``gradients_bytes``, ``states_bytes`` and
-    ``activations_bytes`` (each at its fullest, which may not be at one moment), ``host_bytes``, and ``transfer_s``, the
-    seconds of a step that PCIe needs.
+    ``activations_bytes`` (each at its maximum, possibly at different moments), ``host_bytes``, and ``transfer_s``, the
+    seconds per step on PCIe.
     """
     _check_trains(graph)
     kind, pcie = cluster.device_kind(0), cluster.nodes[0].pcie
@@ -82,6 +83,6 @@ def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clus
 def _check_trains(graph: Graph) -> None:
     if graph.mode != "training":
         raise GraphError(
-            f"Graph {graph.name!r} is for inference; expected one for training, of which memory can be computed again, "
-            "sharded or moved away. Capture the model for training."
+            f"Graph {graph.name!r} is for inference; expected one for training, to compare recomputation, sharding and "
+            "offload. Capture the model for training."
         )

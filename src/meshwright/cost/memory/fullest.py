@@ -1,14 +1,14 @@
-"""The fullest moment of a step of one stage, from what its computations add: one formula for one stage and for all.
+"""The peak of a step of one stage, from the memory that its computations add: one formula for one stage and for all.
 
-With k of n microbatches in flight at most, each keeping a, gradients g that gather outside of buckets, and `Phase.most`
-of each computation,
+With at most k of n microbatches in flight, each keeping a, gradients g that accumulate outside of buckets, and
+`Phase.most` of each computation,
 
     forward                (k - 1)·a + F        + g if a backward came before it (n > k)
     first of n backwards   k·a + B
-    a later one            k·a + g + B          k - 1 where all are in flight at once (n = k)
+    a later one            k·a + g + B          k - 1 if all are in flight at once (n = k)
     optimizer              g + O
 
-the largest of them is in use beside what is there all the time. Bytes of transfers under way come on top.
+the largest of them is in use in addition to static memory. Transfers in flight are added separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 
-# Places of the computations in a row of bytes.
+# Indices of the computations in a row of bytes.
 FORWARD, BACKWARD_FIRST, BACKWARD_LATER, STEP = range(4)
 NUM_MOMENTS = 4
 
@@ -27,7 +27,7 @@ NUM_MOMENTS = 4
 def fullest(
     most: NDArray[np.float64], each: float, gradients: float, num_in_flight: int, num_microbatches: int
 ) -> float:
-    """Bytes at the fullest moment; ``most`` (4,) by computation."""
+    """Return the bytes at the peak; ``most`` (4,) by computation."""
     goes_on = num_microbatches > num_in_flight
     peak = max(
         (num_in_flight - 1) * each + most[FORWARD] + (gradients if goes_on else 0.0),

@@ -1,6 +1,6 @@
-"""What autograd keeps on CUDA devices, where their kernels keep something else than those of CPUs.
+"""Tensors that autograd keeps on CUDA devices, where kernels keep other tensors than on CPUs.
 
-Graphs are captured on CPUs, and so name what CPUs' kernels keep. On CUDA devices
+Graphs are captured on CPUs, so they contain what CPU kernels keep. On CUDA devices
 
     dropout         its mask, in bool; on CPUs the noise that elements are multiplied with (Dropout.cpp:
                     is_fused_kernel_acceptable, native_dropout)
@@ -13,9 +13,9 @@ Graphs are captured on CPUs, and so name what CPUs' kernels keep. On CUDA device
     rms_norm        input, weight and a number of each row, in float32; on CPUs values on the way (derivatives.yaml:
                     _fused_rms_norm, from torch 2.9 on)
     lstm, gru       input, states, weights, output and cuDNN's reserve; on CPUs workspaces of oneDNN by layer
-                    (derivatives.yaml: _cudnn_rnn). cuDNN does not say how large the reserve is; counted is what the
-                    gradient of a cell reads of each step: four gates and the state, of a GRU three gates and the
-                    product with the state
+                    (derivatives.yaml: _cudnn_rnn). cuDNN does not document the size of the reserve; counted is what the
+                    gradient of a cell reads per step: four gates and the state, of a GRU three gates and the product
+                    with the state
     cross_entropy   under autocast: logarithms in the type of the logits, which is an argument of the softmax, and
                     float32 copies of them, which nll_loss reads (LossNLL.cpp: cross_entropy_loss); CPUs cast the logits
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Op
     from meshwright.spec.precision import Numbers
 
-# What a cell keeps of a step, in states.
+# The number of states that a cell keeps per step.
 _KEPT_STATES = {"lstm": 5, "gru": 4}
 _MASK = 3
-# Heads and tokens of (batch, heads, tokens, width) swapped, and what then joins the heads.
+# The swap of heads and tokens of (batch, heads, tokens, width), and the ops that then join the heads.
 _SWAPPED = [0, 2, 1, 3]
 _JOINING = frozenset({"flatten", "reshape", "view", "contiguous"})
 
 
 def as_kept(graph: Graph, numbers: Numbers, device: Backend) -> Graph:
-    """The graph as it is computed in a precision, with what kernels of a device keep; ids stay, copies come behind."""
+    """Return the graph in a precision with what a device's kernels keep; ids stay, copies are appended."""
     graph = as_computed(graph, numbers)
     return _on_cuda(graph, numbers.autocast) if device == "cuda" and graph.mode == "training" else graph
 
 
 def casts_within(op: Op) -> bool:
-    """Whether autocast on CUDA devices casts a value that an op makes on its way, in place of its inputs."""
+    """Return whether autocast on CUDA devices casts a value inside the op, instead of its inputs."""
     return operator_name(op) == "cross_entropy_loss"
 
 
@@ -74,19 +74,19 @@ def _on_cuda(graph: Graph, lower: str) -> Graph:
 
 
 class _Kept:
-    """Rewrites what ops keep; ``tensors`` are those of the graph, some with another shape or type, and copies."""
+    """Replaces what ops keep; ``tensors`` are those of the graph, some with another shape or type, and copies."""
 
     def __init__(self, graph: Graph, lower: str) -> None:
         self.tensors = list(graph.tensors)
         self._graph, self._lower = graph, lower
         self._num_uncast = graph._num_uncast[0] if graph._num_uncast else len(graph.tensors)
-        # Storages of joined heads that are on CPUs, by those that they are copied from.
+        # Storages of joined heads that exist on CPUs, by the storages that they are copied from.
         self._viewed: dict[int, int] = {}
         self._attended: set[int] = set()
         self._makers = {i: op for op in graph.ops for i in op.outputs}
 
     def by(self, op: Op) -> Op:
-        """The op with what CUDA's kernel of it keeps."""
+        """Return the op with what its CUDA kernel keeps."""
         self._view(op)
         made = [i for i in op.saved if self.tensors[i].role == "saved" and i < self._num_uncast]
         if not made or not op.inputs or not op.outputs:
@@ -113,7 +113,7 @@ class _Kept:
         return replace(op, saved=tuple(saved))
 
     def _logarithms(self, op: Op, made: Sequence[int]) -> list[int]:
-        """What a CPU's loss makes of logits that are in the type of autocast here, where targets are classes."""
+        """Return what a CPU's loss makes of logits in the type of autocast, if targets are classes."""
         if len(op.inputs) == 1:
             return []
         logits, targets = (self.tensors[i] for i in op.inputs[:2])
@@ -122,7 +122,7 @@ class _Kept:
         return [i for i in made if self.tensors[i].shape == logits.shape and self.tensors[i].dtype != self._lower]
 
     def _view(self, op: Op) -> None:
-        """What joins heads looks at the attention's output, and so does what looks at it."""
+        """Make ops that join heads, and their views, views of the attention's output."""
         swap = self._makers.get(op.inputs[0]) if op.inputs else None
         joins = operator_name(op) in _JOINING and swap is not None and _order_of(swap, len(_SWAPPED)) == _SWAPPED
         for i in op.outputs:
@@ -132,7 +132,7 @@ class _Kept:
                 self.tensors[i] = replace(self.tensors[i], storage=self._viewed[storage])
 
     def _is_dense(self, tensor: int) -> bool:
-        """Whether elements of the last dim lie beside each other: no op since they were computed moved that dim."""
+        """Return whether elements of the last dim are contiguous: no op since they were computed moved that dim."""
         op, shape = self._makers.get(tensor), self.tensors[tensor].shape
         if op is None or not op.inputs:
             return True
@@ -153,19 +153,19 @@ class _Kept:
         self._make(made[0], query.shape[:-1], "float32")
         kept = [*self._with_inputs(op, [], op.inputs), made[0], op.outputs[0]]
         if len(made) > 1 and mask in kept and self.tensors[mask].dtype not in FLOAT_DTYPES:
-            # A mask of bools becomes one of summands.
+            # A bool mask becomes an additive one.
             self._make(made[1], self.tensors[mask].shape, self._lower or query.dtype)
             kept[kept.index(mask)] = made[1]
         return kept
 
     def _reserve(self, op: Op, made: int, states: int) -> int:
         output, num_layers = self.tensors[op.outputs[0]], max([1, *_numbers(op, "num_layers")])
-        # Between layers their outputs are kept, too.
+        # Outputs between layers are kept, too.
         self._make(made, (*output.shape, Extent(states * num_layers + num_layers - 1)), output.dtype)
         return made
 
     def _with_inputs(self, op: Op, kept: Sequence[int], inputs: Sequence[int]) -> list[int]:
-        """What is kept and the inputs, each in the type that the op computes in; of parameters there are copies."""
+        """Return the kept values and the inputs, each in the type that the op computes in; parameters have copies."""
         found, names = list(kept), {self.tensors[i].name for i in kept}
         cast = cast_inputs(self._graph, op, self._lower) if self._lower else []
         for i in inputs:
@@ -182,12 +182,12 @@ class _Kept:
         return len(self.tensors) - 1
 
     def _make(self, tensor: int, shape: Sequence[Extent], dtype: str) -> None:
-        """What was made for a CPU's backward becomes something else."""
+        """Give a value made for a CPU's backward another shape and type."""
         self.tensors[tensor] = replace(self.tensors[tensor], shape=tuple(shape), dtype=dtype)
 
 
 def _order_of(op: Op, num_dims: int) -> list[int]:
-    """The dims of an op's input in the order of its output's; empty for an op that does not reorder them."""
+    """Return the dims of an op's input in the order of its output's; empty if the op does not reorder them."""
     name, order = operator_name(op), list(range(num_dims))
     if name == "permute":
         return [dim % max(num_dims, 1) for dim in _numbers(op, "dims")]
@@ -200,5 +200,5 @@ def _order_of(op: Op, num_dims: int) -> list[int]:
 
 
 def _numbers(op: Op, name: str) -> list[int]:
-    """The whole numbers in an attribute of an op."""
+    """Return the integers in an attribute of an op."""
     return [int(number) for number in re.findall(r"-?\d+", dict(op.attributes).get(name, ""))]

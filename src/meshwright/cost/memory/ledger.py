@@ -1,7 +1,7 @@
-"""What is allocated and freed in the course of a step, as one list of events, and its peak.
+"""Allocations and frees in the course of a step, as one list of events, and its peak.
 
-in use after event e     Σ bytes of the events up to e, frees negative
-peak                     its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
+- in use after event e: Σ bytes of the events up to e, frees negative
+- peak: its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryEvents:
-    """Events in order: ``block`` (E,) numbers what is taken, ``num_bytes`` (E,) is negative where it is freed.
+    """Events in order: ``block`` (E,) is the number of the block, ``num_bytes`` (E,) is negative if it is freed.
 
-    ``part`` (E,) indexes `MEMORY_PARTS`; ``moment`` (E,) indexes ``moments``, the names of what was going on.
+    ``part`` (E,) indexes `MEMORY_PARTS`; ``moment`` (E,) indexes ``moments``, the names of computations.
     """
 
     block: NDArray[np.int64]
@@ -32,13 +32,13 @@ class MemoryEvents:
     moments: tuple[str, ...]
 
     def in_use(self) -> NDArray[np.int64]:
-        """Bytes in use after each event, shape (E,)."""
+        """Return the bytes in use after each event, shape (E,)."""
         return np.cumsum(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The largest number of bytes in use, what they were for, and when."""
+    """The largest number of bytes in use, their parts, and the moment."""
 
     num_bytes: int
     parts: dict[str, int]
@@ -46,12 +46,12 @@ class Peak:
 
     @property
     def owner(self) -> str:
-        """The part that has most of it."""
+        """The largest part."""
         return max(self.parts, key=self.parts.__getitem__)
 
 
 def find_peak(events: MemoryEvents) -> Peak:
-    """The first moment at which most bytes are in use."""
+    """Return the first moment at which the most bytes are in use."""
     in_use = events.in_use()
     at = int(in_use.argmax())
     sums = np.zeros(len(MEMORY_PARTS), np.int64)
@@ -64,10 +64,10 @@ def find_peak(events: MemoryEvents) -> Peak:
 
 
 class LedgerStretch(NamedTuple):
-    """Events ``start:stop`` of a ledger; they take the blocks ``first:last``.
+    """Events ``start:stop`` of a ledger; they allocate the blocks ``first:last``.
 
-    ``live`` are those of them that are in use at the end, as (block, (bytes, part)). ``others`` are blocks that were
-    taken before the stretch and are freed in it.
+    ``live`` are those of the blocks that are in use at the end, as (block, (bytes, part)). ``others`` are blocks that
+    were allocated before the stretch and are freed in it.
     """
 
     start: int
@@ -79,7 +79,7 @@ class LedgerStretch(NamedTuple):
 
 
 class Ledger:
-    """Writes events: `take` gives back the number of a block, which `free` names."""
+    """Writes events: `take` returns the number of a block, which `free` accepts."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int]] = []
@@ -89,15 +89,15 @@ class Ledger:
 
     @property
     def num_events(self) -> int:
-        """How many were written so far."""
+        """The number of events written so far."""
         return len(self._rows)
 
     def begin(self, moment: str) -> None:
-        """What goes on from here."""
+        """Name the computation that follows."""
         self._moments.append(moment)
 
     def take(self, num_bytes: int, part: int) -> int:
-        """Allocate."""
+        """Allocate a block; return its number."""
         block, self._count = self._count, self._count + 1
         self._live[block] = (num_bytes, part)
         self._note(block, num_bytes, part)
@@ -109,18 +109,18 @@ class Ledger:
         self._note(block, -num_bytes, part)
 
     def mark(self) -> tuple[int, int]:
-        """Where a stretch begins: the number of events and of blocks so far."""
+        """Return the start of a stretch: the numbers of events and of blocks so far."""
         return len(self._rows), self._count
 
     def since(self, mark: tuple[int, int]) -> LedgerStretch:
-        """The events from a mark on."""
+        """Return the events since a mark."""
         start, first = mark
         live = tuple((block, self._live[block]) for block in range(first, self._count) if block in self._live)
         others = tuple(row[0] for row in self._rows[start:] if row[0] < first)
         return LedgerStretch(start, len(self._rows), first, self._count, live, others)
 
     def repeat(self, stretch: LedgerStretch, instead: Mapping[int, int] | None = None) -> int:
-        """Write a stretch again, with new blocks; says by how much their numbers are higher.
+        """Write a stretch again, with new blocks; return the increase of their numbers.
 
         ``instead`` has, for each earlier block that the stretch frees, the block that is freed this time.
         """
@@ -137,7 +137,7 @@ class Ledger:
         return shift
 
     def events(self) -> MemoryEvents:
-        """All that was written."""
+        """Return all written events."""
         columns = np.array(self._rows, np.int64).reshape(-1, 4).T
         return MemoryEvents(
             block=columns[0],

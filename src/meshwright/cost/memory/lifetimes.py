@@ -1,6 +1,6 @@
-"""How long the values of a forward live: until their last use, or until the backward that reads them.
+"""Lifetimes of the values of a forward: until their last use, or until the backward that reads them.
 
-A range of ops that is computed again keeps what it reads from outside, and the results of ops that are kept.
+A recomputed range of ops keeps what it reads from outside, and the results of ops that are kept.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes:
-    """Of the storages of a graph.
+    """Lifetimes of the storages of a graph.
 
-    ``kept`` outlive the forward, ``sent`` among them only because they are sent or yielded. ``last_used[op]`` are those
-    whose last reader (their maker, where nobody reads them) is the op, ``released[op]`` those that no backward after
-    that of the op reads; ``released_again[op]`` likewise, of values that were computed again. ``starts[stop]`` is where
-    the range of ops that ends before ``stop`` begins, ``recomputed`` are all ops of such ranges, ``results`` storages
-    that are kept among them by the op that makes them.
+    ``kept`` outlive the forward; ``sent`` are those of them that are kept only because they are sent or yielded.
+    ``last_used[op]`` are those whose last reader (their maker, if they have no reader) is the op, ``released[op]``
+    those that no backward after that of the op reads; ``released_again[op]`` likewise, for recomputed values.
+    ``starts[stop]`` is the start of the range of ops that ends before ``stop``, ``recomputed`` are all ops of such
+    ranges, ``results`` kept storages among them by the op that makes them.
     """
 
     kept: frozenset[int]
@@ -41,7 +41,7 @@ class Lifetimes:
 
 
 def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
-    """Lifetimes in a stage: what it sends is kept, what it received stays until its backward is done.
+    """Return lifetimes in a stage: sent values are kept, received ones stay until its backward is done.
 
     Nothing is saved unless it ``trains``.
     """
@@ -72,7 +72,7 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
     results = {op: kept_results(graph, op) for op in graph.keeps if op in range_of}
     for index, storages in results.items():
         for storage in storages:
-            # A range that runs again takes them; none is there any more when its first op's backward ends.
+            # A recomputation takes them; all are gone when the backward of the range's first op ends.
             needed[storage] = min(needed.get(storage, range_of[index]), range_of[index])
             kept.add(storage)
     return Lifetimes(
@@ -88,7 +88,7 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
 
 
 def kept_results(graph: Graph, op: int) -> frozenset[int]:
-    """Storages that are kept where an op's result is: its outputs, and what its kernel makes for its backward.
+    """Return the storages that are kept with an op's result: its outputs, and what its kernel makes for its backward.
 
     Copies of inputs, cast or in another layout, are made again.
     """
@@ -100,12 +100,12 @@ def kept_results(graph: Graph, op: int) -> frozenset[int]:
 
 
 def _makes_statistics(op: Op) -> bool:
-    """Products and convolutions keep nothing of their own but copies of inputs."""
+    """Return whether an op makes values for its backward; products and convolutions only copy inputs."""
     return family_of(op) not in ("product", "convolution")
 
 
 def _makers(graph: Graph) -> dict[int, int]:
-    """The op that first writes each storage."""
+    """Return the op that first writes each storage."""
     makers: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for i in (*op.outputs, *op.saved):

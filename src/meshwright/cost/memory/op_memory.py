@@ -1,4 +1,4 @@
-"""What one op takes and frees, wherever in a step it is computed: found once for each op of a walk."""
+"""Allocations and frees of one op, wherever in a step it is computed: found once for each op of a walk."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class OpMemory(NamedTuple):
     """Tensors and bytes of an op.
 
-    ``made`` are outputs with storages of their own, ``kept`` values of that kind that only the backward reads, and
-    ``copies`` those of them that autocast makes of inputs. ``cast``: bytes of inputs in the type that autocast casts
-    them to. ``narrows``: the op casts on its way, in place of its inputs. ``passing``: pairs of an input and an output
-    whose gradients share memory. ``differentiated``: inputs that require a gradient, each once.
+    ``made`` are outputs with storages of their own, ``kept`` such values that only the backward reads, and ``copies``
+    those of them that autocast makes of inputs. ``cast``: bytes of inputs in the type to which autocast casts them.
+    ``narrows``: the op casts inside, instead of its inputs. ``passing``: pairs of an input and an output whose
+    gradients share memory. ``differentiated``: inputs that require a gradient, each once.
     """
 
     made: tuple[int, ...]
@@ -41,7 +41,7 @@ class OpMemory(NamedTuple):
 
 
 class OpMemories:
-    """The memory of the ops of a graph for one batch size, each found when it is asked for the first time."""
+    """The memory of the ops of a graph for one batch size, each computed at first use."""
 
     def __init__(
         self, graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
@@ -63,7 +63,7 @@ class OpMemories:
 def op_memories(
     graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
 ) -> OpMemories:
-    """The memory of the ops of a graph `as_kept`. Raises as `measure_tensors`."""
+    """Return the memory of the ops of a graph `as_kept`. Raises as `measure_tensors`."""
     return OpMemories(graph, batch_size, numbers, float_bytes, device)
 
 

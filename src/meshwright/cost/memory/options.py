@@ -1,17 +1,17 @@
-"""What a stage of a graph needs on a rank when it is sharded, computed again or moved to the host: closed forms.
+"""Closed forms of a stage's memory on a rank with sharding, recomputation or offload to the host.
 
-With N ranks that hold the same stage, of which each group of e shares out the experts, P elements of parameters (those
-of experts divided by e, and shared by N / e ranks only), width w and s bytes of states per element:
+With N ranks that hold the same stage, in groups of e that divide the experts, P elements of parameters (those of
+experts divided by e, and sharded over N / e ranks only), width w and s bytes of states per element:
 
     parameters    w·P,   ZeRO-3: w·P / N + two layers gathered in full
     gradients     w·P,   ZeRO-2, 3: w·P / N + one layer
     states        s·P,   ZeRO-1, 2, 3: s·P / N                       (Rajbhandari et al., SC 2020, section 5)
-    activations   the fullest moment of a step (`fullest`), less gradients; what is computed again is walked through
+    activations   the peak of a step (`fullest`), without gradients; recomputation is included in the walk
     host          states, per step 2·w·P / N bytes over PCIe         (Ren et al., ZeRO-Offload, ATC 2021, section 4)
-    NVMe          states, read and written once a step on top        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
-    activations on the host: each kept byte goes there and comes back; two layers' stay
+    NVMe          states, also read and written once per step        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
+                  activations on the host: each kept byte is copied there and back; those of two layers stay
 
-What a `Plan` says of this is simulated; these functions answer for given options, without one.
+For a `Plan` this is simulated; these functions need only the given options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from meshwright.cost.memory.backward import Backend
     from meshwright.spec import Graph, Link, StageSlice, Workload
 
-# Layers whose parameters or activations are on the device at once: the one that computes and the next.
+# Layers whose parameters or activations are on the device at once: the computing one and the next.
 LAYERS_AT_HAND = 2
 
 
@@ -41,7 +41,7 @@ LAYERS_AT_HAND = 2
 class MemoryOptions:
     """How a stage is kept. ``states_on`` and ``activations_on`` say where they are between uses.
 
-    ``num_expert_ranks`` divides ``num_ranks``. Raises PlanError otherwise.
+    ``num_expert_ranks`` must divide ``num_ranks``; raises PlanError otherwise.
     """
 
     num_ranks: int = 1
@@ -53,8 +53,8 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_expert_ranks < 1 or self.num_ranks % self.num_expert_ranks:
             raise PlanError(
-                f"{self.num_ranks} ranks were to share experts among {self.num_expert_ranks}; expected positive "
-                "numbers of which the second divides the first. Choose such."
+                f"{self.num_ranks} ranks were to divide experts over {self.num_expert_ranks}; expected positive "
+                "numbers, the second a divisor of the first."
             )
 
 
@@ -62,7 +62,7 @@ class MemoryOptions:
 class RankMemory:
     """Bytes of one rank on its device, on its host and on NVMe, and bytes moved per step to and from each.
 
-    ``absent_bytes`` are gradients that are not there yet at the fullest moment.
+    ``absent_bytes`` are gradients that do not exist yet at the peak.
     """
 
     parameter_bytes: int
@@ -83,16 +83,16 @@ class RankMemory:
         return sum(parts) + self.buffer_bytes - self.absent_bytes
 
     def moving_seconds(self, pcie: Link, nvme_bandwidth_bytes_per_s: float | None = None) -> float:
-        """Seconds of a step that the links need for what is moved, one after the other; 0 if nothing is.
+        """Return the seconds per step of moved bytes on the links, one after the other; 0 if nothing is moved.
 
-        Raises PlanError where something lies on NVMe and its bandwidth is not given.
+        Raises PlanError if something is on NVMe and its bandwidth is not given.
         """
         seconds = estimate_host_copy(pcie, self.host_moved_bytes).seconds
         if not self.nvme_moved_bytes:
             return seconds
         if nvme_bandwidth_bytes_per_s is None:
             raise PlanError(
-                "States lie on NVMe, but its bandwidth was not given; expected bytes per second. Take them from the "
+                "States are on NVMe, but its bandwidth was not given; expected bytes per second. Take them from the "
                 "drive's datasheet, for reading and writing in turn."
             )
         return seconds + self.nvme_moved_bytes / nvme_bandwidth_bytes_per_s
@@ -109,10 +109,10 @@ def weigh_rank(
     num_microbatches: int = 1,
     device: Backend = "cpu",
 ) -> RankMemory:
-    """Memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
+    """Return the memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
 
-    ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: whose libraries compute.
-    Raises GraphError for a batch that the graph does not have.
+    ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: the device type. Raises GraphError for a
+    batch size that the graph does not support.
     """
     graph = as_computed(graph, workload.numbers)
     num_microbatches = max(num_microbatches, num_in_flight)
@@ -124,7 +124,7 @@ def weigh_rank(
     layer = shards.largest_layer()
     parameters, gradients, kept_states = width * all_elements, gradient_width * trainable, states * trainable
     activations = plain.activation_bytes(num_in_flight, num_microbatches)
-    # At the fullest moment of a first backward most gradients are yet to be made.
+    # At the peak in a first backward, most gradients do not exist yet.
     peak = plain.peak_bytes(num_in_flight, num_microbatches) - plain.static_bytes
     absent = max(activations + plain.gradient_bytes - peak, 0) if options.zero < 2 else 0
     if options.zero >= 1:
@@ -163,21 +163,21 @@ def weigh_rank(
 
 
 class _Shards:
-    """Elements of a stage's parameters that a rank holds, in full or as its share."""
+    """Elements of a stage's parameters that a rank holds, in full or as its shard."""
 
     def __init__(self, graph: Graph, stage: StageSlice, options: MemoryOptions) -> None:
         self._graph, self._stage, self._options = graph, stage, options
 
     def held(self, parameters: Iterable[int]) -> int:
-        """Elements where nothing is sharded but experts."""
+        """Return elements without sharding, except of experts."""
         return sum(self._elements(i) // self._expert_ranks(i) for i in parameters)
 
     def sharded(self, parameters: Iterable[int]) -> int:
-        """Elements of a rank's share, rounded up per parameter as sharding by rows does."""
+        """Return the elements of a rank's shard, rounded up per parameter as sharding by rows does."""
         return sum(-(-self._elements(i) // self._options.num_ranks) for i in parameters)
 
     def largest_layer(self) -> int:
-        """Elements of the layer of the stage that holds most."""
+        """Return the elements of the stage's largest layer."""
         mine, ops = set(self._stage.parameters), set(self._stage.ops)
         layers = (
             {i for op in range(layer.start, layer.stop) if op in ops for i in self._graph.ops[op].inputs if i in mine}
@@ -189,7 +189,7 @@ class _Shards:
         return self._graph.tensors[parameter].num_elements(0)
 
     def _expert_ranks(self, parameter: int) -> int:
-        # Experts are stacked along the first dim of parameters of a module of that name.
+        # Experts are stacked along the first dim of parameters of a module with this name.
         is_expert = "experts" in self._graph.tensors[parameter].name.split(".")
         return self._options.num_expert_ranks if is_expert else 1
 

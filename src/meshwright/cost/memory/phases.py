@@ -1,13 +1,13 @@
-"""What a forward, a backward and the optimizer's step of a stage add to what is in use: at their fullest, and after.
+"""Memory that a forward, a backward and the optimizer step of a stage add: at their peaks, and afterwards.
 
 Every allocation of a stage is followed for a few microbatches (`walk`); of each computation two sums by part are kept,
 
-    most     beyond what was in use at its start, at the moment when most is in use
-    after    what it leaves behind, negative for what it frees; over a step all of them add up to nothing
+    most     beyond the memory in use at its start, at the moment with the most in use
+    after    what it leaves behind, negative for what it frees; over a step they add up to 0
 
-A backward comes in two kinds, for gradients gather over the microbatches of a step: the first makes them, and copies
-those that replicas exchange into buckets; later ones add to them. Left out is what others account for: inputs (there
-for the whole step), what transfers bring (until the backward is done), and the end of what is sent back.
+There are two kinds of backwards, because gradients accumulate over the microbatches of a step: the first makes them,
+and copies gradients to be reduced into buckets; later ones add to them. Accounted for elsewhere: inputs (present for
+the whole step), received values (until the backward is done), and the end of what is sent back.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Phase:
 
     @property
     def most_bytes(self) -> int:
-        """At the fullest moment."""
+        """Bytes at the peak."""
         return sum(self.most)
 
     @property
     def after_bytes(self) -> int:
-        """Left behind."""
+        """Bytes left behind."""
         return sum(self.after)
 
 
@@ -73,7 +73,7 @@ def trace_phases(
     shared: SharedUnits | None = None,
     activations_away: bool = False,
 ) -> StagePhases:
-    """Follow a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
+    """Trace a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
     walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away)
     ends = [0]
 
@@ -98,9 +98,9 @@ def trace_phases(
 
 
 def count_phases(kept: Mapping[int, int], gradient_bytes: int, sent_bytes: int, workspace_bytes: int) -> StagePhases:
-    """Without a walk, for graphs that hold their own backward: what a microbatch keeps by part, and one workspace.
+    """Return phases without a walk, for graphs with their own backward: what a microbatch keeps, and one workspace.
 
-    Gradients are there from the first backward's start on.
+    Gradients exist from the start of the first backward.
     """
 
     def phase(after: Mapping[int, int], extra: Mapping[int, int]) -> Phase:
@@ -121,7 +121,7 @@ def count_phases(kept: Mapping[int, int], gradient_bytes: int, sent_bytes: int, 
 
 
 def _phases(events: MemoryEvents, ends: list[int]) -> list[Phase]:
-    """The phase between each two ends."""
+    """Return the phase between each two ends."""
     changes = np.zeros((len(events.part), len(MEMORY_PARTS)), np.int64)
     changes[np.arange(len(events.part)), events.part] = events.num_bytes
     changes[:, _ELSEWHERE] = 0
@@ -134,7 +134,7 @@ def _phases(events: MemoryEvents, ends: list[int]) -> list[Phase]:
 
 
 def _with_sent(backward: Phase, sent_bytes: int) -> Phase:
-    """The walk drops the gradients that are sent at the backward's end; they go when they have left."""
+    """Return the backward with sent gradients until they have left; the walk drops them at the backward's end."""
     after = list(backward.after)
     after[SENT] += sent_bytes
     most = backward.most if backward.most_bytes >= sum(after) else tuple(after)

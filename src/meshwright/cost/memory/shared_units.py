@@ -1,9 +1,9 @@
-"""Units of parameters that replicas share: gathered for the ops that read them, and scattered as gradients.
+"""Units of sharded parameters: gathered for the ops that read them, and scattered as gradients.
 
-As torch's FSDP2 has it (torch/distributed/fsdp/_fully_shard): a unit is gathered before its first op and let go after
-its last one; while a unit or the root computes its backward, the unit behind it in that order is gathered ahead. On
-GPUs the host runs ahead in forwards, too. When the backward of a unit is done, its gradients are copied into the input
-of the reduce-scatter, which is there until the next unit's is made, and a rank keeps its part of the sums. The root's
+As in torch's FSDP2 (torch/distributed/fsdp/_fully_shard): a unit is gathered before its first op and resharded after
+its last one; during the backward of a unit or the root, the next unit in that order is prefetched. On GPUs the host
+prefetches in forwards, too. When the backward of a unit is done, its gradients are copied into the input of the
+reduce-scatter, which exists until the next unit's is made, and a rank keeps its part of the sums. The root's
 parameters are gathered all the time, its gradients whole until the end of the backward.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SharedUnit(NamedTuple):
     """Ops from ``first`` to ``last`` read some parameters: bytes of all when gathered, and of their gradients.
 
-    ``scattered_bytes``: in the type in which gradients are summed. ``own_bytes``: what a rank keeps of the sums.
+    ``scattered_bytes``: in the type in which gradients are reduced. ``own_bytes``: bytes that a rank keeps of the sums.
     """
 
     first: int
@@ -33,7 +33,7 @@ class SharedUnit(NamedTuple):
 
 
 class SharedUnits(NamedTuple):
-    """The root, and the units in the order of their ops. ``stay_gathered``: units are let go at no time (ZeRO 2)."""
+    """The root, and the units in the order of their ops. ``stay_gathered``: units are never resharded (ZeRO 2)."""
 
     root: SharedUnit
     units: tuple[SharedUnit, ...]
@@ -41,7 +41,7 @@ class SharedUnits(NamedTuple):
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """Equal for stages that are alike but for the names of their ops and parameters (`alike`)."""
+        """A key that is equal for stages that differ only in the names of their ops and parameters (`alike`)."""
         sizes = ((unit.gathered_bytes, unit.scattered_bytes, unit.own_bytes) for unit in (self.root, *self.units))
         return (self.stay_gathered, *sizes)
 
@@ -50,7 +50,7 @@ NOTHING_SHARED = SharedUnits(root=SharedUnit(0, 0, (), 0, 0, 0), units=(), stay_
 
 
 class UnitMemory:
-    """What a walk takes and frees for units; `StageWalk` says when ops begin and end."""
+    """Allocations and frees of a walk for units; `StageWalk` reports when ops start and end."""
 
     def __init__(self, shared: SharedUnits, ledger: Ledger, device: Backend) -> None:
         self._shared, self._ledger, self._device = shared, ledger, device
@@ -59,11 +59,11 @@ class UnitMemory:
         self._by_last = {unit.last: place for place, unit in enumerate(shared.units)}
         self._gathered: dict[int, int] = {}
         self._scattered: int | None = None
-        # Blocks of what a rank has of the sums of a step, by the parameters of the unit.
+        # Blocks of a rank's part of a step's sums, by the parameters of the unit.
         self.own: dict[tuple[int, ...], int] = {}
 
     def before_forward(self, op: int) -> None:
-        """An op is about to compute."""
+        """Before an op computes."""
         place = self._by_first.get(op)
         if place is not None:
             self._gather(place)
@@ -71,22 +71,22 @@ class UnitMemory:
                 self._gather(place + 1)
 
     def after_forward(self, op: int) -> None:
-        """An op has computed."""
+        """After an op has computed."""
         self._let_go(self._by_last.get(op))
 
     def begin_backward(self) -> None:
-        """The backward of the root begins."""
+        """At the start of the root's backward."""
         self._gather(len(self._shared.units) - 1)
 
     def before_backward(self, op: int) -> None:
-        """The backward of an op is about to compute."""
+        """Before the backward of an op."""
         place = self._by_last.get(op)
         if place is not None:
             self._gather(place)
             self._gather(place - 1)
 
     def unit_done(self, op: int) -> SharedUnit | None:
-        """The unit whose backward ends with that of an op."""
+        """Return the unit whose backward ends with that of an op."""
         place = self._by_first.get(op)
         self._let_go(place)
         return None if place is None else self._shared.units[place]
@@ -97,13 +97,13 @@ class UnitMemory:
         return self._shared.root
 
     def copy_in(self, unit: SharedUnit) -> None:
-        """The input of a reduce-scatter is made; that of the unit before goes."""
+        """Allocate the input of a reduce-scatter; free that of the unit before."""
         self._drop_input()
         if unit.scattered_bytes:
             self._scattered = self._ledger.take(unit.scattered_bytes, WORKSPACE)
 
     def scatter(self, unit: SharedUnit) -> None:
-        """A rank gets its part of the sums, and adds it to what it has of this step."""
+        """Add a rank's part of the sums to its part of this step."""
         if not unit.scattered_bytes:
             return
         if unit.own_bytes and unit.parameters not in self.own:
@@ -112,11 +112,11 @@ class UnitMemory:
             self._ledger.free(self._ledger.take(unit.own_bytes, WORKSPACE))
 
     def end_backward(self) -> None:
-        """Nothing is under way."""
+        """At the end of the backward; no collective is in flight."""
         self._drop_input()
 
     def end_step(self) -> None:
-        """Gradients are set to none."""
+        """Free the gradients at the end of a step (set_to_none)."""
         for block in self.own.values():
             self._ledger.free(block)
         self.own.clear()

@@ -1,4 +1,4 @@
-"""Bytes and elements of the tensors of a graph, as walks through its ops ask for them."""
+"""Bytes and elements of the tensors of a graph, for walks through its ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OtherSizes:
-    """Bytes by tensor, of some other ones than usual."""
+    """Bytes by tensor, with other values for some tensors."""
 
     def __init__(self, usual: Sequence[int], others: Mapping[int, int]) -> None:
         self._usual, self._others = usual, others
@@ -34,7 +34,10 @@ class OtherSizes:
 def measure_tensors(
     graph: Graph, batch_size: int, float_bytes: int | None, device: Backend
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes and elements of all tensors; GraphError for a batch that the graph excludes, and for its own backward."""
+    """Return bytes and elements of all tensors.
+
+    Raises GraphError for an invalid batch size and for a graph with its own backward.
+    """
     graph.check_batch_size(batch_size)
     if has_own_backward(graph):
         raise GraphError(
@@ -57,7 +60,7 @@ class TensorBytes(NamedTuple):
 
 
 def weigh_tensors(graph: Graph, batch_size: int, workload: Workload) -> TensorBytes:
-    """Bytes of a graph's tensors at a batch size, of which the bytes of stages and layers are sums."""
+    """Return the bytes of a graph's tensors at a batch size; the bytes of stages and layers are their sums."""
     values = [tensor.num_bytes(batch_size, workload.float_bytes) for tensor in graph.tensors]
     gradients, states = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
     for i in graph.parameters if workload.kind == "training" else ():
@@ -69,5 +72,5 @@ def weigh_tensors(graph: Graph, batch_size: int, workload: Workload) -> TensorBy
 
 @lru_cache(maxsize=64)
 def has_own_backward(graph: Graph) -> bool:
-    """Whether ops of a backward stand in the graph (capture of a joint graph)."""
+    """Return whether the graph contains ops of a backward (capture of a joint graph)."""
     return any(op.phase == "backward" for op in graph.ops)

@@ -1,14 +1,14 @@
-"""How many bytes a stage holds, by what they are for, and its peak for microbatches in flight.
+"""Bytes of a stage by part, and its peak for microbatches in flight.
 
     static         parameters + buffers + optimizer states (+ master weights in mixed precision)
-    inputs         of every microbatch of a step, all the time
-    per microbatch saved + received + sent, from its forward to its backward (nothing stays where there is none)
+    inputs         of every microbatch of a step, during the whole step
+    per microbatch saved + received + sent, from its forward to its backward (0 without a backward)
     gradients      from a step's first backward to the optimizer's step
-    peak           static + n · inputs + the fullest moment of a step of n microbatches (`fullest`)
+    peak           static + n · inputs + the largest memory within a step of n microbatches (`fullest`)
 
-``saved`` is what autograd keeps for the backward of the stage's ops, each storage once; what the stage received, the
-inputs it reads itself and its own state are not in it. ``sent`` are outgoing values that nothing saved: they live until
-their gradient returns. Floating tensors are as wide as the workload's precision says.
+``saved`` is what autograd keeps for the backward of the stage's ops, each storage once; received values, the inputs
+that the stage reads itself and its own state are not included. ``sent`` are outgoing values that nothing saved: they
+live until their gradient returns. Floating tensors have the width of the workload's precision.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage on one rank; the last four are per microbatch. ``phases`` is what computing adds, and when."""
+    """Bytes of one stage on one rank; the last four are per microbatch. ``phases``: memory that computations add."""
 
     parameter_bytes: int
     buffer_bytes: int
@@ -59,29 +59,35 @@ class StageMemory:
 
     @property
     def static_bytes(self) -> int:
-        """What is there whether or not a microbatch is."""
+        """Bytes that exist with or without microbatches."""
         return self.parameter_bytes + self.buffer_bytes + self.optimizer_bytes
 
     @property
     def microbatch_bytes(self) -> int:
-        """What each microbatch in flight adds, from its forward to its backward."""
+        """Bytes that each microbatch in flight adds, from its forward to its backward."""
         return self.received_bytes + self.phases.forward.after_bytes
 
     def peak_bytes(self, num_in_flight: int, num_microbatches: int | None = None) -> int:
-        """Peak with so many of a step's microbatches in flight (default: all); what else is under way comes on top."""
+        """Return the peak with ``num_in_flight`` of a step's microbatches (default: all).
+
+        Transfers in flight are not included.
+        """
         count = num_microbatches or num_in_flight
         each, gathered = self.microbatch_bytes, -self.phases.optimizer.after_bytes
         moment = fullest(self.most_bytes(), float(each), float(gathered), num_in_flight, count)
         return self.static_bytes + count * self.input_bytes + round(moment)
 
     def activation_bytes(self, num_in_flight: int, num_microbatches: int) -> int:
-        """What is most for inputs and for computing and keeping microbatches, gradients of parameters left out."""
+        """Return the peak bytes of inputs and of computing and keeping microbatches.
+
+        Gradients of parameters are not included.
+        """
         most = self.most_bytes() - self.most_bytes(GRADIENTS)
         moment = fullest(most, float(self.microbatch_bytes), 0.0, num_in_flight, num_microbatches)
         return num_microbatches * self.input_bytes + round(moment)
 
     def most_bytes(self, part: int | None = None) -> NDArray[np.float64]:
-        """What each computation adds at its fullest (of one part), in the order of `fullest`, shape (4,)."""
+        """Return the peak bytes that each computation adds (of one part), in the order of `fullest`, shape (4,)."""
 
         def most(phase: Phase) -> int:
             return phase.most_bytes if part is None else phase.most[part]
@@ -94,7 +100,7 @@ class StageMemory:
 
 
 def backend_of(kind: DeviceKind) -> Backend:
-    """Whose libraries compute there: CUDA's on a device whose datasheet has a rate for float16."""
+    """Return the device type: CUDA for a device whose datasheet has a rate for float16."""
     return "cuda" if "float16" in kind.peak_flops_per_s else "cpu"
 
 
@@ -109,13 +115,12 @@ def weigh_stage(
     shared: SharedUnits | None = None,
     activations_away: bool = False,
 ) -> StageMemory:
-    """Memory of one stage for microbatches of ``batch_size`` samples.
+    """Return the memory of one stage for microbatches of ``batch_size`` samples.
 
-    ``device``: whose libraries compute. ``bucketed``: parameters whose gradients are exchanged in buckets.
-    ``shared``: units of those that replicas share; what is there all the time is counted as if they were whole.
-    ``activations_away``: what layers keep is on the host in between (`away`); ``phases`` know of that alone.
-    Of what the graph computes again ``phases`` know, ``saved_bytes`` does not.
-    Raises GraphError for a batch size that the graph does not describe.
+    ``device``: the device type. ``bucketed``: parameters whose gradients are reduced in buckets. ``shared``: units of
+    sharded parameters; static memory is counted as if they were whole. ``activations_away``: activations are in host
+    memory between passes (`away`), which affects ``phases`` only. Recomputation affects ``phases``, not
+    ``saved_bytes``. Raises GraphError for a batch size that the graph does not support.
     """
     graph.check_batch_size(batch_size)
     graph = as_kept(graph, workload.numbers, device)

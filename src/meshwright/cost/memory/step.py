@@ -1,19 +1,20 @@
 """Every allocation of a training step of a whole graph on one device, op by op, as eager torch makes them.
 
-    forward     an op takes its outputs and what it keeps for its backward; a value goes after its last use unless some
-                op saved it
-    backward    ops in reverse: each takes the gradients of its inputs (`backward`), then what it saved and the
-                gradients of its outputs go; a gradient that meets another is added in place where nothing else holds it
-    step        states are made at the first step. AdamW that goes over the parameters one by one takes two more tensors
-                of a parameter's size (torch/optim/adam.py, _single_tensor_adam: the root, its quotient), over all at
-                once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, take none
+    forward     an op allocates its outputs and what it keeps for its backward; a value is freed after its last use
+                unless an op saved it
+    backward    ops in reverse: each allocates the gradients of its inputs (`backward`), then what it saved and the
+                gradients of its outputs are freed; a further gradient is added in place if nothing else holds the
+                existing one
+    step        states are made at the first step. AdamW that loops over the parameters one by one needs two more
+                tensors of a parameter's size (torch/optim/adam.py, _single_tensor_adam: the root, its quotient), over
+                all at once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, need none
     recompute   ops of a range keep only what the range reads, and results of those that `Graph.keeps` names; before
-                its backward the others are computed again, up to the last value that was saved
-                (torch/utils/checkpoint.py, non-reentrant; create_selective_checkpoint_contexts)
+                its backward the others are recomputed, up to the last value that was saved (torch/utils/checkpoint.py,
+                non-reentrant; create_selective_checkpoint_contexts)
 
-Gradients of parameters are freed after the optimizer's step (set_to_none) and gather over microbatches. Sizes are exact
-for the dtypes of the workload; what libraries take for themselves is not seen. Checked against torch's own account of
-its allocations in `meshwright.validation.memory`.
+Gradients of parameters are freed after the optimizer's step (set_to_none) and accumulate over microbatches. Sizes are
+exact for the dtypes of the workload; memory that libraries allocate internally is not included. Checked against torch's
+own account of its allocations in `meshwright.validation.memory`.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def trace_step(
 
     Args:
         graph: A graph for training, with its loss.
-        workload: Optimizer, precision and the samples of a step, which the microbatches share.
-        num_microbatches: How many the step is made of; gradients gather.
-        device: Whose libraries compute, and so what they take meanwhile.
-        loop: How the optimizer goes over the parameters; by default one by one on CPUs, as torch does, else fused.
+        workload: Optimizer, precision and the samples of a step, divided into microbatches.
+        num_microbatches: Their number in a step; gradients accumulate.
+        device: The device type, which determines workspaces of libraries.
+        loop: The optimizer's loop over the parameters; by default one by one on CPUs, as in torch, else fused.
 
     Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe,
     and for microbatches of unequal size.
@@ -91,15 +92,15 @@ def trace_stage(
         stage: The part of it that the rank computes.
         workload: Optimizer and precision.
         batch_size: Samples of a microbatch.
-        order: What the rank computes in a step: (is it a backward, of which microbatch).
+        order: The computations of a step: (whether it is a backward, the microbatch).
         device: As for `trace_step`.
         loop: As for `trace_step`.
-        bucket_bytes: Buffers in which gradients are exchanged.
-        bucketed: Parameters whose gradients are.
-        num_inputs: Microbatches of a step, whose inputs are there all the time (default: those of the order).
-        activations_away: Whether what layers keep is on the host until the backward (`away`).
-        shared: Units of parameters that replicas gather and scatter; what is there all the time is whole all the same.
-        state_parts: Replicas that share the optimizer's step and its states.
+        bucket_bytes: Bytes of the buffers in which gradients are reduced.
+        bucketed: Parameters whose gradients are in buckets.
+        num_inputs: Microbatches of a step, whose inputs exist all the time (default: those of the order).
+        activations_away: Whether activations are in host memory until the backward (`away`).
+        shared: Units of sharded parameters; static memory is counted as if they were whole.
+        state_parts: Replicas over which the optimizer step and its states are sharded.
 
     Raises GraphError as `trace_step` does.
     """

@@ -1,11 +1,11 @@
-"""How much of a device's memory the allocator of a rank may reserve.
+"""The memory of a device that the allocator of a rank may reserve.
 
     usable = (memory − context − NCCL) / (1 + margin)
 
-The context and the buffers of NCCL lie outside of torch's allocator; a lone device takes no part in NCCL, but keeps the
-room, so that a plan for one fits into a larger cluster. The margin covers the error of the
-memory model: at least the 90 % quantile of (reserved - predicted) / predicted over the training steps of
-``validation/data/steps_cuda.csv``; `meshwright validate memory` shows it.
+The context and the buffers of NCCL are outside of torch's allocator; a single device does not use NCCL, but the room is
+reserved, so that its plan fits into a larger cluster. The margin covers the error of the memory model: at least the 90
+% quantile of (reserved - predicted) / predicted over the training steps of ``validation/data/steps_cuda.csv``;
+`meshwright validate memory` shows it.
 
 Sources: CUDA's context takes about 0.5 GiB on an H100 (driver 580, own measurement). NCCL takes about 1 GiB for a
 communicator that uses all channels: each of up to 24 channels has buffers of 4 MiB (Simple), 4.7 MiB (LL128) and 0.5
@@ -33,8 +33,8 @@ MEMORY_MARGIN = 0.15
 class MemoryLimit:
     """How much of a device a plan may use.
 
-    ``num_bytes`` replaces the memory of every device, less what lies outside of the allocator. ``margin`` is the share
-    that predictions may be too low by; None stands for `MEMORY_MARGIN` on GPUs, and for 0 on CPUs and beside
+    ``num_bytes`` replaces the memory of every device, without what is outside of the allocator. ``margin`` is the share
+    by which predictions may be too low; None stands for `MEMORY_MARGIN` on GPUs, and for 0 on CPUs and with
     ``num_bytes``.
     """
 
@@ -42,19 +42,19 @@ class MemoryLimit:
     margin: float | None = None
 
     def usable_bytes(self, kind: DeviceKind) -> int:
-        """Bytes that the allocator of a rank may reserve on a device."""
+        """Return the bytes that the allocator of a rank may reserve on a device."""
         whole = kind.memory_bytes - _outside_bytes(kind)
         room = whole if self.num_bytes is None else self.num_bytes
         return max(int(room / (1 + self.margin_on(kind))), 0)
 
     def margin_on(self, kind: DeviceKind) -> float:
-        """The margin on a kind of device."""
+        """Return the margin on a device kind."""
         if self.margin is not None:
             return self.margin
         return 0.0 if self.num_bytes is not None or backend_of(kind) == "cpu" else MEMORY_MARGIN
 
     def explain(self, kind: DeviceKind) -> str:
-        """What the usable bytes of a device are made of, in words; "" where they are all of its memory."""
+        """Return the parts of a device's memory that plans leave, in words; "" if plans may use all of it."""
         parts = []
         if self.num_bytes is None and backend_of(kind) == "cuda":
             parts.append(f"{format_bytes(_outside_bytes(kind))} for CUDA and NCCL")

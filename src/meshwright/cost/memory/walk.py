@@ -1,4 +1,4 @@
-"""Walks through the ops of a stage and writes what each takes and frees; the model stands in `step`."""
+"""Walk through the ops of a stage and record their allocations and frees; the model is described in `step`."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 
     from meshwright.spec import Channel, Graph, StageSlice, Workload
 
-# How torch goes over the parameters in an optimizer's step: one by one, all at once, or in one kernel.
+# Torch's loop over the parameters in an optimizer step: one by one, all at once, or in one kernel.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
 
 
 def default_loop(device: Backend) -> OptimizerLoop:
-    """One by one on CPUs, as torch does; in one kernel on GPUs, as the runtime asks for (training/job.py)."""
+    """Return one by one on CPUs, as in torch; one kernel on GPUs, as the runtime requests (training/job.py)."""
     return "tensors" if device == "cpu" else "fused"
 
 
 @dataclass(slots=True)
 class _Gradient:
-    """A gradient's storage and how many values share it."""
+    """A gradient's storage and the number of values that share it."""
 
     block: int
     holders: int = 1
 
 
 class StageWalk:
-    """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
+    """One rank's stage: ``forward`` and ``backward`` of microbatches in any valid order, and ``optimize``.
 
-    ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and lets go;
-    later ones add to the buckets (runtime/exchange.py). ``shared`` are units of parameters that replicas share;
-    ``activations_away``: see `away`. ``state_parts``: replicas that share the optimizer's step and its states.
-    Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
+    ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and frees;
+    later ones add to the buckets (runtime/exchange.py). ``shared`` are units of sharded parameters;
+    ``activations_away``: see `away`. ``state_parts``: replicas over which the optimizer step and its states are
+    sharded. Raises GraphError for a graph with its own backward or an invalid batch size.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StageWalk:
         self._ops = op_memories(graph, batch_size, workload.numbers, workload.float_bytes, device)
         self._sizes, self._elements = self._ops.sizes, self._ops.elements
         self.trains = stage.has_backward and workload.kind == "training"
-        # Whether gradients are added up in a wider type than backwards make them in.
+        # Whether gradients are accumulated in a wider type than backwards make them in.
         self._widens = workload.numbers.gradient_bytes > workload.numbers.value_bytes
         self._lives = find_lifetimes(graph, stage, trains=self.trains)
         sizes, leaves = self._sizes, activations_away
@@ -91,10 +91,10 @@ class StageWalk:
             for i in self._bucketed.intersection(graph.ops[index].inputs):
                 self._first_use.setdefault(i, index)
         self._returned = frozenset(_gradients(stage.incoming))
-        # Blocks of values by storage: of the microbatches in flight, and of what is computed again.
+        # Blocks of values by storage: of the microbatches in flight, and of recomputed values.
         self._values: dict[int, dict[int, int]] = {}
         self._again: dict[int, int] = {}
-        # Of gradients by tensor.
+        # Gradients by tensor.
         self._gradients: dict[int, _Gradient] = {}
         self._parameter_gradients: dict[int, int] = {}
         self._in_buckets: set[int] = set()
@@ -107,7 +107,7 @@ class StageWalk:
         self._passes: tuple[LedgerStretch, dict[int, int], dict[tuple[int, ...], int]] | None = None
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
-        """What is there all the time: the stage's state, workspaces of libraries, a step's inputs."""
+        """Allocate static memory: the stage's state, workspaces of libraries, a step's inputs."""
         for part, tensors in ((PARAMETERS, self._stage.parameters), (BUFFERS, self._stage.buffers)):
             for i in tensors:
                 if self._graph.tensors[i].storage == i:
@@ -121,13 +121,13 @@ class StageWalk:
                 self.ledger.take(self._sizes[i], INPUTS)
 
     def forward(self, microbatch: int) -> None:
-        """All ops; what no backward needs goes after its last use."""
+        """Run all ops; free what no backward needs after its last use."""
         if self._forward is None:
             mark = self.ledger.mark()
             values = self._values[microbatch] = self._walk_forward()
             self._forward = self.ledger.since(mark), values.copy()
         else:
-            # Whatever is in flight, a forward takes and frees the same.
+            # A forward's events do not depend on other microbatches in flight.
             stretch, values = self._forward
             shift = self.ledger.repeat(stretch)
             self._values[microbatch] = {storage: block + shift for storage, block in values.items()}
@@ -151,10 +151,10 @@ class StageWalk:
         return values
 
     def backward(self, microbatch: int) -> None:
-        """All ops in reverse, after the gradient of the loss or those that later stages send."""
+        """Run all ops in reverse, after the gradient of the loss or those that later stages send."""
         values = self._values.pop(microbatch)
         if self._num_backwards and self._later is not None:
-            # Whatever is in flight, a later backward of a step takes and frees the same.
+            # Events of a later backward of a step do not depend on other microbatches in flight.
             stretch, blocks = self._later
             self.ledger.repeat(stretch, {block: values[storage] for storage, block in blocks.items()})
         else:
@@ -171,7 +171,7 @@ class StageWalk:
             self._gradients[i] = _Gradient(self.ledger.take(self._sizes[i], WORKSPACE))
         arrived = [(i, self.ledger.take(self._sizes[i], RECEIVED)) for i in _gradients(self._stage.outgoing)]
         for i, block in arrived:
-            # Who received it holds it until the backward is done.
+            # The receiver holds it until the backward is done.
             self._deliver(i, _Gradient(block, holders=2))
         self._units.begin_backward()
         for index in reversed(self._stage.ops):
@@ -182,7 +182,7 @@ class StageWalk:
             op = self._graph.ops[index]
             self.ledger.begin(f"backward of {op.name}")
             made = self._differentiate(index, values)
-            # A node of autograd lets go of what it saved before the next one, which may cast, begins.
+            # A node of autograd frees what it saved before the next one, which may cast, starts.
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
             self._away.release(index, values, self.ledger)
@@ -206,7 +206,7 @@ class StageWalk:
         self._again.clear()
 
     def compute(self, order: Sequence[tuple[bool, int]]) -> None:
-        """The forwards and backwards of a step: (is it a backward, of which microbatch); every step has the same."""
+        """Run the passes of a step: (whether it is a backward, the microbatch); every step has the same order."""
         if self._passes is None:
             mark = self.ledger.mark()
             for is_backward, microbatch in order:
@@ -222,7 +222,7 @@ class StageWalk:
             self._units.own = {unit: block + shift for unit, block in own.items()}
 
     def optimize(self, *, first: bool) -> None:
-        """One step of the optimizer over all trained parameters, then the gradients go."""
+        """Run one optimizer step over all trained parameters, then free the gradients."""
         optimizer, numbers = self._workload.optimizer, self._workload.numbers
         trained = [i for i in self._stage.parameters if self._graph.tensors[i].requires_grad]
         counts = {i: -(-self._elements[i] // self._state_parts) for i in trained}
@@ -239,8 +239,8 @@ class StageWalk:
             if optimizer.kind == "adamw" and self._loop == "tensors":
                 for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
                     self.ledger.free(copy)
-        # Copies of all of them at a time: of gradients in the type of the master weights, which those of units have
-        # since they were scattered, and of what foreach computes.
+        # Copies of all of them at a time: of gradients in the type of the master weights (those of units have it since
+        # they were scattered), and the temporaries of foreach.
         narrow = [size for i, size in sizes.items() if i not in self._units.parameters]
         for copies, is_made, moment in (
             (narrow, numbers.gradient_bytes < numbers.master_bytes, "gradients widened"),
@@ -262,10 +262,10 @@ class StageWalk:
         self._units.end_step()
 
     def _compute(self, index: int, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
-        """Take the outputs of an op; free what had its last use, unless it is kept."""
+        """Allocate the outputs of an op; free values after their last use, unless they are kept."""
         memory, sizes, ledger = self._ops[index], self._sizes, self.ledger
         results = self._lives.results.get(index, frozenset())
-        # Those are there when a range runs again.
+        # They exist already when a range is recomputed.
         there = results if blocks is self._again else frozenset()
         for i in memory.made:
             if i not in there:
@@ -285,7 +285,7 @@ class StageWalk:
                 ledger.free(blocks.pop(storage))
 
     def _recompute(self, start: int, stop: int, values: dict[int, int]) -> None:
-        """Compute a range again, up to the last value that its backward reads; results that were kept are taken."""
+        """Recompute a range, up to the last value that its backward reads, with the results that were kept."""
         needed = {self._graph.tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
         self._away.hand_back(start, stop, values)
         for index in passed_again(self._graph, start, stop):
@@ -294,16 +294,16 @@ class StageWalk:
             for storage in self._lives.results.get(index, ()):
                 self._again[storage] = values.pop(storage)
             self._compute(index, self._again, needed, keeps_internals=True)
-        # Results that the range did not come to go (`runtime.recompute`).
+        # Free kept results that the recomputation did not reach (`runtime.recompute`).
         for index in kept_within(self._graph, start, stop):
             self._release(values, self._lives.results[index])
         for storage in [storage for storage in self._again if storage not in needed]:
             self.ledger.free(self._again.pop(storage))
 
     def _differentiate(self, index: int, values: dict[int, int]) -> list[tuple[int, _Gradient]]:
-        """The backward of one op: gradients of its inputs are made or passed on, those of its outputs go.
+        """Run the backward of one op: make or pass on gradients of its inputs, free those of its outputs.
 
-        They are of the type that the op computes in.
+        They have the type in which the op computes.
         """
         op, ledger = self._graph.ops[index], self.ledger
         arrived = {i: self._gradients.pop(i) for i in op.outputs if i in self._gradients}
@@ -340,7 +340,7 @@ class StageWalk:
                 self._deliver(i, gradient)
 
     def _narrow_loss(self, memory: OpMemory, logits: int, values: dict[int, int]) -> int:
-        """The gradient of what a loss cast within, in the type that it was cast from; what was cast goes meanwhile."""
+        """Return the gradient of a loss's input in its own type; the cast copy is freed meanwhile."""
         (copy,) = memory.copies
         wide = self.ledger.take(self._sizes[copy], WORKSPACE)
         self._release(self._again if copy in self._again else values, [copy])
@@ -349,14 +349,14 @@ class StageWalk:
         return narrow
 
     def _fill_buckets(self, index: int) -> None:
-        """Gradients that no earlier op adds to are copied into their buckets."""
+        """Copy gradients to which no earlier op adds into their buckets."""
         for i in self._bucketed.intersection(self._graph.ops[index].inputs):
             if self._first_use[i] == index and i in self._parameter_gradients:
                 self.ledger.free(self._parameter_gradients.pop(i))
                 self._in_buckets.add(i)
 
     def _scatter(self, unit: SharedUnit) -> None:
-        """The gradients of a unit are copied and go; a part of their sums comes."""
+        """Copy and free the gradients of a unit; allocate a part of their sums."""
         self._units.copy_in(unit)
         for i in unit.parameters:
             if i in self._parameter_gradients:
@@ -375,10 +375,10 @@ class StageWalk:
         return parameter in self._parameter_gradients or parameter in self._in_buckets
 
     def _deliver(self, tensor: int, gradient: _Gradient) -> None:
-        """Hand a gradient on to the op that made the tensor, or to the parameter."""
+        """Pass a gradient to the op that made the tensor, or to the parameter."""
         if self._graph.tensors[tensor].role == "parameter":
             if self._is_widened(tensor):
-                # Autograd makes it of the gradient's own type before it adds it up.
+                # Autograd makes it in the gradient's own type before it accumulates it.
                 wide = self._workload.gradient_bytes(self._graph.tensors[tensor])
                 if self._has_gradient(tensor):
                     self._borrow(wide)

@@ -1,20 +1,20 @@
-"""Seconds of ops that were not measured, learned from those that were, on the same device.
+"""Seconds of unmeasured ops, learned from measured ones on the same device.
 
-Stage one (`cost.ops.explain`) says what a pass of an op should take by what it does, t₁, for each family of operators.
+Stage one (`cost.ops.explain`) estimates a pass of an op from its work, t₁, for each family of operators.
 Stage two is the achieved efficiency ln (t / t₁) = f(op), a Gaussian process over the logarithms x of the op's sizes and
 bytes, within the family:
 
     cov(f, f') = (1 + [same operator] + [same variant]) · (v + w · M(|x - x'| / l)),     M: the Matérn 3/2 function
 
-So an op beside measured ones is estimated like them, one far from all by its operator, one of an operator that was
-never seen by its family. The noise of a row is its measured spread and what timing inside a model varies.
+So an op close to measured ones is estimated like them, one far from all by its operator, one of an unmeasured operator
+by its family. The noise of a row is its measured spread and the variation of timing inside a model.
 
 The interval is t · exp(±q·s): s is the process's own deviation, q the quantile of |residual| / s over all rows of the
 table, each predicted without itself, or without all its relatives (the same op at other batch sizes) if that q is
 larger; the inverse gives both at once.
 
 Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.2 and 5.4.2 (leaving out, here whole blocks).
-v, w, l and the noise were chosen by leaving out one model after the other of those that `validation.cpu_ops` does
+v, w, l and the noise were chosen by holding out one model after the other among those that `validation.cpu_ops` does
 not score; l from 3 to 20 and noises from 0.05 to 0.3 move the median error by less than 3 points.
 """
 
@@ -43,17 +43,17 @@ Describe = Callable[[str], OpWork | None]
 # v, w, l (in doublings of a size) and the deviation of ln t between two measurements of one op in different models.
 _SHARED, _ALIKE, _SCALE, _NOISE = 0.3, 1.0, 12.0, 0.2
 _PRIOR_DEVIATION = math.sqrt(3.0 * (_SHARED + _ALIKE) + _NOISE**2)
-# Forwards of a family from which on it is learned: with fewer, no row is the quantile that holds INTERVAL_SHARE.
+# The fewest forwards of a family to learn from: with fewer, no row is the quantile that contains INTERVAL_SHARE.
 _MIN_ROWS = 4
-# What the explanation alone leaves of ln t: rows count alike in its fit however sharply they were measured.
+# The deviation of ln t that the explanation leaves: rows count almost equally in its fit, however precise they are.
 _UNEXPLAINED = 0.5
-# Twice what reading the clock costs (`measurement.clock`): times below it are its noise.
+# Twice the cost of reading the clock (`measurement.clock`): shorter times are noise.
 _RESOLUTION_S = 2e-7
-# A day: no op takes so long, so such a row teaches nothing of others.
+# A day: no op takes this long, so such a row is ignored.
 _MOST_S = 86_400.0
 # The spread is (p90 - p10) / median: 2.56 deviations of a normal distribution.
 _SPREAD_DEVIATIONS = 2.56
-# The quantile of a normal deviation that holds INTERVAL_SHARE; used where rows are too few to have one of their own.
+# The quantile of a normal deviation that contains INTERVAL_SHARE; used with too few rows for an own one.
 _NORMAL_QUANTILE = 1.28
 _BASIS: tuple[Basis] = ("regressed",)
 
@@ -70,7 +70,7 @@ class _Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Process:
-    """A fitted family: its points, ln a, ln b, ln c, and of the process the inverse covariance and the weights."""
+    """A fitted family: its points, ln a, ln b, ln c, and the process's inverse covariance and weights."""
 
     points: _Points
     factors: Floats
@@ -78,14 +78,14 @@ class _Process:
     weights: Floats
 
     def predict(self, points: _Points) -> tuple[Floats, Floats]:
-        """Logarithms of seconds and their deviations, each of shape (ops,)."""
+        """Return logarithms of seconds and their deviations, each of shape (ops,)."""
         shared = _covariance(points, self.points)
         explained = ((shared @ self.inverse) * shared).sum(axis=1)
         variance = _PRIOR_DEVIATION**2 - explained
         return explain(points.bounds, self.factors) + shared @ self.weights, np.sqrt(variance)
 
     def left_out(self, names: Sequence[str]) -> Floats:
-        """|residual| / deviation of each of its rows, predicted without the rows of the same name; shape (rows,)."""
+        """Return |residual| / deviation of each row, predicted without the rows of the same name; shape (rows,)."""
         blocks: defaultdict[str, list[int]] = defaultdict(list)
         for place, name in enumerate(names):
             blocks[name].append(place)
@@ -100,9 +100,9 @@ class _Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpRegressor:
-    """Costs passes of ops by their keys; made by `fit_op_regressor`.
+    """Predicts passes of ops by their keys; made by `fit_op_regressor`.
 
-    ``quantiles``: q of each pass that was measured at all; ``describe``: what keys say (`read_work`, or with more).
+    ``quantiles``: q of each measured pass; ``describe``: the description of keys (`read_work`, or an extension).
     """
 
     kind: DeviceKind
@@ -112,12 +112,12 @@ class OpRegressor:
     describe: Describe = read_work
 
     def knows(self, key: str) -> bool:
-        """Whether enough ops of the family that this key belongs to were measured in its dtype."""
+        """Return whether enough ops of this key's family were measured in its dtype."""
         work = self.describe(key)
         return work is not None and work.dtype in ("", self.dtype) and ("forward", work.family) in self.processes
 
     def predict(self, keys: Sequence[str], part: Pass) -> Predictions:
-        """Seconds of one pass of ops that `knows` is true for; 0 where the op has no such pass."""
+        """Return the seconds of one pass of ops for which `knows` is true; 0 if the op has no such pass."""
         works = [work for work in map(self.describe, keys) if work is not None]
         seconds, low, high = np.zeros(len(works)), np.zeros(len(works)), np.zeros(len(works))
         for family in {work.family for work in works}:
@@ -131,7 +131,7 @@ class OpRegressor:
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=_BASIS * len(works))
 
     def estimate(self, key: str) -> OpCost:
-        """All passes of one op that `knows` is true for."""
+        """Return the cost of all passes of one op for which `knows` is true."""
         parts = [self.predict((key,), part) for part in PASSES]
         seconds, low, high = (
             RooflineSeconds(
@@ -145,7 +145,7 @@ class OpRegressor:
         process = self.processes.get((part, family))
         if process is not None:
             return process.predict(points)
-        # Only the forward of this family was measured: the datasheet, as unsure as the process is before any row.
+        # Only the forward of this family was measured: use the datasheet with the process's prior deviation.
         return explain(points.bounds, np.zeros(3)), np.full(len(points.bounds), _PRIOR_DEVIATION)
 
 
@@ -188,7 +188,7 @@ def _fit_family(known: list[tuple[OpWork, OpMeasurement]], part: Pass, kind: Dev
 
 
 def _quantile(ratios: Floats) -> float:
-    """The ⌈(n + 1) · share⌉-th smallest, as in split conformal prediction; rows too few for it have the largest."""
+    """Return the ⌈(n + 1) · share⌉-th smallest, as in split conformal prediction; the largest if rows are too few."""
     place = math.ceil((len(ratios) + 1) * INTERVAL_SHARE)
     if place > len(ratios):
         return max(_NORMAL_QUANTILE, float(ratios.max()))
@@ -207,7 +207,7 @@ def _place(works: Sequence[OpWork], part: Pass, kind: DeviceKind, dtype: str) ->
 
 
 def _covariance(these: _Points, those: _Points) -> Floats:
-    """Shape (these, those)."""
+    """Return the covariance, shape (these, those)."""
     squares = (these.places**2).sum(axis=1)[:, None] + (those.places**2).sum(axis=1)[None, :]
     apart = np.sqrt((squares - 2.0 * these.places @ those.places.T).clip(min=0.0))
     scaled = math.sqrt(3.0) / _SCALE * apart

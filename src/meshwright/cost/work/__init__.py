@@ -1,4 +1,4 @@
-"""What ops do: FLOPs, bytes, kernels, and what their backward makes of gradients; counted once, for all costs."""
+"""Work of ops: FLOPs, bytes, kernels, and gradients of their backward; counted once, for all costs."""
 
 from meshwright.cost.work.amounts import Amount
 from meshwright.cost.work.calls import key_in, relatives

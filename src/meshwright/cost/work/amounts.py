@@ -1,4 +1,4 @@
-"""What one pass of an op does."""
+"""The amount of work of one pass of an op."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """FLOPs, bytes and kernels; ``num_calls`` counts views too, which cost the host a call and start no kernel."""
+    """FLOPs, bytes and kernels; ``num_calls`` also counts views, which cost a call of the host but launch no kernel."""
 
     flops: float = 0.0
     num_bytes: float = 0.0

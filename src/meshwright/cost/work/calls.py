@@ -1,4 +1,4 @@
-"""One call of an operator as its key in the measurement table tells it: inputs, attributes, wanted gradients."""
+"""One call of an operator, parsed from its key in the measurement table: inputs, attributes, needed gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.cost.work.operators import Family
     from meshwright.spec import Graph, Op
 
-# Inputs that are parameters wherever the operator is used as a layer.
+# The first input that is a parameter when the operator is used as a layer.
 _FIRST_PARAMETER: dict[Family, int] = {"product": 1, "convolution": 1, "norm": 1, "recurrent": 3}
 # Products of two values that the model computes.
 _NO_PARAMETERS = frozenset({"bmm", "baddbmm", "matmul", "outer"})
@@ -26,7 +26,7 @@ _FLOAT_IN_KEY = re.compile(r"(?<=[:=])(?:float64|float32|float16|bfloat16)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """The parts of a key; what is asked of an input that is not there is 0."""
+    """The parts of a key; properties of a missing input are 0."""
 
     operator: str
     shapes: tuple[tuple[int, ...], ...]
@@ -35,35 +35,35 @@ class OpCall:
     grads: tuple[bool, ...]
 
     def elements(self, position: int) -> int:
-        """Elements of an input."""
+        """Return the elements of an input."""
         return math.prod(self.shapes[position]) if position < len(self.shapes) else 0
 
     def num_bytes(self, position: int) -> int:
-        """Bytes of an input."""
+        """Return the bytes of an input."""
         return self.elements(position) * DTYPE_BYTES[self.dtypes[position]] if position < len(self.shapes) else 0
 
     def numbers(self, name: str, count: int, default: int) -> list[int]:
-        """An attribute such as ``[2, 2]``, one number standing for all."""
+        """Return an attribute such as ``[2, 2]``; a single number is repeated."""
         found = self.listed(name) or [default]
         return (found * count)[:count] if len(found) < count else found[:count]
 
     def listed(self, name: str) -> list[int]:
-        """All whole numbers of an attribute."""
+        """Return all integers of an attribute."""
         return [int(text) for text in re.findall(r"-?\d+", self.attributes.get(name, ""))]
 
     def wanted(self) -> list[int]:
-        """Inputs that want a gradient."""
+        """Return the inputs that need a gradient."""
         return [place for place, flag in enumerate(self.grads) if flag]
 
 
 def key_in(dtype: str, graph: Graph, op: Op, batch_size: int) -> str:
-    """The op's key where all floating values are of ``dtype``."""
+    """Return the op's key with all floating values in ``dtype``."""
     return _FLOAT_IN_KEY.sub(dtype, op_key(graph, op, batch_size))
 
 
 @lru_cache(maxsize=65536)
 def read_call(key: str) -> OpCall | None:
-    """The parts of a key; None if it is none. Raises ValueError for sizes that nobody can read."""
+    """Return the parts of a key; None if it is not a key. Raises ValueError for unreadable sizes."""
     match = _KEY.fullmatch(key)
     if match is None:
         return None
@@ -82,7 +82,7 @@ def read_call(key: str) -> OpCall | None:
 
 @lru_cache(maxsize=65536)
 def relatives(key: str) -> str:
-    """What keys of one op at different batch sizes have in common: all but the first sizes of what is no parameter."""
+    """Return the common part of keys of one op at different batch sizes: all except first sizes of non-parameters."""
     call = read_call(key)
     if call is None:
         return key
@@ -97,7 +97,7 @@ def relatives(key: str) -> str:
 
 
 def parameter_places(call: OpCall) -> range:
-    """The inputs that are parameters where the operator is used as a layer."""
+    """Return the inputs that are parameters when the operator is used as a layer."""
     operator = operators().get(call.operator)
     if call.operator == "embedding":
         return range(1)

@@ -1,15 +1,15 @@
-"""What an op does, read from its key in the measurement table alone: FLOPs, bytes, kernels and the sizes behind them.
+"""The work of an op from its key in the measurement table: FLOPs, bytes, kernels and the sizes behind them.
 
-A table that somebody brings holds keys, not graphs; so that measured rows and asked ops are described alike, both are
-described by their key (`spec.measurements.op_key`), and by the table ``operators.toml``:
+A user's table holds keys, not graphs; so that measured rows and queried ops have equal descriptions, both are described
+by their key (`spec.measurements.op_key`), and by the table ``operators.toml``:
 
-    forward    reads the distinct inputs, writes the outputs and what it makes for its backward; a view only calls
-    backward   per gradient that is made: reads that of the output and what the forward kept, writes it;
-               gradients that are handed on move nothing
+    forward    reads the distinct inputs, writes the outputs and what it makes for its backward; a view is only a call
+    backward   per gradient that is made: reads the output's gradient and what the forward kept, writes it; gradients
+               that are passed on move nothing
     accumulate 3 × bytes of the parameters: read the old and the new gradient, write the sum
 
-``sizes`` are logarithms of what tells ops of one family apart (rows, columns, depth, count); the regressor measures
-distances between ops in them. Operators that the table does not know have no description: their times are not guessed.
+``sizes`` are logarithms of the sizes that distinguish ops of one family (rows, columns, depth, count); the regressor
+measures distances between ops in them. Operators missing in the table have no description: their times are not guessed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from meshwright.cost.work.outputs import OpOutput
     from meshwright.cost.work.products import Described, Sizes
 
-# What no op of a graph reaches (`spec.graph`): a key that says more is damaged.
+# The limit of any op of a graph (`spec.graph`): a key beyond it is damaged.
 _MOST = float(max(MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS))
-# A size that is no number: written before keys held those of the batch, which nothing tells any more.
+# A size that is not a number: written before keys held the batch's sizes, and now unknown.
 _SIZE_OF_BATCH = re.compile(r"\bb\b")
 _INDEX_BYTES = DTYPE_BYTES["int64"]
 
@@ -57,7 +57,7 @@ class OpWork:
 
 @lru_cache(maxsize=65536)
 def read_work(key: str) -> OpWork | None:
-    """The work of the op of this key; None if its operator is unknown, or its inputs do not fit it."""
+    """Return the work of the op of this key; None if its operator is unknown, or its inputs do not match it."""
     try:
         call = read_call(key)
         return _count(call) if call is not None else None
@@ -97,7 +97,7 @@ def _count(call: OpCall) -> OpWork | None:
 
 
 def _qualities(call: OpCall, family: Family) -> list[str]:
-    """What makes an operator take another road through torch."""
+    """Return the properties that make an operator take another path through torch."""
     found = []
     if family == "attention":
         found += [
@@ -116,7 +116,7 @@ def _qualities(call: OpCall, family: Family) -> list[str]:
 
 
 def _traffic(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], written: float) -> Described:
-    """Ops that read their inputs and write their outputs."""
+    """Return the work of ops that read their inputs and write their outputs."""
     count, elements = len(call.shapes), outputs[0].elements
     largest = max((call.elements(i) for i in range(count)), default=elements)
     last = call.shapes[0][-1] if count and call.shapes[0] else 1
@@ -134,7 +134,7 @@ def _traffic(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], wri
 
 
 def _backward(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], written: float) -> Amount:
-    """Sums over the gradients that are wanted."""
+    """Return the sums over the needed gradients."""
     wanted = _wanted(call, operator)
     made = [i for i in wanted if not operator.passes_on(i, call.elements(i), outputs[0].elements)]
     views = len(wanted) - len(made) if operator.gradient == "viewed" else int(bool(wanted) and not made)
@@ -147,20 +147,20 @@ def _backward(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], wr
     if operator.between:
         moved += 2 * call.num_bytes(0)
     if operator.keeps[:1] == ("others",):
-        # As large as the output first, then summed for what was broadcast.
+        # First as large as the output, then summed for broadcast inputs.
         moved += sum(2 * written for place in made if call.elements(place) < outputs[0].elements)
     return Amount(num_bytes=moved, num_kernels=len(made) + bool(operator.between), num_views=views)
 
 
 def _wanted(call: OpCall, operator: WorkRow) -> list[int]:
-    """Inputs that get a gradient."""
+    """Return the inputs that get a gradient."""
     if operator.gradient == "none":
         return []
     return [place for place in call.wanted() if operator.wants == "all" or place == 0]
 
 
 def _read_bytes(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], written: float, gradient: int) -> float:
-    """What the gradient of an input is made from."""
+    """Return the bytes that the gradient of an input is made from."""
     kept = {place for name in operator.keeps for place in _places(call, name, gradient)}
     read = written + sum(call.num_bytes(place) for place in kept)
     read += written * ("output" in operator.keeps)
@@ -168,7 +168,7 @@ def _read_bytes(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...], 
 
 
 def _places(call: OpCall, name: str, gradient: int) -> tuple[int, ...]:
-    """Inputs that the gradient of one of them is made from."""
+    """Return the inputs that the gradient of one of them is made from."""
     if name == "others":
         return tuple(i for i in range(len(call.shapes)) if i != gradient)
     places = {"first": 0, "second": 1}
@@ -176,7 +176,7 @@ def _places(call: OpCall, name: str, gradient: int) -> tuple[int, ...]:
 
 
 def _made_bytes(call: OpCall, operator: WorkRow, outputs: tuple[OpOutput, ...]) -> float:
-    """What the forward makes for its backward alone."""
+    """Return the bytes that the forward makes only for its backward."""
     if operator.makes == "index":
         return float(outputs[0].elements * _INDEX_BYTES)
     sources = {"first": call.num_bytes(0), "output": outputs[0].elements * DTYPE_BYTES[outputs[0].dtype], "": 0}

@@ -1,4 +1,4 @@
-"""What kind an operator of torch is: the table ``operators.toml``, which explains its words and names its sources."""
+"""Kinds of torch's operators: the table ``operators.toml``, which explains its words and names its sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kept = Literal["first", "second", "others", "output", "made"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRow:
-    """A row of the table: operators that do the same."""
+    """A row of the table: operators with the same behaviour."""
 
     family: Family
     names: str
@@ -34,7 +34,7 @@ class WorkRow:
     reads: Literal["all", "none", "rows"] = "all"
 
     def passes_on(self, position: int, input_elements: float, output_elements: float) -> bool:
-        """Whether the gradient of the input at a position shares the memory of the output's."""
+        """Return whether the gradient of the input at a position shares the memory of the output's."""
         if self.gradient == "viewed":
             return True
         passed = self.gradient == "passed" or (self.gradient == "first passed" and position == 0)
@@ -43,7 +43,7 @@ class WorkRow:
 
 @cache
 def operators() -> dict[str, WorkRow]:
-    """The rows by the names of their operators."""
+    """Return the rows by the names of their operators."""
     text = resources.files("meshwright.cost.work").joinpath("operators.toml")
     with resources.as_file(text) as path:
         rows = decode(tuple[WorkRow, ...], read_data(path)["operators"], "operators.toml")
@@ -51,9 +51,10 @@ def operators() -> dict[str, WorkRow]:
 
 
 def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str]) -> WorkRow | None:
-    """The row of a call's operator, or of what it does where it is a view elsewhere: drop elements, convert them.
+    """Return the row of a call's operator, or of its actual work if it is a view only in other cases.
 
-    ``dtypes``: those of its inputs. None if the table does not know it.
+    Such operators are dropout and conversions. ``dtypes``: those of its inputs. None if the operator is not in the
+    table.
     """
     known = operators().get(name)
     if known is None or known.family != "view":
@@ -65,6 +66,9 @@ def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str
 
 
 def name_in(kind: str) -> str:
-    """``relu_`` of an op's kind, ``aten.relu_.default``; a kind without dots is returned as it is."""
+    """Return the name in an op's kind: ``relu_`` for ``aten.relu_.default``.
+
+    A kind without dots is returned unchanged.
+    """
     parts = kind.split(".")
     return parts[1] if len(parts) > 1 else parts[0]

@@ -1,4 +1,4 @@
-"""How many elements the outputs of a call have, and of which dtype, by its inputs and attributes.
+"""Elements and dtypes of a call's outputs, from its inputs and attributes.
 
 One function per word of the column ``output`` of ``operators.toml``. Checked against the outputs of every op of every
 shipped graph, as capture recorded them.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from meshwright.cost.work.calls import OpCall
     from meshwright.cost.work.operators import WorkRow
 
-# What torch makes of Python's numbers.
+# Torch's types for Python's numbers.
 _FLOAT, _INTEGER = "float32", "int64"
-# Of whole numbers they make floats, too (torch, native_functions.yaml: structured unary float functions).
+# These return floats for integers (torch, native_functions.yaml: structured unary float functions).
 _FLOATING = frozenset({"div", "exp", "log", "sin", "cos", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal"})
 _A_FLOAT = re.compile(r"-?(?:\d*\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)")
 # Arguments of arange with their defaults (torch, native_functions.yaml).
@@ -36,9 +36,9 @@ class OpOutput(NamedTuple):
 
 
 def outputs_of(call: OpCall, operator: WorkRow) -> tuple[OpOutput, ...]:
-    """The outputs of a call; a view's are counted as if they were memory.
+    """Return the outputs of a call; a view's are counted as if they were memory.
 
-    Raises ArithmeticError, LookupError or ValueError for inputs that do not fit the operator.
+    Raises ArithmeticError, LookupError or ValueError for inputs that do not match the operator.
     """
     return _OUTPUTS[operator.output](call)
 
@@ -146,7 +146,7 @@ def _selected(call: OpCall) -> tuple[OpOutput, ...]:
 
 
 def _indexed(call: OpCall) -> tuple[OpOutput, ...]:
-    # Which dims are indexed, no key says: the last ones, as where a batch stands in front.
+    # A key does not contain which dims are indexed: assumed are the last ones, with the batch in front.
     indices = len(call.shapes) - 1
     left = math.prod(call.shapes[0][: max(len(call.shapes[0]) - indices, 0)])
     return (OpOutput(left * max(call.elements(i + 1) for i in range(indices)), call.dtypes[0]),)
@@ -173,7 +173,7 @@ def _asked(call: OpCall) -> tuple[OpOutput, ...]:
 
 
 def _triangle(rows: int, columns: int, offset: int) -> int:
-    """Places (i, j) of a matrix with j <= i + offset."""
+    """Return the number of places (i, j) of a matrix with j <= i + offset."""
     first = min(max(-offset, 0), rows)  # rows above it are empty
     full = min(max(columns - offset - 1, first), rows)  # and those from it on are full
     slanted = full - first
@@ -203,14 +203,14 @@ def _part(call: OpCall) -> tuple[OpOutput, ...]:
 
 
 def _broadcast(call: OpCall) -> int:
-    """Elements of the shape that all inputs have together."""
+    """Return the elements of the broadcast shape of all inputs."""
     width = max(len(shape) for shape in call.shapes)
     padded = [(1,) * (width - len(shape)) + shape for shape in call.shapes]
     return math.prod(max(sizes) for sizes in zip(*padded, strict=True))
 
 
 def _promoted(call: OpCall) -> str:
-    """The dtype of what all inputs and numbers make together (torch's type promotion, among equals the first)."""
+    """Return the promoted dtype of all inputs and numbers (torch's type promotion; among equals the first)."""
     dtypes = call.dtypes[1:] if call.operator == "where" else call.dtypes
     numbers = [text for name, text in call.attributes.items() if name in ("other", "self", "exponent", "min", "max")]
     floats = [dtype for dtype in dtypes if dtype in FLOAT_DTYPES]

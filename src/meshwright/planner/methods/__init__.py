@@ -1,4 +1,4 @@
-"""Search methods, each a module that reads like its paper: from a problem to plans, one after the other (`method`)."""
+"""Search methods, each a module that follows its paper: from a problem to a sequence of plans (`method`)."""
 
 from collections.abc import Sequence
 
@@ -26,26 +26,26 @@ METHODS: dict[str, Method] = {
     "latency": latency,
 }
 
-# Those that search the whole space where nothing is given (`whole_space`); others have one of their own.
+# Methods that search the whole space for choices that are not given (`whole_space`); others have their own space.
 OPEN_METHODS = ("auto", "grid")
 
-# Those that choose numbers of replicas which a shard size may not divide.
+# Methods that choose numbers of replicas which a shard size may not divide.
 _WITHOUT_SHARD_SIZES = ("pipedream", "flexflow", "differentiable", "unequal")
 
 __all__ = ["METHODS", "OPEN_METHODS", "check_shard_sizes", "find_method"]
 
 
 def check_shard_sizes(name: str, shard_sizes: Sequence[int]) -> None:
-    """Raise PlanError for a method that does not know groups of replicas that share states."""
+    """Raise PlanError for a shard size and a method that does not support groups of replicas that share states."""
     if any(shard_sizes) and name in _WITHOUT_SHARD_SIZES:
         raise PlanError(
-            f"A shard size of {max(shard_sizes)} was given for the method {name}, which shares states among all "
+            f"A shard size of {max(shard_sizes)} was given for the method {name}, which shards states over all "
             "replicas of a stage; expected auto, slicing, grid or alpa. Choose one of them, or no shard size."
         )
 
 
 def find_method(reference: str) -> Method:
-    """A method by its name, or one of a user's own by ``path/to/file.py:function``. Raises PlanError for others."""
+    """Return a method by its name, or a user's own by ``path/to/file.py:function``. Raises PlanError for others."""
     if reference in METHODS:
         return METHODS[reference]
     if ".py" in reference:

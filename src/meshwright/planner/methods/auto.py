@@ -1,18 +1,18 @@
-"""The portfolio: methods that fit the problem one after the other, each told what the others found; then small changes.
+"""The portfolio: methods that fit the problem, one after the other, sharing the best plan; then small changes of it.
 
-    many settings        the uniform grid, which says which settings are worth a closer look; and very many devices
-    unequal devices      mappings of stages to devices, shares by speed
+    many settings        the uniform grid, which selects the settings to search in detail; also for very many devices
+    unequal devices      mappings of stages to devices, work in proportion to speed
     those settings       exact slicing, with bounds and the best step known so far
-    endless schedules    PipeDream
-    split ops            Alpa, where HiGHS is installed
-    nothing fits         the grid again with states or activations on the hosts, where the choices leave that as a last
+    asynchronous         PipeDream
+    split ops            Alpa, if HiGHS is installed
+    nothing fits         the grid again with states or activations in host memory, if the choices allow this as a last
                          resort
     then                 less recompute, as far as memory allows (`recompute_in_part`), and changes of the best plan on
                          the simulator: boundaries, microbatches, schedules, layouts
-    time is left         with a deadline, FlexFlow's chain and the descent by gradients
+    time is left         with a deadline, FlexFlow's Markov chain and gradient descent
 
-With a deadline each method has a share of the time that is left; without one, numbers of simulations end each of them,
-so that the same problem has the same answer. The search ends early where the best plan is about as fast as the bound.
+With a deadline each method has a share of the remaining time; without one, numbers of simulations end each of them, so
+that the result is deterministic. The search ends early if the best plan is about as fast as the bound.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from meshwright.planner.problem import Problem
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 
-# Of many settings, which the grid tells apart, so many are looked at closely.
+# If there are many settings, the number that the grid selects for a detailed search.
 CLOSE_SETTINGS = 3
-# Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
+# Ops times microbatch sizes times settings that exact slicing processes in about ten seconds.
 SMALL = 100_000
-# Simulations that the grid on unequal devices, each way to offload, exact slicing and the changes at the end may take.
+# The most simulations of the grid on unequal devices, of each way to offload, of exact slicing and of the final
+# changes.
 MOST_UNEQUAL, MOST_RESORTING, MOST_SLICINGS, CHANGES = 64, 32, 200, 120
-# Within this share of the bound there is nothing left to find.
+# A plan within this share of the bound ends the search.
 _CLOSE = 1e-3
 
 
 class _Turn(NamedTuple):
-    """A method, its share of the time that is left, and how many simulations it may ask for (0: any number)."""
+    """A method, its share of the remaining time, and the most simulations that it may request (0: any number)."""
 
     method: Method
     share: float
@@ -64,12 +65,12 @@ class _Turn(NamedTuple):
 
 
 def auto(problem: Problem, state: SearchState) -> Steps:
-    """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
+    """Run the methods that fit the problem, one after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
     is_wide = problem.is_wide
     has_grid = is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings())
     if has_grid:
-        # Uniform plans are far from the best on unequal devices, and their bounds far from them.
+        # On unequal devices, uniform plans are far from the best, and so are their bounds.
         most = MOST_UNEQUAL if len(problem.choices.idle) > 1 else 0
         yield from _take_turn(_Turn(grid, 0.4, most), problem, state, errors)
     if has_grid and state.best is None and (yield from _resort(problem, state, errors)):
@@ -81,11 +82,11 @@ def auto(problem: Problem, state: SearchState) -> Steps:
         yield from _take_turn(_Turn(unequal, 0.5), mapped, state, errors)
         near = _near(problem, state) if is_wide else near
     yield from _take_turns(near, state, errors)
-    # Of few settings it takes a closer look to say that none fits.
+    # With few settings only the detailed search can show that nothing fits.
     if not has_grid and state.best is None and (yield from _resort(problem, state, errors)):
         problem = problem.resorting()
         yield from _take_turns(_near(problem, state), state, errors)
-    # Where plans were too large, it is memory that binds.
+    # If plans were too large, memory binds, and the search reports that instead.
     if state.best is None and errors and not state.rejected:
         raise errors[0]
     if _is_proven(state):
@@ -100,13 +101,13 @@ def auto(problem: Problem, state: SearchState) -> Steps:
 def _resort(
     problem: Problem, state: SearchState, errors: list[MeshwrightError]
 ) -> Generator[Proposal, RankedPlan | None, bool]:
-    """Search what keeps states or activations on the hosts, each way by the grid; says whether any fits."""
+    """Search plans that keep states or activations in host memory, each way by the grid; return whether any fits."""
     for away in problem.choices.last_resorts:
-        # Parameters on the host cost more than all else.
+        # Parameters in host memory cost more than all other ways.
         if away.parameters == "device" or state.best is None:
             yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), problem.resorting((away,)), state, errors)
     if state.best is not None:
-        state.note("Nothing fits the devices alone: what is named is kept on the hosts.")
+        state.note("Nothing fits in device memory alone: plans keep the named parts in host memory.")
     return state.best is not None
 
 
@@ -120,15 +121,15 @@ def _turns(problem: Problem) -> Iterator[_Turn]:
 
 
 def _take_turns(problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
-    """Let the methods that look closely propose one after the other, until the best plan is proven."""
+    """Run the detailed methods one after the other, until the best plan is proven."""
     for turn in _turns(problem):
-        # Bounds know nothing of placements of Alpa's own.
+        # Bounds do not cover Alpa's own placements.
         if not state.is_over and (turn.method is alpa or not _is_proven(state)):
             yield from _take_turn(turn, problem, state, errors)
 
 
 def _late_turns(state: SearchState) -> Iterator[_Turn]:
-    """Methods that go on as long as there is time: where it is limited, what is left of it is theirs."""
+    """Yield methods that use any amount of time: with a deadline, they get the rest of it."""
     if state.stop_at < float("inf"):
         yield _Turn(flexflow, 0.5)
         if _is_installed("torch"):
@@ -136,7 +137,7 @@ def _late_turns(state: SearchState) -> Iterator[_Turn]:
 
 
 def _take_turn(turn: _Turn, problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
-    """Let a method propose until its share of the time or its number of simulations is over."""
+    """Run a method until its share of the time or its number of simulations is used up."""
     state.turn_ends_at = time.monotonic() + max(state.seconds_left(), 0.0) * turn.share
     steps = turn.method(problem, state)
     num_seen = 0
@@ -163,14 +164,14 @@ def _is_installed(library: str) -> bool:
 
 
 def _is_small(problem: Problem) -> bool:
-    """Whether exact slicing of all settings takes a few seconds at most."""
+    """Return whether exact slicing of all settings takes a few seconds at most."""
     sizes = problem.choices.microbatch_sizes or range(MAX_MICROBATCH_SIZES)
     num_ops = len(problem.graph_for(min(problem.choices.microbatch_sizes, default=1)).ops)
     return num_ops * len(sizes) * len(list(problem.settings())) <= SMALL
 
 
 def _near(problem: Problem, state: SearchState) -> Problem:
-    """The problem under the settings of the best plans so far; before any fits, of those that exceed memory least."""
+    """Return the problem under the settings of the best plans so far; if none fits, of those closest to fitting."""
     best = sorted(state.fitting, key=lambda item: item.step_time_s) or sorted(state.rejected, key=_excess)
     found = (problem.setting_of(item.plan) for item in best)
     settings = list(dict.fromkeys(setting for setting in found if setting is not None))
@@ -186,13 +187,13 @@ def _is_proven(state: SearchState) -> bool:
 
 
 def improve(problem: Problem, state: SearchState) -> Steps:
-    """Climb from the best plan, if there is one."""
+    """Climb from the best plan, if one was found."""
     if state.best is not None:
         yield from climb(state.best, partial(_changes, problem), state, most=CHANGES)
 
 
 def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """Plans that differ from one by a boundary, the microbatch size, the schedule or the layout of ranks."""
+    """Yield plans that differ in a boundary, the microbatch size, the schedule or the layout of ranks."""
     if not plan.has_virtual_stages:
         yield from (replace(plan, stages=stages) for stages in moved_boundaries(plan.stages))
     for size in _other_sizes(problem, plan):
@@ -200,7 +201,7 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
         with suppress(MeshwrightError):
             graph = problem.graph_for(size)
             yield replace(plan, num_microbatches=count, graph_hash=graph.content_hash, stages=_unshared(plan))
-    # On one stage all schedules that flush are one.
+    # On one stage, all synchronous schedules are the same.
     for schedule in problem.choices.schedules if len(plan.stages) > 1 else ():
         if schedule != plan.schedule:
             for chunks in problem.choices.num_chunks:
@@ -214,7 +215,7 @@ def _unshared(plan: Plan) -> tuple[StagePlan, ...]:
 
 
 def _other_sizes(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """The allowed sizes next to the plan's."""
+    """Return the allowed microbatch sizes next to the plan's."""
     setting = problem.setting_of(plan)
     if setting is None:
         return ()
@@ -227,7 +228,7 @@ def _other_sizes(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 
 def _other_layouts(plan: Plan) -> Iterator[Plan]:
-    """Equal replicas on other ranks."""
+    """Yield the plan with its equal replicas on other ranks."""
     replicas = {len(stage.ranks) for stage in plan.stages}
     if len(replicas) > 1 or len(plan.stages) == 1 or plan.has_virtual_stages:
         return

@@ -1,11 +1,11 @@
-"""The least latency: uniform pipelines for a batch that arrives at once, the shortest by a closed form simulated.
+"""Minimise latency: uniform pipelines for a batch that arrives at once, simulated in the order of a closed form.
 
-With S stages in line of R replicas each, the layers cut evenly, a batch of M microbatches is answered after about
+With S stages of R replicas each and evenly cut layers, a batch of M microbatches is answered after about
 
     F + (⌈M / R⌉ - 1) · max over stages of f        F, f: a microbatch's forward through all layers, and through a stage
 
-on the slowest kind of device. Transfers are left to the simulator, which is why more than one is simulated. More stages
-never help where one device holds the layers, but then memory decides, or the microbatches overlap.
+on the slowest device kind. The closed form ignores transfers, which is why several plans are simulated. For a single
+microbatch, more stages help only if one device cannot hold the layers; several microbatches overlap.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
 
-# Plans that fit and are simulated, for every plan that was asked for, and at least.
+# The number of fitting plans that are simulated: per requested plan, and at least.
 _PER_ANSWER, _LEAST = 4, 24
-# Plans that are simulated at most for each of these, where memory is short.
+# The most simulated plans per wanted one, if memory is short.
 _TRIES = 4
 
 
@@ -41,7 +41,7 @@ def latency(problem: Problem, state: SearchState) -> Steps:
 
 
 def _candidates(space: Space) -> Iterator[tuple[float, Plan]]:
-    """Estimate and whole plan."""
+    """Yield estimates in seconds with whole plans."""
     kinds = space.cluster.device_kinds
     for size in space.microbatch_sizes:
         graph = space.graph_for(size)
@@ -49,7 +49,7 @@ def _candidates(space: Space) -> Iterator[tuple[float, Plan]]:
         seconds = np.add.reduceat(passes, [layer.start for layer in graph.layers])
         count = space.workload.global_batch // size
         for num_stages in divisors(space.num_ranks):
-            # What a batch has no microbatch for stays idle.
+            # Ranks without a microbatch stay idle.
             replicas = min(space.num_ranks // num_stages, count)
             if num_stages > len(seconds) or (space.num_stages and num_stages not in space.num_stages):
                 continue

@@ -1,13 +1,13 @@
-"""Less recompute than a word says: of each stage, as many blocks in the heavier way as memory asks for, no more.
+"""Reduce recomputation: in each stage, recompute only as many blocks in the heavier way as memory requires.
 
-A plan that was simulated may be faster than the best one and not fit, where the same plan with more recompute fits and
-is slower. Between the two, the first n blocks of the stages on each rank are recomputed as in the heavier one and the
-others as in the lighter one. What a rank reserves falls with n nearly in a line, and its seconds rise, so that the
-least n that fits is sought between a number that is too small and one that is enough, for all ranks at once:
+A simulated plan may be faster than the best one but not fit, while the same plan with more recomputation fits and is
+slower. Between the two, the first n blocks of the stages on each rank are recomputed as in the heavier one and the
+others as in the lighter one. A rank's reserved memory falls almost linearly with n, and its time rises, so the least n
+that fits is searched between a number that is too small and one that suffices, for all ranks at once:
 
     n  =  low + (high - low) · excess(low) / (excess(low) - excess(high))
 
-(Megatron-LM's --recompute-num-layers and torchtitan's layer-wise checkpointing are set by hand to the same end.)
+(Megatron-LM's --recompute-num-layers and torchtitan's layer-wise checkpointing are set by hand for the same purpose.)
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from meshwright.spec import Graph, Plan
 from meshwright.spec.recompute import Recompute
 from meshwright.spec.recompute_words import RecomputeName, recompute_choices
 
-# Plans that are recomputed more until they fit, and plans that fit which are recomputed less, the fastest first.
+# The most plans that get more recomputation until they fit, and the most fitting plans that get less; the fastest
+# first.
 MOST_PAIRS, MOST_LIGHTENED = 4, 2
-# Steps that narrow the numbers of one pair down.
+# The most steps that narrow the numbers of one pair.
 MOST_STEPS = 6
-# What a plan must be expected to gain.
+# The least expected gain of a plan, as a share of the step.
 _LEAST_GAIN = 2e-3
-# From light to heavy.
+# From light to heavy recomputation.
 _BY_WEIGHT: tuple[RecomputeName, ...] = ("none", "op", "full")
 
 
 class _Pair(NamedTuple):
-    """A plan that does not fit, the same one with more recompute that does, and the step expected between them."""
+    """A plan that does not fit, the same plan with more recomputation that does, and the step expected between them."""
 
     lighter: RankedPlan
     heavier: RankedPlan
@@ -43,7 +44,7 @@ class _Pair(NamedTuple):
 
 
 def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
-    """Propose plans between those that are fast and those that fit."""
+    """Propose plans between fast plans that do not fit and slower ones that do."""
     allowed = [word for word in _BY_WEIGHT if word in problem.choices.recompute]
     if "none" not in allowed or len(allowed) == 1 or state.best is None:
         return
@@ -58,7 +59,7 @@ def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
                 pairs.append(_pair(item, heavier))
                 break
     for item in sorted(state.fitting, key=lambda item: item.step_time_s)[:MOST_LIGHTENED]:
-        # The next lighter way, which bounds may have ruled out unseen.
+        # The next lighter way may have been ruled out by bounds without a simulation.
         if item.recompute in allowed[1:] and state.seconds_left() > 0:
             lighter = yield _with_recompute(problem, item, allowed[weight[item.recompute] - 1])
             if lighter is not None and not lighter.fits:
@@ -69,7 +70,7 @@ def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
 
 
 def _promising(state: SearchState, allowed: Sequence[str]) -> Iterator[RankedPlan]:
-    """Plans that do not fit, would be the fastest, and may be recomputed more; the fastest first."""
+    """Yield plans that do not fit, would be the fastest, and may recompute more; the fastest first."""
     for item in sorted(state.rejected, key=lambda item: item.step_time_s):
         if item.step_time_s >= state.best_s * (1 - _LEAST_GAIN):
             return
@@ -78,19 +79,19 @@ def _promising(state: SearchState, allowed: Sequence[str]) -> Iterator[RankedPla
 
 
 def _with_recompute(problem: Problem, item: RankedPlan, word: RecomputeName) -> Proposal:
-    """The same plan, recomputed by another word."""
+    """Return the same plan with another recompute word."""
     again = recompute_choices(problem.graph_for(item.plan.microbatch_size))[word]
     return Proposal(replace(item.plan, recompute=again.ranges, keeps=again.keeps))
 
 
 def _pair(lighter: RankedPlan, heavier: RankedPlan) -> _Pair:
-    """Both, with the step between them as if all blocks took and freed alike, on the fullest rank."""
+    """Return both plans with the step expected between them, if memory and time of all blocks were equal."""
     share = lighter.excess_bytes / max(lighter.excess_bytes - heavier.excess_bytes, 1)
     return _Pair(lighter, heavier, lighter.step_time_s + share * (heavier.step_time_s - lighter.step_time_s))
 
 
 class _Group:
-    """The stages that lie on the same ranks: their blocks, and numbers of them that are too few and enough."""
+    """The stages on the same ranks: their blocks, and a number of blocks that is too small and one that suffices."""
 
     def __init__(self, plan: Plan, ranks: tuple[int, ...], blocks: Sequence[int], pair: _Pair) -> None:
         self.ranks = ranks
@@ -110,7 +111,7 @@ class _Group:
         return self.high - self.low <= 1
 
     def next(self) -> int:
-        """The number to try: where a line between both ends meets the limit."""
+        """Return the number to try: where the line between both ends meets the limit."""
         if self.is_done:
             return self.high
         share = self._over_low / max(self._over_low - self._over_high, 1)
@@ -148,7 +149,7 @@ def _narrow(problem: Problem, pair: _Pair, state: SearchState) -> Steps:
 
 
 def _mixed(plan: Plan, graph: Graph, light: Recompute, heavy: Recompute, layers: Set[int]) -> Plan:
-    """The plan with these layers recomputed in the heavier way, and all others in the lighter one."""
+    """Return the plan with these layers recomputed in the heavier way, and all others in the lighter one."""
     ops = {op for layer in layers for op in range(graph.layers[layer].start, graph.layers[layer].stop)}
     ranges = (*(r for r in light.ranges if r[0] not in ops), *(r for r in heavy.ranges if r[0] in ops))
     keeps = (*(op for op in light.keeps if op not in ops), *(op for op in heavy.keeps if op in ops))

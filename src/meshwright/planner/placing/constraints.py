@@ -1,4 +1,4 @@
-"""What a user says about where ops go: fixed devices, forbidden ones, ops that stay together; by name."""
+"""A user's constraints on the placement of ops by name: fixed devices, forbidden ones, ops that stay together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec import Graph, NoFeasiblePlanError, PlanError, suggest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Where ops may go. A name is that of an op, of a layer, or of a module, which stands for all ops inside it.
+    """Constraints on the devices of ops. A name is that of an op, of a layer, or of a module with all ops inside it.
 
     ``fixed``: name → device. ``forbidden``: name → devices. ``together``: groups of names that share a device.
     """
@@ -23,7 +23,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedDevices:
-    """Per task: the devices that it may be on, as indices of the devices given, and its group, whose device it shares.
+    """Per task: the allowed devices, as indices of the given devices, and its group, which shares one device.
 
     Groups are numbered by their first task.
     """
@@ -33,9 +33,9 @@ class AllowedDevices:
 
 
 def find_choices(graph: Graph, tasks: Tasks, devices: Sequence[int], constraints: Constraints) -> AllowedDevices:
-    """What the constraints leave of the devices.
+    """Return the devices that the constraints allow.
 
-    Raises PlanError for names and devices that there are not, NoFeasiblePlanError where no device is left.
+    Raises PlanError for unknown names and devices, NoFeasiblePlanError if no device is left.
     """
     task_of, sets = tasks.task_of, UnionFind(len(tasks.ops))
     for sharing in parameter_sharers(graph):

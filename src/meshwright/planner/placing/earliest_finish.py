@@ -1,11 +1,11 @@
-"""List scheduling of tasks on devices: each task where it finishes earliest (HEFT).
+"""List scheduling of tasks on devices: each task goes where it finishes earliest (HEFT).
 
     up(t) = w(t) + max over readers r of (c(t, r) + up(r))         w, c: means over devices and pairs of them
-    finish(t, d) = max(free gap on d, max over what t reads of its arrival on d) + w(t, d)
+    finish(t, d) = max(free gap on d, max over inputs of t of their arrival on d) + w(t, d)
 
-Tasks are taken by falling up(t), which is an order in which each follows what it reads; a task may fill a gap between
-two others of its device. A tensor arrives on a device once, however many tasks there read it. Devices that would hold
-more than they may are left out. Source: Topcuoglu, Hariri, Wu: Performance-effective and low-complexity task scheduling
+Tasks are taken by descending up(t), an order in which each follows what it reads; a task may fill a gap between two
+others on its device. A tensor arrives on a device once, however many tasks there read it. Devices whose memory limit
+would be exceeded are skipped. Source: Topcuoglu, Hariri, Wu: Performance-effective and low-complexity task scheduling
 for heterogeneous computing, IEEE TPDS 13(3), 2002.
 """
 
@@ -26,10 +26,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskCosts:
-    """``seconds`` and ``num_bytes`` of shape (tasks, devices): to compute a task, and what it holds on a device.
+    """``seconds`` to compute a task on a device and ``num_bytes`` that it holds there, shape (tasks, devices).
 
-    ``send_s(tensor, source, target)``: seconds to move a tensor between two devices and, in training, its gradient
-    back. ``limit_bytes`` (devices,).
+    ``send_s(tensor, source, target)`` returns the seconds to move a tensor between two devices and, in training, its
+    gradient back. ``limit_bytes`` has shape (devices,).
     """
 
     seconds: Floats
@@ -51,7 +51,7 @@ def schedule_tasks(
 ) -> Assignment | None:
     """Put each task on one of its ``allowed`` devices (numbers of columns); None if memory does not suffice.
 
-    Tasks of one number in ``together`` share a device, that of the first one.
+    Tasks with the same number in ``together`` share a device, that of the first one.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for task, group in enumerate(together):
@@ -73,7 +73,7 @@ def schedule_tasks(
 
 
 class _Timetable:
-    """What each device does when, and when each tensor is there."""
+    """The timetable of each device, and the arrival times of tensors."""
 
     def __init__(self, tasks: Tasks, costs: TaskCosts) -> None:
         self._tasks, self._costs = tasks, costs
@@ -84,12 +84,12 @@ class _Timetable:
         self.starts = [0.0] * len(tasks.ops)
 
     def finish(self, task: int, device: int) -> float:
-        """When a task would be done on a device."""
+        """Return the time at which a task would finish on a device."""
         seconds = float(self._costs.seconds[task, device])
         return self._gap(device, self._ready(task, device), seconds) + seconds
 
     def put(self, task: int, device: int) -> None:
-        """Let a device run a task."""
+        """Schedule a task on a device."""
         seconds = float(self._costs.seconds[task, device])
         start = self._gap(device, self._ready(task, device), seconds)
         for source, tensor in self._tasks.reads[task]:
@@ -109,7 +109,7 @@ class _Timetable:
         return self._finish[source] + self._costs.send_s(tensor, self._device[source], device)
 
     def _gap(self, device: int, ready: float, seconds: float) -> float:
-        """The earliest start of a gap that is long enough."""
+        """Return the earliest start in a gap that is long enough."""
         start, busy = ready, self._busy[device]
         for begin, end in busy[bisect.bisect_right(busy, ready, key=lambda span: span[1]) :]:
             if begin - start >= seconds:
@@ -136,12 +136,12 @@ def _by_upward_rank(tasks: Tasks, costs: TaskCosts) -> list[int]:
         rank[task] += float(costs.seconds[task].mean())
         for source, tensor in tasks.reads[task]:
             rank[source] = max(rank[source], rank[task] + move_s(tensor))
-    # Of equal rank, which only tasks without work have, the maker comes before the reader.
+    # If ranks are equal, which happens only for tasks without work, the maker comes before the reader.
     return sorted(order, key=lambda task: (-rank[task], place[task]))
 
 
 def order_tasks(tasks: Tasks, starts: Sequence[float]) -> list[int]:
-    """All tasks, each after those that it reads, by their start where that leaves a choice."""
+    """Return all tasks, each after those that it reads, otherwise ordered by start."""
     waiting = [len({source for source, _ in reads}) for reads in tasks.reads]
     readers = tasks.readers()
     ready = sorted((starts[task], task) for task, count in enumerate(waiting) if not count)

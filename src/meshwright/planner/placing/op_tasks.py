@@ -1,14 +1,14 @@
-"""Which ops of a graph can be placed on their own, and which only together: the tasks that `place` puts on devices.
+"""Ops of a graph that can be placed separately, and ops that must stay together: the tasks that `place` places.
 
 Three things keep ops together:
 
-- **one task**: ops around memory that is written in place, from its first maker to its last write (all users, where it
-  is state), for a value must not leave before its last write; and what lies on a path between two ops of a task, or
-  the task would wait for itself. Found as the strongly connected components of the graph with such ops merged.
-- **one device**: ops that share a trained parameter, so that its gradient needs no exchange.
+- **one task**: ops around memory that is written in place, from its first maker to its last write (all users, if it is
+  state), because a value must not leave before its last write; and ops on a path between two ops of a task, since the
+  task would otherwise wait for itself. Found as the strongly connected components of the graph with such ops merged.
+- **one device**: ops that share a trained parameter, so that its gradient needs no reduction.
 - **order**: ops that draw random numbers follow each other in the graph's order, since they share one generator.
 
-Replicable ops are no tasks: every device computes those that it needs.
+Replicable ops are not tasks: every device computes those that it needs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
     from meshwright.spec import Graph, Op
 
-# In an edge, in place of a tensor: the state of the generator.
+# Stands for the state of the generator, in place of a tensor in an edge.
 GENERATOR = -1
-# Operators whose result is a view of the first argument or a copy, as its strides have it, which may vary with the
-# batch size.
+# Operators that return a view of the first argument or a copy, depending on its strides, which may vary with the batch
+# size.
 _MAY_SHARE = ("contiguous", "flatten", "ravel", "reshape", "reshape_as")
 _HELD = ("input", "parameter", "buffer", "constant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """A partition of the ops that are placed.
+    """A partition of the ops to place.
 
-    ``ops[t]`` ascending; ``reads[t]`` are (task, tensor) pairs, each tensor once, of what task t reads of others, with
+    ``ops[t]`` ascending; ``reads[t]`` are (task, tensor) pairs, each tensor once, that task t reads from others, with
     `GENERATOR` for the state of the random generator.
     """
 
@@ -46,11 +46,11 @@ class Tasks:
 
     @property
     def task_of(self) -> dict[int, int]:
-        """The task of each op that is placed."""
+        """The task of each placed op."""
         return {op: task for task, ops in enumerate(self.ops) for op in ops}
 
     def readers(self) -> list[list[int]]:
-        """The tasks that read something of each task, ascending, each once."""
+        """Return the tasks that read from each task, ascending, each once."""
         found: list[list[int]] = [[] for _ in self.ops]
         for task, reads in enumerate(self.reads):
             for source in sorted({source for source, _ in reads}):
@@ -59,27 +59,27 @@ class Tasks:
 
 
 class UnionFind:
-    """Sets of numbers that are merged; the smallest stands for its set."""
+    """Disjoint sets of numbers that can be merged; the smallest number represents its set."""
 
     def __init__(self, count: int) -> None:
         self._parent = list(range(count))
 
     def find(self, item: int) -> int:
-        """Who stands for the item's set."""
+        """Return the representative of the item's set."""
         while self._parent[item] != item:
             self._parent[item] = self._parent[self._parent[item]]
             item = self._parent[item]
         return item
 
     def merge(self, items: Iterable[int]) -> None:
-        """Make one set of all sets of the items."""
+        """Merge all sets of the items."""
         roots = sorted({self.find(item) for item in items})
         for root in roots[1:]:
             self._parent[root] = roots[0]
 
 
 def find_tasks(graph: Graph) -> Tasks:
-    """The smallest tasks that may be placed one by one."""
+    """Return the smallest tasks that may be placed separately."""
     sets = UnionFind(len(graph.ops))
     for ops in _written_together(graph):
         sets.merge(ops)
@@ -93,10 +93,10 @@ def find_tasks(graph: Graph) -> Tasks:
 
 
 def merge_chains(graph: Graph, tasks: Tasks, classes: Sequence[object]) -> tuple[Tasks, tuple[int, ...]]:
-    """Tasks in which those of a chain are one, and the new task of each old one.
+    """Merge the tasks of each chain; return the new tasks, and the new task of each old one.
 
-    A chain is a run of tasks each of which reads only the one before and is read only by the one behind; its tasks are
-    of one class (what ``classes`` has for them, of shape (tasks,)).
+    A chain is a run of tasks in which each reads only the one before and is read only by the next one; its tasks have
+    one class (by ``classes``, shape (tasks,)).
     """
     sets = UnionFind(len(tasks.ops))
     readers = tasks.readers()
@@ -112,7 +112,7 @@ def merge_chains(graph: Graph, tasks: Tasks, classes: Sequence[object]) -> tuple
 
 
 def group_tasks(graph: Graph, grouped: Iterable[tuple[int, int]]) -> Tasks:
-    """The tasks of pairs (group, op)."""
+    """Return the tasks of pairs (group, op)."""
     groups: dict[int, list[int]] = defaultdict(list)
     for group, op in grouped:
         groups[group].append(op)
@@ -126,7 +126,7 @@ def group_tasks(graph: Graph, grouped: Iterable[tuple[int, int]]) -> Tasks:
 
 
 def parameter_sharers(graph: Graph) -> list[list[int]]:
-    """Ops that share a trained parameter, for every parameter that several read."""
+    """Return the ops that share a trained parameter, for every parameter with several readers."""
     if graph.mode != "training":
         return []
     users: dict[int, list[int]] = defaultdict(list)
@@ -138,7 +138,7 @@ def parameter_sharers(graph: Graph) -> list[list[int]]:
 
 
 def _op_edges(graph: Graph) -> Iterator[tuple[int, int, int]]:
-    """(op, the placed op whose result it reads, tensor), and (op, the op that drew before it, `GENERATOR`)."""
+    """Yield (op, the placed op whose result it reads, tensor), and (op, the op that drew before it, `GENERATOR`)."""
     maker: dict[int, int] = {}
     drew: int | None = None
     for index, op in enumerate(graph.ops):
@@ -153,7 +153,7 @@ def _op_edges(graph: Graph) -> Iterator[tuple[int, int, int]]:
 
 
 def _written_together(graph: Graph) -> list[list[int]]:
-    """Ops around each piece of memory that is written, from its first user to its last write."""
+    """Return ops around each piece of written memory, from its first user to its last write."""
     memory = UnionFind(len(graph.tensors))
     for op in graph.ops:
         if operator_name(op) in _MAY_SHARE:
@@ -171,9 +171,9 @@ def _written_together(graph: Graph) -> list[list[int]]:
 
 
 def _written_storages(graph: Graph, op: Op) -> set[int]:
-    """The memory that an op writes beside its own results, by torch's naming rule (see `Op.is_in_place`).
+    """Return the storages that an op writes besides its results, by torch's naming rule (see `Op.is_in_place`).
 
-    Batch norm writes its statistics without saying so; an op without results has nothing but what it writes.
+    Batch norm writes its statistics without a sign in its name; an op without results only writes.
     """
     read = [graph.tensors[i].storage for i in op.inputs]
     if op.is_in_place:

@@ -1,14 +1,15 @@
-"""Put every op of a graph on a device, so that one step takes as little time as possible.
+"""Place every op of a graph on a device, so that one step takes as little time as possible.
 
     tasks        ops that can only be placed together (`op_tasks`), and chains of them: a branch moves as a whole
     candidates   all on one device; pipelines of equal parts; list schedules of tasks, of chains (`earliest_finish`)
-    step time    of each candidate, by the simulator, as its program has it: one step from a cold start
+    step time    of each candidate, simulated with its program: one step from a cold start
     search       chains of the best one are moved, the heaviest first, while that makes it faster
 
-So a placement is never slower, by the simulator, than the best single device on which the model fits. All is
-deterministic. Where memory does not suffice, list scheduling is told of less and less, for it knows only what ops hold
-on their own. The idea of a placer that inserts one send and receive per tensor and destination is TensorFlow's (Abadi
-et al., OSDI 2016, 3.2.1); that of moving ops under a simulator, FlexFlow's (Jia, Zaharia, Aiken, MLSys 2019).
+So a placement is never slower, in the simulator, than the best single device on which the model fits. The search is
+deterministic. If memory does not suffice, list scheduling is repeated with lower and lower limits, because it only
+counts what ops hold on their own. The idea of a placer that inserts one send and receive per tensor and destination is
+TensorFlow's (Abadi et al., OSDI 2016, 3.2.1); that of moving ops under a simulator, FlexFlow's (Jia, Zaharia, Aiken,
+MLSys 2019).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwright.planner.placing.search import PlaceProblem, search_placement
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, Graph, GraphError, NoFeasiblePlanError, Placement, PlanError, Workload
 
-# Placements that are simulated. One with a few hundred stages takes some hundredths of a second.
+# The most simulated placements. One with a few hundred stages takes some hundredths of a second.
 MAX_SIMULATED = 200
 
 
@@ -42,24 +43,24 @@ def place(
     model_sizes: tuple[tuple[str, int], ...] = (),
     max_simulated: int = MAX_SIMULATED,
 ) -> Placement:
-    """Put every op of a graph on one of the ``devices`` (ranks of the cluster, by default all).
+    """Place every op of a graph on one of the ``devices`` (ranks of the cluster, by default all).
 
     Args:
         graph: the captured model, for training or inference as the workload says.
         cluster: the devices and their links.
-        workload: what one step is.
+        workload: the work of one step.
         devices: the ranks that may be used.
-        constraints: what else must hold.
-        num_microbatches: parts into which the batch is divided, so that devices work side by side on several.
+        constraints: further constraints on devices of ops.
+        num_microbatches: parts into which the batch is divided, so that devices work in parallel on several.
         cost: the cost model (default: the cluster's datasheet figures).
         memory: how much of each device may be used.
         model: the model's reference, for the document.
-        model_sizes: sizes asked for beside the model's own, for the document.
-        max_simulated: how many placements may be simulated, at least 1.
+        model_sizes: the requested sizes that differ from the model's own, for the document.
+        max_simulated: the most placements that may be simulated, at least 1.
 
     Raises:
-        PlanError: names or devices that there are not, or a workload that does not fit the graph.
-        NoFeasiblePlanError: constraints that contradict each other, or no placement fits into memory.
+        PlanError: unknown names or devices, or a workload that does not match the graph.
+        NoFeasiblePlanError: contradicting constraints, or no placement fits into memory.
     """
     ranks = tuple(range(cluster.num_ranks)) if devices is None else tuple(devices)
     _check(graph, cluster, workload, ranks, num_microbatches, max_simulated)
@@ -87,7 +88,7 @@ def seconds_on_one_device(
     cost: CostModel,
     memory: MemoryLimit | None = None,
 ) -> float | None:
-    """Seconds of the same step on the fastest single device, to compare with; None if it fits on none of them."""
+    """Return the seconds of the same step on the fastest single device; None if it fits on no device."""
     kinds = {cluster.device_kind(device).name: device for device in reversed(devices)}
     seconds = []
     for device in kinds.values():

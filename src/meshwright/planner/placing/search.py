@@ -1,10 +1,10 @@
 """The search behind `place`: candidates, their simulated steps, and moves of chains that make the best one faster.
 
-Stages of a placement are runs of tasks of one device without communication in between. Tasks are taken in one order of
-all devices in which each follows what it reads. A stage ends behind a task from which another device reads, so that it
-leaves at once, and before a task that is the first of its device to read something from another one, so that nobody
-waits longer than he must. So a stage waits only before its first task, and others wait only for its last one: stages
-can be ordered as their first tasks are.
+Stages of a placement are runs of tasks of one device without communication in between. Tasks are taken in one order
+over all devices in which each follows what it reads. A stage ends after a task from which another device reads, so that
+the output is sent at once, and before a task that is the first of its device to read something from another one, so
+that no task waits longer than necessary. So a stage waits only before its first task, and others wait only for its last
+one: stages can be ordered as their first tasks are.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshwright.spec import (
     format_bytes,
 )
 
-# Shares of the memory that list scheduling may fill, one after the other until a candidate fits: it knows what ops hold
-# for good, not what they need meanwhile.
+# Shares of memory that list scheduling may fill, tried in order until a candidate fits: it counts what ops hold
+# permanently, not what they need temporarily.
 _MEMORY_SHARES = (1.0, 0.85, 0.7, 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceProblem:
-    """What `place` was asked; ``limits_bytes`` has one entry for each of ``ranks``."""
+    """The arguments of `place`; ``limits_bytes`` has one entry for each of ``ranks``."""
 
     graph: Graph
     cluster: Cluster
@@ -55,13 +55,13 @@ class PlaceProblem:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples in one microbatch."""
+        """The number of samples in one microbatch."""
         return self.workload.global_batch // self.num_microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A placement with the duration of one step from a cold start, and by how many bytes its fullest rank is over."""
+    """A placement with the duration of one step from a cold start, and its fullest rank's excess bytes."""
 
     placement: Placement
     step_ps: int
@@ -69,12 +69,12 @@ class _Candidate:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Smaller is better: first what fits, or lacks less, then what is faster."""
+        """The sort key, smaller is better: first the excess of memory, then the time."""
         return self.excess_bytes, self.step_ps
 
 
 def search_placement(problem: PlaceProblem, max_simulated: int) -> Placement:
-    """The fastest placement that was found. Raises NoFeasiblePlanError if none fits, PlanError as `place` does."""
+    """Return the fastest placement found. Raises NoFeasiblePlanError if none fits, PlanError as `place` does."""
     search = _Search(problem, max_simulated)
     best = min(search.start(), key=lambda item: item[0].key)
     candidate = search.improve(*best)
@@ -93,11 +93,14 @@ class _Search:
         self._known: dict[Placement, _Candidate] = {}
 
     def start(self) -> Iterator[tuple[_Candidate, Assignment]]:
-        """Everything on one device, pipelines, and list schedules, those for less memory only where nothing fits."""
+        """Yield everything on one device, pipelines, and list schedules.
+
+        List schedules with lower memory limits follow only if nothing fits.
+        """
         least: int | None = None
         for assignment in self._assignments():
             if assignment is None:
-                # Another round, with less memory.
+                # Another round, with a lower memory limit.
                 if least == 0:
                     return
                 continue
@@ -113,7 +116,7 @@ class _Search:
             )
 
     def improve(self, best: _Candidate, assignment: Assignment) -> _Candidate:
-        """Move chains, with what has to share their device, the heaviest first, while that helps."""
+        """Move chains, with the tasks that share their device, the heaviest first, while that helps."""
         moves = self._moves()
         improved = True
         while improved:
@@ -141,7 +144,7 @@ class _Search:
             yield None
 
     def _moves(self) -> list[list[int]]:
-        """Sets of tasks that are moved together, the heaviest first: groups, joined by the chains that they are in."""
+        """Return sets of tasks that are moved together, the heaviest first: groups, joined by their chains."""
         sets = UnionFind(len(self._tasks.ops))
         first_of_chain: dict[int, int] = {}
         for task, chain in enumerate(self._chain_of):
@@ -153,19 +156,19 @@ class _Search:
         return sorted(members.values(), key=lambda tasks: (-float(seconds[tasks].sum()), tasks))
 
     def _pipeline(self, count: int) -> list[int]:
-        """The first ``count`` devices, each with the next tasks in the graph's order, of about equal seconds."""
+        """Divide the tasks in the graph's order over the first ``count`` devices, with about equal seconds."""
         order = order_tasks(self._tasks, [float(ops[0]) for ops in self._tasks.ops])
         seconds = self._costs.seconds.mean(axis=1)
         middle = np.cumsum(seconds[order]) - seconds[order] / 2
         share = seconds.sum() / count or 1.0
         wanted = dict(zip(order, np.minimum(middle / share, count - 1).astype(int).tolist(), strict=True))
-        # The first of those that share a device decides, if it may be there.
+        # The first task of a group that shares a device decides for all, within its allowed devices.
         allowed, groups = self._choices.allowed, self._choices.groups
         chosen = {task: min(allowed[task], key=lambda device: abs(device - wanted[task])) for task in {*groups}}
         return [chosen[group] for group in groups]
 
     def _list_schedules(self, share: float) -> Iterator[Assignment]:
-        """Of chains, and of single tasks."""
+        """Yield list schedules of chains, and of single tasks."""
         limit_bytes = self._costs.limit_bytes * share
         of_chains = schedule_tasks(
             self._chains,
@@ -182,7 +185,7 @@ class _Search:
             yield of_tasks
 
     def _choices_of_chains(self) -> tuple[list[tuple[int, ...]], list[int]]:
-        """The choices of chains: those of their tasks, which agree; groups that a chain joins are one."""
+        """Return the choices of chains: those of their tasks, which agree; groups joined by a chain are merged."""
         sets = UnionFind(len(self._chains.ops))
         allowed: dict[int, tuple[int, ...]] = {}
         members: dict[int, list[int]] = defaultdict(list)
@@ -195,7 +198,7 @@ class _Search:
         return [allowed[chain] for chain in numbers], [sets.find(chain) for chain in numbers]
 
     def _pin(self, devices: Sequence[int]) -> Assignment:
-        """When tasks start if their devices are given."""
+        """Return the assignment with the start times for given devices."""
         costs = replace(self._costs, limit_bytes=np.full(len(self._problem.ranks), np.inf))
         alone = range(len(self._tasks.ops))
         found = schedule_tasks(self._tasks, costs, [(device,) for device in devices], alone)
@@ -253,7 +256,10 @@ def _task_costs(problem: PlaceProblem, tasks: Tasks) -> TaskCosts:
 
 
 def _held_bytes(problem: PlaceProblem, ops: Sequence[int]) -> int:
-    """Parameters with gradients and states of the optimizer, buffers, and in training what the ops make."""
+    """Return the bytes that ops hold permanently.
+
+    They are parameters with gradients and optimizer states, buffers, and, in training, the outputs of all microbatches.
+    """
     graph, workload = problem.graph, problem.workload
     training, total = workload.kind == "training", 0
     for tensor in sorted({i for op in ops for i in graph.ops[op].inputs}):
@@ -283,7 +289,7 @@ def _does_not_fit(problem: PlaceProblem, placement: Placement) -> NoFeasiblePlan
 
 
 def cut_stages(tasks: Tasks, ranks: Sequence[int], order: Sequence[int]) -> tuple[PlacedStage, ...]:
-    """The stages of tasks on ``ranks``, of shape (tasks,), in an ``order`` in which each follows what it reads."""
+    """Return the stages of tasks on ``ranks``, shape (tasks,), in an ``order`` in which each follows what it reads."""
     leaves = [False] * len(tasks.ops)
     for task, reads in enumerate(tasks.reads):
         for source, _ in reads:

@@ -1,7 +1,7 @@
-"""Stage tables: seconds and bytes of every possible stage of a graph, found once for all cuts.
+"""Stage tables: seconds and bytes of every possible stage of a graph, computed once for all cuts.
 
-`find_structure`   which ops, parameters and values a stage i:j holds, as rectangles
-`make_tables`      their seconds on every kind of device, and their bytes, at one microbatch size
+`find_structure` finds the ops, parameters and values of a stage i:j, as rectangles. `make_tables` gives their seconds
+on every device kind, and their bytes, at one microbatch size.
 """
 
 from meshwright.planner.stage_tables.bytes import StageBytesTable, as_kept_least, sent_to_several, weigh_alone

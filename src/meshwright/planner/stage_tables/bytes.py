@@ -1,17 +1,17 @@
-"""Bytes of every possible stage i:j of a graph at one microbatch size, at the fullest moment of a step.
+"""Bytes of every possible stage i:j of a graph at one microbatch size, at the peak of a step.
 
-What is always there, what a microbatch keeps and what crosses are exact, found by rectangles (`structure`). What
-computations add on top (`cost.memory.fullest`) is known exactly only by a walk through the stage's ops. Until a stage
-is looked at, it stands at a lower bound from walks through single layers l,
+Static memory, what a microbatch keeps and what crosses boundaries are exact, found by rectangles (`structure`). What
+computations need in addition (`cost.memory.fullest`) is known exactly only from a walk through the stage's ops. Until a
+stage is walked, it has a lower bound from walks through single layers l,
 
     forward      max over l of  saved(i, l) + F(l)  + received(i, j)
-    backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of what they change at most
+    backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of their largest change
 
-where a layer behind gives back what it keeps or received and, in a first backward without an exchange, leaves its
-gradients; with one they are in buckets. Bytes that the layer has only on its own are left out. Where activations are on
-the host, a microbatch keeps what the last layer saved, saved(i, l) is 0, and of backwards that of the last layer
-bounds. So no stage that fits is ever left out, and `settle` puts exact figures in the place of bounds for the stages of
-plans that turn out not to fit.
+where a layer behind frees what it keeps or received and, in a first backward without a gradient reduction, leaves its
+gradients; with one they are in buckets. Bytes that only the single layer has are left out. If activations are in host
+memory, a microbatch keeps what the last layer saved, saved(i, l) is 0, and only the backward of the last layer counts.
+So no stage that fits is ever excluded, and `settle` replaces bounds by exact figures for the stages of plans that turn
+out not to fit.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Floats = NDArray[np.float64]
 class StageBytesTable:
     """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
 
-    ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, there for all of a step's.
-    ``most`` (2, L, L + 1, 4) as in `SlicingProblem`: the one table that changes, by `settle`. ``crossing_forward`` and
-    ``crossing_backward`` (L,): bytes of one microbatch over the boundary before layer i.
+    ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, present for all of a step.
+    ``most`` (2, L, L + 1, 4) is that of `SlicingProblem`: the only table that `settle` changes besides ``leaving``.
+    ``crossing_forward`` and ``crossing_backward`` (L,): bytes of one microbatch over the boundary before layer i.
     """
 
     static: Floats
@@ -60,7 +60,7 @@ class StageBytesTable:
     crossing_backward: Floats
 
     def settle(self, i: int, j: int, memory: StageMemory, *, exchanges: bool) -> None:
-        """Put what a walk found in the place of a lower bound."""
+        """Replace a lower bound by the result of a walk."""
         extra = memory.microbatch_bytes - self.flight[i, j] - self.leaving[i, j]
         self.leaving[i, j] += extra
         self.most[int(exchanges), i, j] = memory.most_bytes()
@@ -75,23 +75,23 @@ def stage_bytes(
     *,
     activations_away: bool = False,
 ) -> StageBytesTable:
-    """Bytes of all stages, none above what a walk finds; ``structure`` is that of the graph `as_kept_least`.
+    """Return bytes of all stages, never above those of a walk; ``structure`` is that of the graph `as_kept_least`.
 
-    ``activations_away``: what layers keep is on the host between forward and backward (`cost.memory.away`).
+    ``activations_away``: what layers keep is in host memory between forward and backward (`cost.memory.away`).
     """
     graph.check_batch_size(batch_size)
     graph = as_kept_least(graph, workload, cost.cluster)
     training = workload.kind == "training"
     sizes, gradients, states = weigh_tensors(graph, batch_size, workload)
     layers = slice_graph(graph, [(layer, layer + 1) for layer in range(structure.num_layers)])
-    # Where nothing requires a gradient, a microbatch is held only while it is computed.
+    # If nothing requires a gradient, a microbatch is held only while it is computed.
     starts = np.cumsum([0, *(layer.has_backward for layer in layers)])
     kept = (starts[None, :] > starts[:-1, None]).astype(np.int64)
     received, saved = structure.received.table(sizes), structure.saved.table(sizes) * kept
     known = None if activations_away else saved
     most = _lower_bounds(graph, layers, batch_size, workload, cost, sizes, gradients, known, received)
     if activations_away:
-        # What the last layer saved stays; that of others is gone when a later one computes.
+        # What the last layer saved stays; the rest is in host memory when a later layer computes.
         saved = np.append(0, saved.diagonal(1)) * kept
     crossing_forward = [_sum(sizes, tensors) for tensors in structure.crossing]
     for boundary in range(structure.num_layers):
@@ -115,12 +115,12 @@ def stage_bytes(
 
 
 def as_kept_least(graph: Graph, workload: Workload, cluster: Cluster) -> Graph:
-    """The graph with what the devices of the cluster that take least keep for backwards."""
+    """Return the graph with the tensors kept for backwards on the cluster's device type that keeps the least."""
     return as_kept(graph, workload.numbers, _least(cluster))
 
 
 def _least(cluster: Cluster) -> Backend:
-    """GPUs keep less than CPUs."""
+    """Return the device type that keeps the least; GPUs keep less than CPUs."""
     return "cuda" if any(backend_of(kind) == "cuda" for kind in cluster.device_kinds) else "cpu"
 
 
@@ -134,7 +134,7 @@ def weigh_alone(
     exchanges: bool,
     activations_away: bool = False,
 ) -> StageMemory:
-    """What a walk finds of a stage, on the devices of the cluster that take least."""
+    """Return the result of a walk through a stage, on the cluster's device type that keeps the least."""
     device = _least(cost.cluster)
     trained = frozenset(i for i in stage.parameters if graph.tensors[i].requires_grad)
     bucketed = trained if exchanges else frozenset()
@@ -160,7 +160,10 @@ def _lower_bounds(
     saved: Integers | None,
     received: Integers,
 ) -> Floats:
-    """``most`` of all stages from walks through single layers, shape (2, L, L + 1, 4); ``saved`` None: it is away."""
+    """Return ``most`` of all stages from walks through single layers, shape (2, L, L + 1, 4).
+
+    ``saved`` is None if activations are in host memory.
+    """
     alone = [weigh_alone(graph, layer, batch_size, workload, cost, exchanges=True) for layer in layers]
     count = len(layers)
     fullest = np.stack([memory.most_bytes() for memory in alone])
@@ -169,7 +172,7 @@ def _lower_bounds(
     users = np.bincount([i for layer in layers for i in layer.parameters], minlength=len(gradients))
     own = np.array([sum(int(gradients[i]) for i in layer.parameters if users[i] == 1) for layer in layers], np.float64)
     held = np.array([sum(int(gradients[i]) for i in layer.parameters) for layer in layers], np.float64)
-    # Gradients of a value that come back from several stages are added up, within one stage perhaps not.
+    # Gradients of a value that come back from several stages are summed; within one stage perhaps not.
     summed = np.array([_sum(sizes, sent_to_several(layer)) for layer in layers], np.float64)
     most = np.zeros((2, count, count + 1, NUM_MOMENTS))
     inside = fullest[:, FORWARD] - brought
@@ -186,20 +189,20 @@ def _lower_bounds(
         value = fullest[:, moment] - brought - summed - shared - behind[1:]
         bound = behind[None, 1:] + _running_most(np.broadcast_to(value, (count, count)))
         if saved is None:
-            # The last layer goes back first; what others take depends on what came up for them.
+            # The last layer's backward comes first; the others depend on what is fetched for them.
             bound = np.broadcast_to(value + behind[1:], (count, count))
         most[exchanges, :, 1:, moment] = np.maximum(bound, 0.0)
     return most
 
 
 def sent_to_several(layer: StageSlice) -> list[int]:
-    """Values whose gradients come back on more than one channel."""
+    """Return values whose gradients come back on more than one channel."""
     counts = Counter(i for channel in layer.outgoing for i in channel.gradients)
     return [tensor for tensor, count in counts.items() if count > 1]
 
 
 def _running_most(values: Floats) -> Floats:
-    """Entry [i, j]: the most of values[i, i..j], shape (L, L)."""
+    """Return the maxima of values[i, i..j] as entries [i, j], shape (L, L)."""
     count = len(values)
     reached = np.where(np.tri(count, k=-1, dtype=bool), -np.inf, values)
     most: Floats = np.maximum.accumulate(reached, axis=1)

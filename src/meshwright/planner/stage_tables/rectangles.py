@@ -1,4 +1,4 @@
-"""Sums over all intervals of layers at once: which items a stage i:j holds, for every i and j.
+"""Sums over all intervals of layers at once: the items that a stage i:j holds, for every i and j.
 
 An item (an op, a parameter, a saved tensor) belongs to the stages i:j of a few rectangles i0 <= i < i1, j0 <= j < j1 of
 the (i, j) plane. The weight of all items of every stage is then a two-dimensional prefix sum over the corners of the
@@ -24,7 +24,10 @@ class Rectangles:
     rows: Integers
 
     def table(self, weights: Integers) -> Integers:
-        """Total weight of the items of stage i:j, shape (L, L + 1); ``weights`` has one entry per item. Exact."""
+        """Return the total weight of the items of stage i:j, shape (L, L + 1); ``weights`` has one entry per item.
+
+        Exact.
+        """
         edges = np.zeros((self.num_layers + 1, self.num_layers + 2), np.int64)
         item, i0, i1, j0, j1 = self.rows.T
         weight = weights[item]
@@ -39,7 +42,7 @@ def rectangles(num_layers: int, rows: Iterable[tuple[int, int, int, int, int]]) 
 
 
 def users(num_layers: int, layers_of: Iterable[Iterable[int]]) -> Rectangles:
-    """Items that a stage holds once if any of the item's layers is in it; entry k lists the layers of item k."""
+    """Return items that a stage holds once if any of the item's layers is in it; entry k lists the layers of item k."""
     return rectangles(
         num_layers, (row for item, layers in enumerate(layers_of) for row in _covers(num_layers, item, layers))
     )

@@ -1,11 +1,11 @@
 """Seconds of every possible stage i:j of a graph at one microbatch size.
 
-They are whole picoseconds inside, so that stages of equal layers are exactly equal. Those of one stage are
+They are whole picoseconds internally, so that stages of equal layers are exactly equal. One stage takes
 
     t(i, j) = Σ over its ops of (forward + backward + accumulate) + overhead per instruction
 
-``accumulate`` is charged to every microbatch, though the first of a step does not pay it. Instructions are a forward
-and a backward, and in every stage but the first what it receives and returns.
+``accumulate`` is charged to every microbatch, although the first of a step does not pay it. Instructions are a forward
+and a backward, and in every stage but the first one receiving and one returning.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def stage_seconds(
     kind: DeviceKind,
     offload: Offload = ON_DEVICE,
 ) -> StageSecondsTable:
-    """Seconds of all stages on one kind of device; an optimizer elsewhere takes what all devices stepping allow."""
+    """Return the seconds of all stages on one device kind.
+
+    An offloaded optimizer takes the time that it has with all ranks stepping.
+    """
     costs = cost.estimate_ops(graph, batch_size, kind)
     forward, accumulate = structure.op_picoseconds(costs.forward_s), structure.op_picoseconds(costs.accumulate_s)
     backward = structure.op_picoseconds(costs.backward_s + costs.accumulate_s)
@@ -70,7 +73,7 @@ def stage_seconds(
 def _optimizer_picoseconds(
     graph: Graph, workload: Workload, cost: CostModel, kind: DeviceKind, offload: Offload
 ) -> Integers:
-    """The optimizer step over all parameters, shared out by what each would take alone."""
+    """Divide the optimizer step over all parameters in proportion to the time that each takes alone."""
     seconds = np.zeros(len(graph.tensors))
     trainable = [i for i in graph.parameters if graph.tensors[i].requires_grad]
     if workload.kind == "inference" or not trainable:

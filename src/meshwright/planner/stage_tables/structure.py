@@ -1,11 +1,11 @@
-"""What every possible stage i:j of a graph holds, found once per graph, whatever the batch size.
+"""The contents of every possible stage i:j of a graph, found once per graph, whatever the batch size.
 
 The rules are those of spec.slices and cost.memory, evaluated for all intervals of layers together. A stage's needs are
-the union of its layers' needs, less what it produces itself, so the slices of single layers tell everything:
+the union of its layers' needs, without what it produces itself, so the slices of single layers are sufficient:
 
     ops, parameters, buffers, inputs    held if any layer of the stage needs them
     received                            produced before i, needed by a layer of the stage
-    saved (by storage)                  kept by an op of the stage, or read by a part that runs again, and not of a
+    saved (by storage)                  kept by an op of the stage, or read by a recomputed part, and not of a
                                         received tensor's or input's storage
     sent (by storage)                   produced in the stage, needed from j on, neither saved nor received
     crossing[i]                         produced before i, needed from i on
@@ -31,7 +31,7 @@ _STATE_ROLES = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Structure:
-    """Rectangles whose items are ops (``ops``) or tensor ids (all others), and what crosses each boundary.
+    """Rectangles whose items are ops (``ops``) or tensor ids (all others), and the tensors that cross each boundary.
 
     ``crossing[i]`` lists the tensors that cross the boundary before layer i; ``random`` the layers that draw random
     numbers.
@@ -49,7 +49,7 @@ class Structure:
     random: tuple[int, ...]
 
     def op_picoseconds(self, seconds: NDArray[np.float64]) -> Integers:
-        """Picoseconds of the ops of stages i:j, shape (L, L + 1), from the seconds of each op, shape (ops,).
+        """Return picoseconds of the ops of stages i:j, shape (L, L + 1), from the seconds of each op, shape (ops,).
 
         They are whole, so that stages of equal layers are exactly equal.
         """
@@ -101,7 +101,7 @@ def find_structure(graph: Graph) -> Structure:
 
 
 class _Needs:
-    """Per op or tensor: the layers that need it."""
+    """For each op or tensor, the layers that need it."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -114,7 +114,10 @@ class _Needs:
         self.savers: dict[int, list[int]] = defaultdict(list)
 
     def first_from(self, layers: Iterable[int]) -> Integers:
-        """Per i: the first of the layers at or after i, shape (L,); L + 1 where there is none (no stage reaches it)."""
+        """Return, for each i, the first of the layers at or after i, shape (L,).
+
+        It is L + 1, beyond any stage, if no such layer exists.
+        """
         known = np.array(sorted(set(layers)), np.int64)
         place = np.searchsorted(known, np.arange(self.num_layers))
         return np.append(known, self.num_layers + 1)[place]
@@ -128,7 +131,7 @@ _Row = tuple[int, int, int, int, int]
 
 
 def _received(needs: _Needs) -> Iterator[_Row]:
-    """Tensor v is received by i:j if i > source(v) and the first layer that needs it from i on lies before j."""
+    """Yield rows: tensor v is received by i:j if i > source(v) and the first layer from i that needs it is before j."""
     for tensor, layers in needs.received.items():
         previous = needs.source[tensor]
         for layer in sorted(set(layers)):
@@ -137,7 +140,7 @@ def _received(needs: _Needs) -> Iterator[_Row]:
 
 
 def _kept_and_sent(graph: Graph, needs: _Needs) -> tuple[list[_Row], list[_Row]]:
-    """Rectangles of saved and of sent storages. Only storages that cross boundaries need a look at every i."""
+    """Return rectangles of saved and of sent storages. Only storages that cross boundaries need every i checked."""
     members: dict[int, list[int]] = defaultdict(list)
     for tensor in sorted({*needs.received, *needs.inputs, *graph.outputs}):
         members[graph.tensors[tensor].storage].append(tensor)
@@ -162,7 +165,7 @@ def _look_at_every_start(
     num_layers = needs.num_layers
     never = num_layers + 1
     saved_from = needs.first_from(needs.savers.get(storage, ())).tolist()
-    # From this layer on the stage has the storage from elsewhere: received, or an input that it reads itself.
+    # From this layer on, the stage gets the storage from elsewhere: received, or an input that it reads itself.
     elsewhere_from = [never] * num_layers
     spans = []
     for tensor in tensors:
@@ -188,7 +191,7 @@ def _look_at_every_start(
 
 
 def _producer_layer(graph: Graph, tensor: int) -> int:
-    """The layer whose stage yields an output: its producer's, or the last one if that can compute it again."""
+    """Return the layer whose stage yields an output: its producer's, or the last one if any stage can compute it."""
     op = next(index for index, item in enumerate(graph.ops) if tensor in item.outputs)
     if graph.ops[op].replicable:
         return len(graph.layers) - 1

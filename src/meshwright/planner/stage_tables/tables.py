@@ -16,7 +16,7 @@ from meshwright.spec.offload import ON_DEVICE
 class Tables:
     """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind.
 
-    ``activations_away``: what layers keep is on the host between forward and backward.
+    ``activations_away``: what layers keep is in host memory between forward and backward.
     """
 
     graph: Graph
@@ -54,7 +54,7 @@ def make_tables(
 def settle_stage(
     tables: Tables, stage: StageSlice, layers: tuple[int, int], num_replicas: int, workload: Workload, cost: CostModel
 ) -> None:
-    """Put the exact bytes of a stage with so many replicas in the place of bounds."""
+    """Replace the bounds of a stage with this number of replicas by its exact bytes."""
     exchanges = num_replicas > 1
     memory = weigh_alone(
         tables.graph,

@@ -1,8 +1,8 @@
-"""Alpa (Zheng et al., OSDI 2022): how every op is split over a logical mesh, by an integer program.
+"""Alpa (Zheng et al., OSDI 2022): an integer program splits every op over a logical mesh.
 
-mesh, repeats, groups, strategies, conversions     what there is to choose, and what it costs
-integer_program, intra, placements                 what is chosen
-express                                            the same as a plan says it
+mesh, repeats, groups, strategies, conversions     the choices and their costs
+integer_program, intra, placements                 the chosen placements
+express                                            the placements as a plan expresses them
 """
 
 from meshwright.planner.methods.alpa.express import Expressed, express

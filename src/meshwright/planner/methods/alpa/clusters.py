@@ -1,8 +1,8 @@
-"""Operator clustering: many layers merged into few, so that stages are searched among fewer cuts (Alpa, section 5.2).
+"""Operator clustering: merge many layers into few, so that stages have fewer possible cuts (Alpa, section 5.2).
 
-Into l runs of layers, by dynamic programs over (layers, runs): first the least largest number of bytes that enter a
-run; among those the least sum of these bytes, then the least variance of the runs' FLOPs. A run has at most (1 + ε)
-times the mean FLOPs, or as many as the largest layer.
+Layers are merged into l runs by dynamic programs over (layers, runs): first the smallest possible maximum of bytes that
+enter a run; among those the least sum of these bytes, then the least variance of the runs' FLOPs. A run has at most (1
++ ε) times the mean FLOPs, or the FLOPs of the largest layer if that is more.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from meshwright.planner.methods.alpa.conversions import Integers
 from meshwright.planner.methods.alpa.mesh import Floats
 from meshwright.spec import PlanError
 
-# Alpa's own slack of a layer's FLOPs, its option `layer_construct_eps`.
+# Alpa's own slack ε of a layer's FLOPs, its option `layer_construct_eps`.
 SLACK = 0.6
 
 
 def cluster_layers(entering_bytes: Floats, flops: Floats, num_clusters: int, slack: float = SLACK) -> tuple[int, ...]:
-    """The edges of the runs: 0, where each next one begins, and the number of layers.
+    """Return the edges of the runs: 0, the start of each next run, and the number of layers.
 
-    ``entering_bytes`` (L,): what crosses the boundary before each layer; ``flops`` (L,) of each. Where the
-    limit on FLOPs allows no such runs, it is raised by tenths until it does. Raises PlanError for a number of runs that
-    the layers do not allow.
+    ``entering_bytes`` (L,) cross the boundary before each layer; ``flops`` (L,) are those of each layer. If the limit
+    on FLOPs allows no such runs, it is raised by tenths until it does. Raises PlanError for an impossible number of
+    runs.
     """
     num_layers = len(flops)
     if not 1 <= num_clusters <= num_layers:
@@ -39,7 +39,7 @@ def cluster_layers(entering_bytes: Floats, flops: Floats, num_clusters: int, sla
 
 @compiled
 def _least_largest(entering: Floats, flops: Floats, num_clusters: int, limit: float) -> float:
-    """The least largest number of bytes that enter a run."""
+    """Return the smallest possible maximum of bytes that enter a run."""
     num_layers = len(flops)
     best = np.full((num_clusters + 1, num_layers + 1), np.inf)
     best[0, num_layers] = 0.0
@@ -56,7 +56,7 @@ def _least_largest(entering: Floats, flops: Floats, num_clusters: int, limit: fl
 
 @compiled
 def _least_sums(entering: Floats, flops: Floats, num_clusters: int, limit: float, most: float) -> Integers:
-    """Where the runs begin, at least sum of bytes, then of squared FLOPs."""
+    """Return the starts of the runs with the least sum of bytes, then of squared FLOPs."""
     num_layers = len(flops)
     sums = np.full((num_clusters + 1, num_layers + 1), np.inf)
     squares = np.full((num_clusters + 1, num_layers + 1), np.inf)

@@ -1,12 +1,12 @@
-"""What it takes to bring a tensor from how it lies to how it is read, for all pairs at once.
+"""Costs of converting a tensor from its layout to the layout that a reader needs, for all pairs at once.
 
-On one axis the table of placements says what is exchanged forward and for the gradient (`find_conversion`). Over two
-axes a tensor is converted along one and then along the other, in the cheaper order: the second exchange moves what the
-first has left of it,
+On one axis the table of placements gives the collectives forward and for the gradient (`find_conversion`). Over two
+axes a tensor is converted along one and then along the other, in the cheaper order: the second collective moves what
+the first has left of the tensor,
 
     R[h, w] = min( c₀(h₀ → w₀; N / |h₁|) + c₁(h₁ → w₁; N / |w₀|),  the same with the axes swapped )
 
-with N the bytes of the tensor and |l| the ranks over which a layout splits it, 1 where it is whole or a sum.
+with N the bytes of the tensor and |l| the number of ranks over which a layout splits it, 1 if it is whole or a sum.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Integers = NDArray[np.int64]
 
 
 class Have(NamedTuple):
-    """How a tensor lies on one axis: split at a place or whole; or, if ``sums``, as a sum over the ranks.
+    """A tensor's layout on one axis: split at a place or whole; or, if ``sums``, a sum over the ranks.
 
-    Of a parameter ``sums`` says so of its gradient.
+    For a parameter, ``sums`` is about its gradient.
     """
 
     place: Place
@@ -39,14 +39,14 @@ class Have(NamedTuple):
 
 
 class ConversionCosts:
-    """Seconds of exchanges along the axes of a mesh, each asked once."""
+    """Seconds of collectives along the axes of a mesh, each computed once."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
         self._kept: dict[tuple[int, CollectiveKind, float], float] = {}
 
     def seconds(self, axis: int, kind: CollectiveKind | None, num_bytes: float) -> float:
-        """Seconds of one exchange; none for no exchange, no bytes or one rank."""
+        """Return the seconds of one collective; 0 for no collective, no bytes or one rank."""
         if kind is None or num_bytes == 0 or self.mesh.shape[axis] == 1:
             return 0.0
         key = axis, kind, num_bytes
@@ -55,7 +55,10 @@ class ConversionCosts:
         return self._kept[key]
 
     def all_reduce(self, axes: Sequence[int], num_bytes: float) -> float:
-        """Seconds to sum over axes: over two of them scattered along one, summed along the other, and gathered."""
+        """Return the seconds to all-reduce over axes.
+
+        Over two axes: scatter along one, reduce along the other, gather along the first.
+        """
         if len(axes) == 1:
             return self.seconds(axes[0], "all_reduce", num_bytes)
         pairs = ((0, 1), (1, 0)) if axes else ()
@@ -69,7 +72,7 @@ class ConversionCosts:
     def convert_one(
         self, have: tuple[Have, Have], want: tuple[Have, Have], num_bytes: float, *, with_gradient: bool
     ) -> float:
-        """The same for one pair of layouts, gradients being whole."""
+        """Return the seconds for one pair of layouts, with whole gradients."""
         wants = Want(want[0].place), Want(want[1].place)
         return float(self.convert([have], [wants], num_bytes, with_gradient=with_gradient)[0, 0])
 
@@ -81,7 +84,7 @@ class ConversionCosts:
         *,
         with_gradient: bool,
     ) -> Floats:
-        """Seconds from each layout to each, forward and backward, shape (haves, wants)."""
+        """Return the seconds from each layout to each, forward and backward, shape (haves, wants)."""
         tables, have_at, want_at = [], [], []
         for axis in AXES:
             have = list(dict.fromkeys(item[axis] for item in haves))
@@ -91,7 +94,7 @@ class ConversionCosts:
             want_at.append(np.array([want.index(item[axis]) for item in wants])[None, :])
         orders = []
         for first, second in ((0, 1), (1, 0)):
-            # 1 where the other axis has split the tensor by then.
+            # Index 1 if the other axis has split the tensor by then.
             before = np.array([item[second].place is not None for item in haves], np.int64)[:, None]
             behind = np.array([item[first].place is not None for item in wants], np.int64)[None, :]
             orders.append(
@@ -104,7 +107,10 @@ class ConversionCosts:
     def _axis_table(
         self, axis: int, haves: Sequence[Have], wants: Sequence[Want], num_bytes: float, *, with_gradient: bool
     ) -> Floats:
-        """Seconds along one axis, of the whole tensor and of what the other axis leaves of it: (2, haves, wants)."""
+        """Return seconds along one axis, shape (2, haves, wants).
+
+        Entry 0 is for the whole tensor, entry 1 for its part if the other axis splits it.
+        """
         sizes = num_bytes, num_bytes / self.mesh.shape[1 - axis]
         table = np.zeros((2, len(haves), len(wants)))
         for i, have in enumerate(haves):

@@ -1,10 +1,11 @@
-"""Placements as what a plan can say: replicas, and the tensor axis of a `Sharding` with placements of single ops.
+"""Express placements as a plan can: replicas, and the tensor axis of a `Sharding` with placements of single ops.
 
-A plan has one sharding for all stages. Its replicas split samples and nothing else, its tensor axis anything but
-samples. So placements can be said if each axis of the mesh does one of the two, and not both the latter. The tensor
-axis is first taken as its own rules lay it out (`program.sharding.rules`); every op that was placed otherwise gets a
-placement of its own, until propagation lays all ops and tensors out as the integer program did. What then still differs
-cannot be said: sums that are scattered here and whole there, or splits of single parts that no dim names.
+A plan has one sharding for all stages. Its replicas split samples only, its tensor axis anything but samples. So
+placements can be expressed if each axis of the mesh does one of the two, and at most one axis splits more than samples.
+The tensor axis is first laid out by its own rules (`program.sharding.rules`); every op that was placed differently gets
+a placement of its own, until propagation lays out all ops and tensors as the integer program did. What still differs
+cannot be expressed: sums that are scattered in one place and whole in another, or splits of single parts that no dim
+names.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from meshwright.spec import PlanError
 from meshwright.spec.graph import Extent
 from meshwright.spec.sharding import UNSHARDED, Layout, OpPlacement, Replicate, Shard, Sharding
 
-# Each round places the first op of every chain that lies otherwise; what follows it mostly comes right by itself.
+# Each round places the first op of every chain that differs; the ops after it are then usually right.
 _ROUNDS = 32
 
 
 class Expressed(NamedTuple):
-    """A plan's words for placements on a mesh: ``replicas`` teams of ``sharding.width`` devices."""
+    """A plan's expression of placements on a mesh: ``replicas`` teams of ``sharding.width`` devices."""
 
     replicas: int
     sharding: Sharding
 
 
 def express(placements: Placements) -> Expressed:
-    """The replicas and the sharding that lay a model out so. Raises PlanError if a plan cannot say it, with what."""
+    """Return the replicas and the sharding of placements.
+
+    Raises PlanError, with the reason, if no plan expresses them.
+    """
     shared = [axis for axis in AXES if placements.shape[axis] > 1 and not _is_of_samples(placements, axis)]
     replicas = 1
     for axis in AXES:
@@ -45,7 +49,7 @@ def express(placements: Placements) -> Expressed:
         return Expressed(replicas, UNSHARDED)
     if len(shared) > 1:
         raise PlanError(
-            f"Both axes of the mesh of {placements.shape} devices split more than samples, and a plan has replicas and "
+            f"Both axes of the mesh of {placements.shape} devices split more than samples, but a plan has replicas and "
             "one tensor axis. Give one axis to the samples (uses), or a mesh of one axis."
         )
     axis = shared[0]
@@ -58,7 +62,7 @@ def express(placements: Placements) -> Expressed:
 
 
 def _is_of_samples(placements: Placements, axis: int) -> bool:
-    """Whether an axis splits the samples of all that depends on them, and nothing else."""
+    """Return whether an axis splits the samples of all ops that depend on them, and nothing else."""
     graph = placements.graph
     for op, way in zip(graph.ops, placements.ways, strict=True):
         batched = any(extent.per_sample for i in (*op.inputs, *op.outputs) for extent in graph.tensors[i].shape)
@@ -69,14 +73,14 @@ def _is_of_samples(placements: Placements, axis: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """One axis of placements, in the terms of the graph of one sample."""
+    """One axis of placements, in terms of the graph of one sample."""
 
     placements: Placements
     axis: int
     facts: AxisGraph
 
     def split(self, index: int) -> Split | None:
-        """The split of an op."""
+        """Return the split of an op."""
         split = self.placements.splits[index][self.axis]
         samples = self.facts.samples * self.placements.batch_size
         if split is None or self.placements.graph.batch_size is not None or split.parts % samples:
@@ -84,13 +88,13 @@ class _Wanted:
         return Split(split.label, split.parts // self.placements.batch_size)
 
     def differing(self, state: PropagationState) -> Iterator[int]:
-        """Ops that are split otherwise."""
+        """Yield ops whose split differs."""
         for index, way in enumerate(self.placements.ways):
             if way[self.axis] and state.splits[index] != self.split(index):
                 yield index
 
     def elsewhere(self, state: PropagationState) -> Iterator[int]:
-        """Tensors that lie otherwise."""
+        """Yield tensors whose layout differs."""
         for index, way in enumerate(self.placements.ways):
             for tensor in self.facts.graph.ops[index].outputs if way[self.axis] else ():
                 lies = _layout(self.facts, state.places.get(tensor))
@@ -108,11 +112,14 @@ def _sharding(placements: Placements, axis: int) -> Sharding:
             return _settled(wanted, sharding)
         except PlanError as error:
             reasons.append(str(error))
-    raise PlanError(f"These placements cannot be said by a plan: {reasons[0]} With sequence parallelism: {reasons[1]}")
+    raise PlanError(f"A plan cannot express these placements: {reasons[0]} With sequence parallelism: {reasons[1]}")
 
 
 def _settled(wanted: _Wanted, sharding: Sharding) -> Sharding:
-    """The sharding with placements of ops, until it says what is wanted; PlanError if it does not come to."""
+    """Return the sharding with placements of ops that gives the wanted placements.
+
+    Raises PlanError if no sharding gives them.
+    """
     own = {index: _placement(wanted, index) for index in _without_heads(wanted)}
     for _ in range(_ROUNDS):
         sharding = replace(sharding, placements=tuple(own[index] for index in sorted(own)))
@@ -135,7 +142,7 @@ def _settled(wanted: _Wanted, sharding: Sharding) -> Sharding:
 
 
 def _without_heads(wanted: _Wanted) -> Iterator[int]:
-    """Attentions that are not split over heads, of which the rules ask that the axis divides them."""
+    """Yield attention ops not split over heads, since the rules require that the axis divides the heads."""
     for index, op in enumerate(wanted.facts.graph.ops):
         if op.kind.startswith(ATTENTION):
             dims = wanted.facts.dims[index]

@@ -1,15 +1,15 @@
-"""Groups: ops that are split together, and in which ways, from the table of placements.
+"""Groups: ops that are split together, and their possible splits, from the table of placements.
 
-A **root** chooses: products, attention, losses, and whatever has nothing to follow. Every other op follows its deepest
-operand (the one at the end of the longest chain of ops): it is split as that comes, or stays whole where it cannot be.
-That keeps the integer program small, as in Alpa, and can cost something; without ``following`` every op is a root.
-The strategies of a group are those of its root, on each axis
+A **root** chooses: products, attention, losses, and ops without an operand to follow. Every other op follows its
+deepest operand (the one at the end of the longest chain of ops): it is split like that operand, or stays whole if it
+cannot be split so. This keeps the integer program small, as in Alpa, and can cost something; without ``following``
+every op is a root. The strategies of a group are those of its root, on each axis
 
-    a split of the root along a label of its dims, or none; and where its outputs are then sums over the ranks, how they
-    come to lie once they are completed: whole, or scattered over a dim
+    a split of the root along a label of its dims, or none; and if its outputs are then sums over the ranks, their
+    layout after the reduction: whole, or scattered over a dim
 
-A root can be split along every label that the table of placements does not fix; and as some other root wants to read
-its outputs or makes its inputs, behind views: columns of queries, keys and values in three parts, or tokens beside the
+A root can be split along every label that the table of placements does not fix; and as some other root needs its
+outputs or makes its inputs, behind views: columns of queries, keys and values in three parts, or tokens together with
 samples (`_Splits`).
 """
 
@@ -26,20 +26,20 @@ from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
 
-# What an axis may split: anything; the samples alone, as replicas do; anything but the samples.
+# What an axis may split: anything; only samples, as replicas do; anything but samples.
 AxisUse = Literal["any", "samples", "model"]
 ATTENTION = "aten.scaled_dot_product_attention"
 
 
 class RootSplit(NamedTuple):
-    """How a root is split on one axis, and over what its outputs are scattered if they are sums over the ranks."""
+    """A root's split on one axis, and the dim over which its outputs are scattered if they are sums over the ranks."""
 
     split: Split | None
     scatter: Place = None
 
 
 class Want(NamedTuple):
-    """How an op reads a tensor on one axis, and whether each rank has only a part of its gradient."""
+    """The layout in which an op reads a tensor on one axis, and whether each rank has only a part of its gradient."""
 
     place: Place
     sums: bool = False
@@ -47,7 +47,7 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGroup:
-    """Ops of which the first is the root; ``choices`` per axis, and the splits of each op at each of them."""
+    """Ops, the root first; ``choices`` of the root per axis, and ``splits`` of each op for each choice."""
 
     ops: tuple[int, ...]
     choices: tuple[tuple[RootSplit, ...], ...]
@@ -55,7 +55,7 @@ class OpGroup:
 
 
 class AxisModel:
-    """A graph's kept ops, as one axis of ``size`` ranks sees them; ``following``: whether ops follow others."""
+    """A graph's kept ops on one axis of ``size`` ranks; ``following``: whether ops follow others."""
 
     def __init__(self, graph: Graph, folded: Folded, size: int, *, following: bool = True) -> None:
         self.graph, self.folded, self.following = graph, folded, following
@@ -64,7 +64,7 @@ class AxisModel:
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """Tensors that every rank makes or loads as it wants them: inputs, and what has no gradient behind them."""
+        """Tensors that every rank makes or loads in any layout: inputs, and values without a gradient."""
         tensors = self.graph.tensors
         found = {i for i, tensor in enumerate(tensors) if tensor.role in ("input", "buffer", "constant")}
         for index in self.folded.ops:
@@ -82,7 +82,7 @@ class AxisModel:
         copy_of, producer = self.folded.copy_of, self.facts.producer
         for index in self.folded.ops:
             op, copy = self.graph.ops[index], copy_of.get(index)
-            # Blocks are split apart from each other, because one of them may stand for all.
+            # Blocks are split independently, because one of them may stand for all.
             inside = [at for at, i in enumerate(op.inputs) if i in depth and copy_of.get(producer[i]) == copy]
             operands = [(depth[op.inputs[at]], -at) for at in inside]
             depth |= dict.fromkeys(op.outputs, 1 + max(operands, default=(0, 0))[0])
@@ -94,30 +94,33 @@ class AxisModel:
         return found
 
     def is_free(self, index: int) -> bool:
-        """Whether all that an op makes is free."""
+        """Return whether all outputs of an op are free."""
         return all(i in self.free for i in self.graph.ops[index].outputs)
 
     def is_root(self, index: int) -> bool:
-        """Whether an op chooses for itself: what multiplies, sums over a dim that can be split, or exchanges inside."""
+        """Return whether an op chooses its own split.
+
+        It does if it is a product, sums over a dim that can be split, or has collectives inside.
+        """
         dims, row = self.facts.dims[index], self.facts.rows[index]
         product = row is not None and row.product
         sums = any(not dims.in_outputs(label) for label, _ in _labels(dims) if label not in dims.fixed)
         return product or sums or bool(dims.inner) or self.graph.ops[index].kind.startswith(ATTENTION)
 
     def outputs(self, index: int, choice: RootSplit) -> Iterator[tuple[int, Place]]:
-        """How the outputs of an op lie."""
+        """Yield the outputs of an op with their places."""
         dims = self.facts.dims[index]
         summed = self.sums_outputs(index, choice.split)
         for tensor, item in zip(self.graph.ops[index].outputs, dims.outputs, strict=True):
             yield tensor, choice.scatter if summed else dims.place_in(item, choice.split)
 
     def sums_outputs(self, index: int, split: Split | None) -> bool:
-        """Whether the outputs of an op that is split so are sums over the ranks."""
+        """Return whether the outputs of an op under a split are sums over the ranks."""
         dims = self.facts.dims[index]
         return split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
 
     def want(self, index: int, position: int, split: Split | None) -> Want:
-        """How an op that is split so reads an input."""
+        """Return the layout in which an op under a split reads an input."""
         facts, row = self.facts, self.facts.rows[index]
         dims, tensor = facts.dims[index], facts.graph.ops[index].inputs[position]
         product = row is not None and row.product
@@ -125,12 +128,12 @@ class AxisModel:
         return Want(dims.place_in(dims.inputs[position], split), sums)
 
     def reads(self, index: int, position: int) -> bool:
-        """Whether an op reads the values of an input, and not only its type or size."""
+        """Return whether an op reads the values of an input, not only its type or size."""
         row = self.facts.rows[index]
         return row is None or position < row.reads
 
     def cuts_samples(self, tensor: int, place: Place) -> bool:
-        """Whether ranks get different samples where a tensor is split so."""
+        """Return whether ranks get different samples if a tensor is split at a place."""
         return (
             place is not None
             and bool(self.graph.tensors[tensor].shape[place[0]].per_sample)
@@ -138,13 +141,13 @@ class AxisModel:
         )
 
     def tensors(self, index: int) -> Iterator[tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]:
-        """The tensors of an op with their dims."""
+        """Return the tensors of an op with their dims."""
         op, dims = self.graph.ops[index], self.facts.dims[index]
         return zip((*op.inputs, *op.outputs), (*dims.inputs, *dims.outputs), strict=True)
 
 
 def find_groups(models: Sequence[AxisModel], uses: Sequence[AxisUse]) -> list[OpGroup]:
-    """All groups, in the order of their roots; ``models`` of both axes."""
+    """Return all groups, in the order of their roots; ``models`` of both axes."""
     followed = models[0].followed
     members: dict[int, list[int]] = {}
     root_of: dict[int, int] = {}
@@ -168,7 +171,7 @@ def find_groups(models: Sequence[AxisModel], uses: Sequence[AxisUse]) -> list[Op
 
 
 def _follow(model: AxisModel, ops: Sequence[int], choices: Sequence[RootSplit]) -> dict[int, tuple[Split | None, ...]]:
-    """The split of each op of a group at each choice of its root."""
+    """Return the split of each op of a group for each choice of its root."""
     table: dict[int, list[Split | None]] = {index: [] for index in ops}
     for choice in choices:
         lies: dict[int, Place] = {}
@@ -241,7 +244,7 @@ class _Splits:
             queue.extend(self._beside(index, split))
 
     def places(self, tensor: int) -> tuple[Place, ...]:
-        """Where the readers of a tensor can take it split."""
+        """Return the places at which readers of a tensor can take it split."""
         found: dict[Place, None] = {}
         for index, position in self._touching[tensor]:
             if position is not None:
@@ -250,7 +253,7 @@ class _Splits:
         return tuple(place for place in found if place is not None)
 
     def _slots(self) -> dict[tuple[int, int], list[int]]:
-        """The tensors that an op may read at a position: in a run, what it is handed by the copy before, too."""
+        """Return the tensors that an op may read at a position; in a run, also the value passed by the copy before."""
         found: dict[tuple[int, int], list[int]] = {}
         for tensor, touching in self._touching.items():
             for index, position in touching:
@@ -259,7 +262,7 @@ class _Splits:
         return found
 
     def _beside(self, index: int, split: Split) -> Iterator[tuple[int, Split]]:
-        """The splits of other ops that lay a tensor of this op out as it does."""
+        """Yield the splits of other ops that give a tensor of this op the same layout."""
         op, dims = self.model.graph.ops[index], self.model.facts.dims[index]
         lies = list(zip(([i] for i in op.outputs), dims.outputs, strict=True))
         lies += [(self._tensors_at.get((index, at), []), item) for at, item in enumerate(dims.inputs)]
@@ -278,7 +281,7 @@ class _Splits:
 
 
 def _labels(dims: OpDims) -> dict[tuple[str, int], None]:
-    """Labels of an op with the parts before them, as they first occur."""
+    """Return labels of an op with the parts before them, in the order of their first occurrence."""
     found: dict[str, int] = {}
     for item in (*dims.outputs, *dims.inputs):
         for factors in item:

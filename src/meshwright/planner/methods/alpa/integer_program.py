@@ -5,11 +5,11 @@
                 Σ_w e_r[h, w] = Σ of s_u[k] that lay t out as h    e_r ∈ [0, 1]
                 Σ_h e_r[h, w] = Σ of s_v[k] that read t as w
                 z_t[h, w] ≥ e_r[h, w] for every reader r of t
-                Σ_v s_v · m_v + Σ_t z_t · m_t ≤ memory             if there is a limit
+                Σ_v s_v · m_v + Σ_t z_t · m_t ≤ memory             if memory is limited
 
-Two things differ from Alpa's. Its e has a row and a column per strategy; here they are per layout, because what a
-conversion costs depends on nothing else. And z: readers that want a tensor alike share its conversion, as the program
-that is run does, where Alpa pays for each. A reader of the same group has no e: z there follows from s.
+It differs from Alpa's in two ways. Alpa's e has a row and a column per strategy; here they are per layout, because the
+cost of a conversion depends on nothing else. And z: readers of a tensor in the same layout share its conversion, as in
+the executed program, whereas Alpa charges each. A reader of the same group has no e: its z follows from s.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StrategyNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedTensor:
-    """One tensor on its way to its readers: node ``producer`` lays it out as layout ``have[k]`` under its strategy k.
+    """One tensor and its readers: node ``producer`` lays it out as layout ``have[k]`` under its strategy k.
 
-    ``readers``: nodes, each with the layout that it wants under each of its strategies. ``seconds`` and
-    ``memory_bytes`` (haves, wants) of a conversion.
+    ``readers`` are nodes, each with the layout that it needs under each of its strategies. ``seconds`` and
+    ``memory_bytes`` of a conversion have shape (haves, wants).
     """
 
     producer: int
@@ -53,7 +53,7 @@ class RoutedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySolution:
-    """The strategy of each node. ``bound_s``: proven, no choice costs less. ``status``: as HiGHS says."""
+    """The strategy of each node. ``bound_s``: no choice costs less, proven. ``status``: as reported by HiGHS."""
 
     chosen: tuple[int, ...]
     objective_s: float
@@ -114,7 +114,7 @@ class ProgramColumns:
         nothing = np.zeros(costs.shape)
         for reader, want in readers.values():
             if reader == tensor.producer:
-                # Its own strategy says both how the tensor lies and how it is read.
+                # A node's own strategy decides both the tensor's layout and how it is read.
                 row = self.matrix.add(np.zeros(costs.size), np.full(costs.size, np.inf))
                 self.matrix.fill(row + tensor.have * costs.shape[1] + want, self._strategies(reader), -1.0)
             else:
@@ -125,7 +125,7 @@ class ProgramColumns:
             self.matrix.fill(row + np.arange(costs.size), shared.ravel(), 1.0)
 
     def _carry(self, tensor: RoutedTensor, reader: int, want: Integers, carried: Integers) -> None:
-        """Rows that say what a reader is carried: its sums are the producer's layout, and the reader's wish."""
+        """Add rows that tie a reader's conversion to both ends: its sums are the producer's and the reader's layout."""
         haves, wants = carried.shape
         row = self.matrix.add(np.zeros(haves), np.zeros(haves))
         self.matrix.fill(row + np.repeat(np.arange(haves), wants), carried.ravel(), 1.0)
@@ -135,7 +135,10 @@ class ProgramColumns:
         self.matrix.fill(row + want, self._strategies(reader), -1.0)
 
     def solve(self, deadline_s: float) -> tuple[StrategySolution, list[int]]:
-        """Solve it. Raises NoFeasiblePlanError where memory does not suffice, or time ends before anything is found."""
+        """Solve the program.
+
+        Raises NoFeasiblePlanError if memory does not suffice, or time ends before a solution is found.
+        """
         found = minimise(
             np.concatenate(self.costs),
             np.ones(self.num_columns),
@@ -148,8 +151,8 @@ class ProgramColumns:
         values = found.values
         if values is None:
             raise NoFeasiblePlanError(
-                f"No placements were found in {deadline_s:g} s: HiGHS says {found.status!r}. Where there is a memory "
-                "limit, raise it or take a larger mesh; where time ended, raise the limit."
+                f"No placements were found in {deadline_s:g} s: HiGHS says {found.status!r}. If memory is "
+                "limited, raise the limit or use a larger mesh; if time ended, allow more time."
             )
         chosen = [int(values[a:b].argmax()) for a, b in zip(self.first[:-1], self.first[1:], strict=True)]
         solution = StrategySolution(
@@ -170,8 +173,8 @@ def solve_choices(
     memory_limit_bytes: float | None = None,
     deadline_s: float = 600.0,
 ) -> StrategySolution:
-    """The cheapest choice of a strategy per node; HiGHS on one thread, to proven optimality.
+    """Return the cheapest choice of a strategy per node; HiGHS on one thread, to proven optimality.
 
-    Raises NoFeasiblePlanError if none fits in memory, MeshwrightError without highspy.
+    Raises NoFeasiblePlanError if no choice fits in memory, MeshwrightError without highspy.
     """
     return ProgramColumns(nodes, tensors, memory_limit_bytes).solve(deadline_s)[0]

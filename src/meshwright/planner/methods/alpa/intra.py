@@ -1,7 +1,7 @@
-"""The intra-operator pass: from a graph and a logical mesh to how every op and tensor is split over it.
+"""The intra-operator pass: split every op and tensor of a graph over a logical mesh.
 
-    fold             of a stack of equal blocks one stands for all                      (`repeats`)
-    find_groups      what follows what, and the splits of each root on each axis        (`groups`)
+    fold             one block of a stack of equal blocks stands for all                  (`repeats`)
+    find_groups      which op follows which, and the splits of each root per axis             (`groups`)
     strategies       of both axes, with seconds and bytes                               (`strategies`)
     conversions      of tensors between groups, with seconds and bytes                  (`conversions`)
     solve_choices    the integer program                                                (`integer_program`)
@@ -34,7 +34,7 @@ _L = TypeVar("_L", Have, Want)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChoiceProblem:
-    """Nodes and tensors of the integer program, and the groups and readings that they stand for."""
+    """Nodes and tensors of the integer program, with the strategies of the groups that the nodes stand for."""
 
     strategies: tuple[Strategies, ...]
     nodes: tuple[StrategyNode, ...]
@@ -52,11 +52,11 @@ def place_ops(
     memory_limit_bytes: float | None = None,
     deadline_s: float = 600.0,
 ) -> Placements:
-    """How every op of a graph is split over both axes of a mesh, at least seconds per step.
+    """Split every op of a graph over both axes of a mesh with the least seconds per step.
 
-    ``uses``: what each axis may split. ``tiled``: equal blocks in a row are laid out alike and solved as one.
-    ``following``: ops that do little are split as their deepest operand comes; else each chooses for itself.
-    Raises NoFeasiblePlanError if nothing fits in ``memory_limit_bytes`` per device, MeshwrightError without highspy.
+    ``uses``: what each axis may split. ``tiled``: equal blocks in a row get the same layout and are solved as one.
+    ``following``: cheap ops are split like their deepest operand; otherwise each op chooses for itself. Raises
+    NoFeasiblePlanError if nothing fits in ``memory_limit_bytes`` per device, MeshwrightError without highspy.
     """
     sharded, problem = make_choice_problem(graph, mesh, amounts, uses=uses, tiled=tiled, following=following)
     solution = solve_choices(
@@ -74,12 +74,12 @@ def make_choice_problem(
     tiled: bool = True,
     following: bool = True,
 ) -> tuple[MeshGraph, ChoiceProblem]:
-    """The integer program of `place_ops`. Raises GraphError for a batch that the graph does not describe."""
+    """Return the integer program of `place_ops`. Raises GraphError for a batch size that the graph does not support."""
     graph.check_batch_size(amounts.batch_size)
     if len(amounts.op_seconds) != len(graph.ops):
         raise PlanError(
             f"Seconds of {len(amounts.op_seconds)} ops were given for graph {graph.name!r} of {len(graph.ops)} ops; "
-            "expected one for each."
+            "expected one per op."
         )
     folded = fold(graph, tiled=tiled)
     whole = graph if graph.batch_size is not None else with_samples(graph, amounts.batch_size)
@@ -100,7 +100,7 @@ def amounts_of(
     num_microbatches: int = 1,
     in_flight: int = 1,
 ) -> Amounts:
-    """What is to be done for microbatches of ``batch_size`` samples on the whole mesh, estimated by the cost model."""
+    """Return the work of microbatches of ``batch_size`` samples on the whole mesh, estimated by the cost model."""
     kind = cost.cluster.device_kind(0)
     costs = cost.estimate_ops(graph, batch_size, kind)
     training = workload.kind == "training"
@@ -118,14 +118,17 @@ def amounts_of(
 
 
 class _Maker(NamedTuple):
-    """Who lays a tensor out, and how: on each axis by choice; of a parameter, as its first reader wants it."""
+    """The node that lays a tensor out, and its layouts on each axis by choice.
+
+    For a parameter this is its first reader.
+    """
 
     node: int
     haves: tuple[Sequence[Have], Sequence[Have]]
 
 
 def _tensors(sharded: MeshGraph, strategies: Sequence[Strategies]) -> list[RoutedTensor]:
-    """The tensors that may have to be converted on their way to readers."""
+    """Return the tensors that may need conversions for their readers."""
     node_of = {index: v for v, item in enumerate(strategies) for index in item.group.ops}
     models, graph = sharded.models, sharded.amounts.graph
     found = []
@@ -148,7 +151,7 @@ def _maker(
     tensor: int,
     readers: Sequence[tuple[int, int]],
 ) -> _Maker | None:
-    """Its op; a parameter lies as its first reader wants it."""
+    """Return the maker of a tensor: its op, or for a parameter its first reader."""
     facts = sharded.models[0].facts
     if facts.is_parameter(tensor):
         index, position = readers[0]
@@ -202,10 +205,10 @@ def _shared_parameter(
     *,
     with_gradient: bool,
 ) -> Floats:
-    """Seconds per microbatch of a parameter that lies as its first reader wants it, for another reader.
+    """Return seconds per microbatch of a parameter, laid out for its first reader, for another reader.
 
-    Readers that want it alike need no exchange but the sum of their gradients, once per step; along an axis where the
-    first reader's are summed anyway, not even that.
+    Readers with the same layout need only the sum of their gradients, once per step; along an axis where the first
+    reader's gradients are summed anyway, not even that.
     """
     lies = [(Have(outer.place), Have(inner.place)) for outer, inner in haves]
     seconds = sharded.costs.convert(lies, wants, size, with_gradient=with_gradient)
@@ -222,7 +225,7 @@ def _shared_parameter(
 def _numbered(
     lies: tuple[Sequence[_L], Sequence[_L]], pairs: Integers, numbers: dict[tuple[_L, _L], int]
 ) -> tuple[Integers, list[tuple[_L, _L]]]:
-    """A number for the layout under each strategy, and the layouts by number; ``numbers`` is added to."""
+    """Return a number for the layout under each strategy, and the layouts by number; ``numbers`` is extended."""
     outer, inner = lies
     found = [numbers.setdefault((outer[i], inner[j]), len(numbers)) for i, j in pairs.tolist()]
     return np.array(found, np.int64), list(numbers)
@@ -234,7 +237,7 @@ def _copied(
     wants: Sequence[tuple[Want, Want]],
     size: float,
 ) -> Floats:
-    """Bytes of the converted tensor, which its reader keeps beside the one that it was made from."""
+    """Return the bytes of the converted tensor, which its reader keeps in addition to the original."""
     parts = [
         float(np.prod([m.size for m, w in zip(models, want, strict=True) if w.place is not None])) for want in wants
     ]

@@ -1,4 +1,4 @@
-"""Logical meshes: n x m devices in two axes, and what a collective along each of them takes.
+"""Logical meshes: n x m devices in two axes, and the costs of collectives along each axis.
 
 By Alpa's closed forms (Zheng et al., OSDI 2022, and its `LogicalDeviceMesh`), for k devices, α seconds and β seconds
 per byte; its small constants, which only break ties, are left out:
@@ -7,8 +7,8 @@ per byte; its small constants, which only break ties, are left out:
     all-reduce                    α + 2 β · bytes · (k - 1) / k
     all-to-all                    α + β · bytes · (k - 1) / k² · k / 2
 
-or by the cost model, for the ranks of a cluster: those of axis 1 lie side by side, and the other lines of the mesh
-exchange at the same time. Bytes are those of the full tensor, as everywhere (`spec.collective`).
+or by the cost model, for the ranks of a cluster: axis 1 has neighbouring ranks, and the other lines of the mesh
+communicate at the same time. Bytes are those of the full tensor, as everywhere (`spec.collective`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ AXES = (0, 1)
 
 
 class AxisCosts(Protocol):
-    """What exchanges along one axis take."""
+    """Costs of collectives along one axis."""
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """Seconds for each size of the full tensor, shape (n,)."""
+        """Return seconds for each size of the full tensor, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """``shape`` devices, and the costs of both axes; those of an axis of one device are not asked."""
+    """``shape`` devices, and the costs of both axes; those of an axis of size 1 are not used."""
 
     shape: tuple[int, int]
     costs: tuple[AxisCosts, AxisCosts]
@@ -70,7 +70,7 @@ class AlphaBeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCosts:
-    """Costs of a cluster's cost model for one line of ranks, while the others of its axis run the same."""
+    """Costs of a cluster's cost model for one line of ranks, while the other lines of its axis communicate too."""
 
     cost: CostModel
     ranks: tuple[int, ...]
@@ -82,7 +82,7 @@ class ModelCosts:
 
 
 def closed_form_mesh(shape: tuple[int, int], alpha_s: Sequence[float], beta_s_per_byte: Sequence[float]) -> LogicalMesh:
-    """A mesh by Alpa's closed forms, with α and β of each axis."""
+    """Return a mesh with Alpa's closed forms, with α and β of each axis."""
     outer, inner = (
         AlphaBeta(num_devices=size, alpha_s=alpha, beta_s_per_byte=beta)
         for size, alpha, beta in zip(shape, alpha_s, beta_s_per_byte, strict=True)
@@ -91,7 +91,10 @@ def closed_form_mesh(shape: tuple[int, int], alpha_s: Sequence[float], beta_s_pe
 
 
 def mesh_of_cluster(cost: CostModel, shape: tuple[int, int], first_rank: int = 0) -> LogicalMesh:
-    """The mesh of a cluster's ranks from ``first_rank`` on; axis 1 has neighbours. Raises PlanError for too few."""
+    """Return the mesh of a cluster's ranks from ``first_rank``; axis 1 has neighbours.
+
+    Raises PlanError for too few ranks.
+    """
     num_outer, num_inner = shape
     if first_rank + num_outer * num_inner > cost.cluster.num_ranks:
         raise PlanError(

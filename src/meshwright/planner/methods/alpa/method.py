@@ -1,9 +1,9 @@
-"""The method: for each setting of a problem, ops placed by the integer program, then stages on submeshes.
+"""The method: for each setting of a problem, place ops by the integer program, then stages on submeshes.
 
-Alpa's logical mesh of a submesh is dp x mp; a plan's is replicas x tensor. For every tensor width that the choices
-allow and every microbatch size the intra-operator pass places the ops of one team, samples left to the replicas; where
-a plan can say the placements, they are one more sharding beside the one that was given. Placements that a plan cannot
-say are left out, as are those that need more than a device's memory.
+Alpa's logical mesh of a submesh is dp x mp; a plan's is replicas x tensor. For every allowed tensor width and every
+microbatch size, the intra-operator pass places the ops of one team, with samples left to the replicas; if a plan can
+express the placements, they become one more sharding besides the given one. Placements that a plan cannot express are
+left out, as are those that need more than a device's memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshwright.spec.sharding import Sharding
 
 OBJECTIVES: tuple[Objective, ...] = ("estimated", "alpa")
 
-# Behind other methods, so many microbatch sizes have their ops placed.
+# After other methods, the number of microbatch sizes for which ops are placed.
 NEAR_SIZES = 2
 
 
 class _Found(NamedTuple):
-    """A plan of the whole graph, its seconds, and the objective that they are of."""
+    """A plan of the whole graph, its seconds, and the objective that they belong to."""
 
     plan: Plan
     seconds: float
@@ -47,7 +47,7 @@ def alpa(problem: Problem, state: SearchState, objectives: Sequence[Objective] =
     if not schedules:
         raise PlanError(
             f"Alpa's stages are found for {' and '.join(BASIC_SCHEDULES)}, but only "
-            f"{', '.join(problem.choices.schedules)} may be chosen. Allow one of them, or take another method."
+            f"{', '.join(problem.choices.schedules)} may be chosen. Allow one of them, or use another method."
         )
     found: list[_Found] = []
     errors: list[MeshwrightError] = []
@@ -67,7 +67,7 @@ def alpa(problem: Problem, state: SearchState, objectives: Sequence[Objective] =
 
 
 def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, tuple[int, ...]]]:
-    """The settings with the microbatch sizes to look at (none: all), those with placements of our own last."""
+    """Yield settings with the microbatch sizes to try (empty: all), those with Alpa's own placements last."""
     near = _near_sizes(state)
     yield from ((setting, near) for setting in problem.settings())
     placed: dict[tuple[int, Sharding], Sharding | None] = {}
@@ -89,13 +89,13 @@ def _settings(problem: Problem, state: SearchState) -> Iterator[tuple[Setting, t
 
 
 def _near_sizes(state: SearchState) -> tuple[int, ...]:
-    """Microbatch sizes of the best plans that other methods found; an integer program takes as long as a search."""
+    """Return the microbatch sizes of other methods' best plans; an integer program takes as long as a search."""
     best = sorted(state.fitting, key=lambda item: item.aimed_s)
     return tuple(dict.fromkeys(item.plan.microbatch_size for item in best))[:NEAR_SIZES]
 
 
 def _place(problem: Problem, microbatch_size: int, width: int, num_devices: int) -> Sharding | None:
-    """Placements of one team's ops, as a sharding; None where a plan cannot say them."""
+    """Return placements of one team's ops, as a sharding; None if a plan cannot express them."""
     graph = problem.graph_for(microbatch_size)
     replicas = max(num_devices // width, 1)
     work = amounts_of(

@@ -1,4 +1,4 @@
-"""What the intra-operator pass answers: how every op and tensor of a graph lies on both axes of a mesh."""
+"""The result of the intra-operator pass: the layout of every op and tensor of a graph on both axes of a mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.spec import Graph
 from meshwright.spec.graph import Extent
 from meshwright.spec.sharding import Layout, Replicate, Shard
 
-# How an op is split on one axis, for people.
+# Printed words for the split of an op on one axis.
 _WORDS = {
     "samples": "over samples",
     "columns": "by columns of a parameter",
@@ -30,11 +30,11 @@ _WORDS = {
 class Placements:
     """Placements of a graph on a mesh of ``shape`` devices.
 
-    ``layouts``: how each tensor lies on both axes; what every rank makes or loads as it wants it is called whole.
-    ``splits``: of each op, as the table of placements names them for ``batch_size`` samples at once; ``ways``: for
-    people, "" for ops that every rank runs as it wants.
-    ``seconds`` per step in all, ``terms`` of them: compute, exchange (sums and exchanges inside ops), gradients,
-    conversions. ``memory_bytes`` of one device. ``solution``: what HiGHS says of it.
+    ``layouts`` are those of each tensor on both axes; tensors that every rank makes or loads in any layout count as
+    whole. ``splits`` are those of each op, as the table of placements names them for ``batch_size`` samples at once;
+    ``ways`` are their names for printing, "" for ops without a fixed layout. ``seconds`` is the total per step,
+    ``terms`` its parts: compute, exchange (sums and collectives inside ops), gradients, conversions. ``memory_bytes``
+    is per device. ``solution`` is the solver's result.
     """
 
     graph: Graph = field(repr=False)
@@ -51,11 +51,11 @@ class Placements:
 
     @property
     def gap(self) -> float:
-        """How much less the best placements may take, by the solver's bound; 0 where it is proven that none do."""
+        """The largest possible improvement by the solver's bound, as a share; 0 if optimality is proven."""
         return max(self.seconds - self.solution.bound_s, 0.0) / self.seconds if self.seconds else 0.0
 
     def explain(self) -> str:
-        """What was chosen and what it costs, in some lines."""
+        """Return the choices and their costs in a few lines."""
         outer, inner = self.shape
         lines = [
             f"Placements of {self.graph.name!r} on {outer} x {inner} devices: {self.seconds:.4g} s per step, "
@@ -77,7 +77,7 @@ class Placements:
 def lay_out(
     sharded: MeshGraph, strategies: Sequence[Strategies], tensors: Sequence[RoutedTensor], solution: StrategySolution
 ) -> Placements:
-    """The placements of a solution: what the kept ops chose, for all ops that they stand for."""
+    """Return the placements of a solution, expanded from the kept ops to all ops that they stand for."""
     graph, models = sharded.amounts.graph, sharded.models
     splits: list[tuple[Split | None, Split | None]] = [(None, None)] * len(graph.ops)
     ways = [("", "")] * len(graph.ops)
@@ -124,7 +124,7 @@ def _choice(group: OpGroup, index: int, axis: int, at: int) -> RootSplit:
 
 
 def _tensor_places(model: AxisModel, index: int, choice: RootSplit) -> list[Place]:
-    """Where an op's inputs are wanted and its outputs lie."""
+    """Return the places of an op's inputs, as it reads them, and of its outputs."""
     dims = model.facts.dims[index]
     inputs = [dims.place_in(item, choice.split) for item in dims.inputs]
     return [*inputs, *(place for _, place in model.outputs(index, choice))]

@@ -1,17 +1,17 @@
 """Repeated blocks: which ops of a graph stand for others, so that a stack of equal layers is placed as one.
 
-A **run** is a number of copies of the same layers, one behind the other, in which one can stand for another:
+A **run** is a number of copies of the same layers, one after the other, in which one can stand for another:
 
-    - ops at one position of all copies have one cost class: equal kinds, attributes, shapes and roles;
-    - every copy reads, position for position, either its own tensors, those of the copy before (**carried**; the first
-      copy reads something from outside instead), parameters of its own, or tensors from outside that all copies share;
-    - what stands behind the run reads only its last copy.
+- ops at one position of all copies have one cost class: equal kinds, attributes, shapes and roles;
+- every copy reads, position for position, either its own tensors, those of the copy before (**carried**; the first copy
+  reads something from outside instead), parameters of its own, or tensors from outside that all copies share;
+- what comes after the run reads only its last copy.
 
-The first and the last copy choose for themselves, as they meet something else than their like. Those between are laid
-out alike: one is kept, each of its ops weighed by the number of copies r, and of `Reading` (r - 1) times the border
-between two of them, and the ends once. So the period's border is periodic: what a block hands on is converted to what
-the next one, laid out the same, wants to read. Nothing else is assumed; a stack whose best layouts alternate from block
-to block would be missed.
+The first and the last copy choose for themselves, as their neighbours differ. The copies between get the same layout:
+one is kept, each of its ops weighted by the number of copies r, and each `Reading` between two copies (r - 1) times,
+and at the ends once. So the border is periodic: the outputs of a block are converted to the layout that the next one,
+laid out the same, reads. The only assumption is that layouts do not alternate from block to block: such an optimum
+would be missed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Slot = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedRun:
-    """``count`` copies of ``length`` ops, from op ``start`` on."""
+    """``count`` copies of ``length`` ops, starting with op ``start``."""
 
     start: int
     length: int
     count: int
 
     def copy_of(self, op: int) -> int:
-        """The copy that an op is in; out of range if it is in none."""
+        """Return the copy that contains an op; out of range if no copy does."""
         return (op - self.start) // self.length
 
     def __contains__(self, op: object) -> bool:
@@ -45,7 +45,7 @@ class RepeatedRun:
 
 
 class Reading(NamedTuple):
-    """Readers of ``weight`` instances of a tensor, each of which is converted once for all that want it alike."""
+    """Readers of ``weight`` instances of a tensor; each instance is converted once per layout that readers need."""
 
     tensor: int
     weight: int
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """``ops`` that stand for a graph's, which ops each stands for, and who reads their tensors.
+    """``ops`` that stand for a graph's ops, the ops that each stands for, and the readers of their tensors.
 
     ``copy_of`` has the run and the copy of the ops in runs, whether these are folded or not.
     """
@@ -66,7 +66,7 @@ class Folded:
 
 
 def fold(graph: Graph, *, tiled: bool = True) -> Folded:
-    """The ops that are to be placed; without ``tiled`` all of them."""
+    """Return the ops to place; without ``tiled`` all of them."""
     producer = {tensor: i for i, op in enumerate(graph.ops) for tensor in op.outputs}
     runs = list(_find_runs(graph, producer))
     inside = {op: run for run in runs for op in range(run.start, run.start + run.length * run.count)}
@@ -83,12 +83,12 @@ def fold(graph: Graph, *, tiled: bool = True) -> Folded:
 
 
 def _without_ends(run: RepeatedRun) -> RepeatedRun:
-    """The copies between the first and the last one, which meet something else than their like."""
+    """Return the copies between the first and the last one, whose neighbours differ."""
     return RepeatedRun(start=run.start + run.length, length=run.length, count=max(run.count - 2, 0))
 
 
 def _find_runs(graph: Graph, producer: Mapping[int, int]) -> Iterator[RepeatedRun]:
-    """Runs from the front, each the one that folds most ops away among those that begin at its layer."""
+    """Yield runs in order; each is the one that folds the most ops among those that start at its layer."""
     blocks = [layer.block or f"layer {i}" for i, layer in enumerate(graph.layers)]
     at = 0
     while at < len(blocks):
@@ -115,7 +115,7 @@ def _run(graph: Graph, at: int, period: int, count: int) -> RepeatedRun:
 
 
 def _can_fold(graph: Graph, run: RepeatedRun, producer: Mapping[int, int]) -> bool:
-    """Whether one copy can stand for all of the run."""
+    """Return whether one copy can stand for all of the run."""
     stop = run.start + run.length * run.count
     classes = classify_ops(graph).class_of[run.start : stop].reshape(run.count, run.length)
     if (classes != classes[0]).any():
@@ -128,8 +128,8 @@ def _can_fold(graph: Graph, run: RepeatedRun, producer: Mapping[int, int]) -> bo
     return not any(producer.get(tensor) in inside for tensor in behind) and not _shares_parameters(graph, run)
 
 
-# What an op reads: ("own", output and op in its copy), ("carried", the same in the copy before), ("parameter", which
-# of its copy), ("outside", tensor); ("no", copy) cannot be folded.
+# The source of an op's input: ("own", output and op in its copy), ("carried", the same in the copy before),
+# ("parameter", which of its copy), ("outside", tensor); ("no", copy) cannot be folded.
 _Source = tuple[object, ...]
 
 
@@ -150,7 +150,7 @@ def _wiring(graph: Graph, run: RepeatedRun, copy: int, producer: Mapping[int, in
 
 
 def _shares_parameters(graph: Graph, run: RepeatedRun) -> bool:
-    """Whether a copy reads a parameter that others read, too: its gradient is summed once for all of them."""
+    """Return whether a copy shares a parameter with other readers: its gradient is summed once for all of them."""
     reader: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         copy = run.copy_of(index) if index in run else -1
@@ -162,7 +162,7 @@ def _shares_parameters(graph: Graph, run: RepeatedRun) -> bool:
 
 
 def _begins(first: list[_Source], second: list[_Source]) -> bool:
-    """Whether the first copy reads as the second does, but from outside what that one is handed."""
+    """Return whether the first copy reads like the second, with outside tensors instead of carried ones."""
     return len(first) == len(second) and all(
         a == b or (b[0] == "carried" and a[0] == "outside") for a, b in zip(first, second, strict=True)
     )
@@ -198,7 +198,7 @@ def _readings(
 
 
 def _stand_in(graph: Graph, run_of: Mapping[int, RepeatedRun], made: int, tensor: int) -> int:
-    """The tensor of the first copy that stands for one of a later copy."""
+    """Return the tensor of the first copy that stands for one of a later copy."""
     run = run_of.get(made)
     if run is None:
         return tensor

@@ -1,12 +1,14 @@
-"""The inter-operator pass: layers into stages, each on a submesh, within the memory of 1F1B (Alpa, section 5).
+"""The inter-operator pass: group layers into stages, each on a submesh, within the memory of 1F1B (Alpa, section 5).
 
 A plan has one sharding for all stages. So the logical mesh of every submesh of q devices is q / t replicas of teams of
-t devices that share ops out, and the intra-operator pass has placed ops for teams of t. Submeshes are 1, 2, 4, ...
-devices of a node, or whole nodes. What is left is slicing with few numbers of replicas, which `slicing` solves exactly,
-all devices used, 1F1B's microbatches in flight and memory included. Two objectives, for M microbatches:
+t devices (tensor-parallel groups), and the intra-operator pass has placed ops for teams of t. Submeshes are 1, 2, 4,
+... devices of a node, or whole nodes. The remaining problem is slicing with few numbers of replicas, which `slicing`
+solves exactly, with all devices used and 1F1B's microbatches in flight and memory included. There are two objectives,
+for M microbatches:
 
-    alpa      Σ t + (M / r - 1) max t     communication between stages, sums of gradients and optimizer are free
-    estimated the closed form of `slicing`: transfers over the slowest link into a stage, sums of gradients, optimizer
+    alpa      Σ t + (M / r - 1) max t     transfers between stages, gradient reduction and optimizer cost nothing
+    estimated the closed form of `slicing`: with transfers over the slowest link into a stage, gradient reduction and
+              optimizer
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from meshwright.planner.space import Space
 from meshwright.spec import Cluster, Plan
 
 Objective = Literal["alpa", "estimated"]
-# Layers among whose boundaries stages are cut; more are merged first. As many as the largest of Alpa's models had
-# blocks.
+# The most layers between whose boundaries stages are cut; more layers are merged first. The largest of Alpa's models
+# has this number of blocks.
 MAX_LAYERS = 64
 
 
@@ -36,7 +38,10 @@ class Staged(NamedTuple):
 
 
 def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, ...]:
-    """Replicas of teams of ``width`` devices on each submesh: 1, 2, 4, ... devices of a node, or whole nodes."""
+    """Return the numbers of replicas (teams of ``width`` devices) on submeshes.
+
+    A submesh has 1, 2, 4, ... devices of a node, or whole nodes.
+    """
     in_node = min(node.num_devices for node in cluster.nodes if node.num_devices)
     powers = {2**p for p in range(in_node.bit_length()) if 2**p <= in_node}
     sizes = powers | set(range(in_node, num_devices + 1, in_node))
@@ -44,7 +49,7 @@ def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, 
 
 
 def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: Objective) -> Staged | None:
-    """The best stages of a space's layers on submeshes; None if none fit."""
+    """Return the best stages of a space's layers on submeshes; None if no stages fit."""
     width = space.setting.sharding.width
     there = space.problem.cluster.without(space.setting.idle)
     replicas = space.shareable(submeshes(there, space.setting.num_devices, width), microbatch_size)
@@ -65,7 +70,7 @@ def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: O
 
 
 def without_communication(problem: SlicingProblem) -> SlicingProblem:
-    """The problem in which only computing takes time; memory is the same."""
+    """Return the problem in which only computing takes time; memory is the same."""
     return problem._replace(
         transfer_s=np.zeros_like(problem.transfer_s),
         latency_s=np.zeros_like(problem.latency_s),
@@ -76,9 +81,9 @@ def without_communication(problem: SlicingProblem) -> SlicingProblem:
 
 
 def merge_layers(problem: SlicingProblem, edges: tuple[int, ...]) -> SlicingProblem:
-    """The problem whose layers are runs of layers, from one edge to the next."""
+    """Return the problem whose layers are runs of layers, from one edge to the next."""
     starts, stops = np.array(edges[:-1]), np.array(edges)
-    # Loops are compiled for each layout in memory.
+    # Compiled loops are specialised by memory layout, so keep it contiguous.
     of_stages: dict[str, Any] = {
         name: np.ascontiguousarray(getattr(problem, name)[..., starts[:, None], stops[None, :]])
         for name in problem._fields

@@ -1,15 +1,15 @@
 """Strategies: every way to split a group over both axes of a mesh, with its seconds and bytes.
 
-A strategy is a pair of choices of the group's root, one per axis. What it takes per step, for M microbatches,
+A strategy is a pair of choices of the group's root, one per axis. Its costs per step, for M microbatches, are
 
-    compute     M · Σ over ops of seconds on one device · the part of its work that one device does; so work that is
-                computed by all ranks of an axis alike costs what it costs
-    exchange    M · what completes the sums that the root leaves, and what ops exchange inside
-    gradients   of a parameter that is whole along axes over which the work is split: summed once per step
+    compute     M · Σ over ops of seconds on one device · the part of its work that one device does; work that all
+                ranks of an axis compute redundantly has its full cost
+    exchange    M · the collectives that complete the root's sums, and those inside ops
+    gradients   of a parameter that is whole along axes over which the work is split: reduced once per step
     memory      parameters with gradients and optimizer states, and what is kept for the backward of ``in_flight``
-                microbatches: all that is there at the end of a forward
+                microbatches: everything that exists at the end of a forward
 
-Seconds of ops are those of whole ops; the exchanges overlap with nothing, as in Alpa.
+Seconds of ops are those of whole ops; communication is not overlapped, as in Alpa.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from meshwright.spec import Graph
 from meshwright.spec.units import DTYPE_BYTES
 
 _T = TypeVar("_T")
-# The parts of the objective that strategies have.
+# The terms of the objective that strategies contribute to.
 TERMS = ("compute", "exchange", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategies:
-    """``pairs`` (K, 2) of choices, ``seconds`` (3, K) by `TERMS`, ``memory_bytes`` (K,), for all that it stands for."""
+    """``pairs`` (K, 2) of choices, ``seconds`` (3, K) by `TERMS`, ``memory_bytes`` (K,), for all ops it stands for."""
 
     group: OpGroup
     weight: int
@@ -51,9 +51,9 @@ class Strategies:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Amounts:
-    """What is to be done: ``graph`` as captured, on ``batch_size`` samples; ``op_seconds`` of its whole ops.
+    """The work to place: ``graph`` as captured, on ``batch_size`` samples; ``op_seconds`` of its whole ops.
 
-    ``parameter_bytes``: bytes on a device per element of a trained parameter, with gradient and states.
+    ``parameter_bytes`` are bytes on a device per element of a trained parameter, with gradient and states.
     """
 
     graph: Graph
@@ -65,7 +65,7 @@ class Amounts:
     op_seconds: Floats
 
     def num_bytes(self, tensor: int) -> int:
-        """Bytes of a whole tensor."""
+        """Return the bytes of a whole tensor."""
         return self.graph.tensors[tensor].num_bytes(self.batch_size, self.float_bytes)
 
     @cached_property
@@ -77,14 +77,14 @@ class Amounts:
 
 
 class MeshGraph(NamedTuple):
-    """The two axes of a mesh at work on one graph."""
+    """One graph on the two axes of a mesh."""
 
     models: tuple[AxisModel, AxisModel]
     amounts: Amounts
     costs: ConversionCosts
 
     def strategies(self, group: OpGroup) -> Strategies:
-        """The strategies of a group."""
+        """Return the strategies of a group."""
         pairs = np.array(_fitting_pairs(self.models, group), np.int64)
         seconds = np.zeros((len(TERMS), *map(len, group.choices)))
         memory = np.zeros(seconds.shape[1:])
@@ -109,7 +109,7 @@ class MeshGraph(NamedTuple):
         )
 
     def haves(self, group: OpGroup, index: int, tensor: int) -> tuple[list[Have], list[Have]]:
-        """How an output of an op of a group lies on each axis, by choice."""
+        """Return the layout of an op's output on each axis, by choice."""
         return _both(
             [
                 Have(dict(model.outputs(index, choice if index == group.ops[0] else RootSplit(split)))[tensor])
@@ -119,14 +119,14 @@ class MeshGraph(NamedTuple):
         )
 
     def wants(self, group: OpGroup, index: int, position: int) -> tuple[list[Want], list[Want]]:
-        """How an op of a group reads an input on each axis, by choice."""
+        """Return the layout in which an op reads an input on each axis, by choice."""
         return _both(
             [model.want(index, position, split) for split in group.splits[axis][index]]
             for axis, model in enumerate(self.models)
         )
 
     def _parts(self, outer: Sequence[Have | Want], inner: Sequence[Have | Want]) -> Floats:
-        """In how many parts a tensor is, (choices, choices)."""
+        """Return the number of parts of a tensor, (choices, choices)."""
         rows = [
             np.array([model.size if item.place is not None else 1.0 for item in items])
             for model, items in zip(self.models, (outer, inner), strict=True)
@@ -134,7 +134,7 @@ class MeshGraph(NamedTuple):
         return np.outer(*rows)
 
     def _share(self, group: OpGroup, index: int) -> Floats:
-        """The part of an op's work that one device does, (choices, choices)."""
+        """Return the part of an op's work that one device does, (choices, choices)."""
         rows = []
         for axis, model in enumerate(self.models):
             shares = []
@@ -146,7 +146,10 @@ class MeshGraph(NamedTuple):
         return np.outer(*rows)
 
     def _exchanged_inside(self, group: OpGroup, index: int) -> Floats:
-        """What an op exchanges itself: numbers for each place of its second input, as the table says."""
+        """Return the seconds of an op's inner collectives.
+
+        They move the elements of its second input, by the table of placements.
+        """
         seconds = np.zeros(tuple(map(len, group.choices)))
         facts, op = self.models[0].facts, self.amounts.graph.ops[index]
         row, dims = facts.rows[index], facts.dims[index]
@@ -164,7 +167,7 @@ class MeshGraph(NamedTuple):
         return seconds
 
     def _completed(self, group: OpGroup) -> Floats:
-        """What completes the sums that the root leaves, forward and backward."""
+        """Return the seconds to complete the sums of the root, forward and backward."""
         root, graph = group.ops[0], self.amounts.graph
         seconds = np.zeros(tuple(map(len, group.choices)))
         sums = [
@@ -172,7 +175,7 @@ class MeshGraph(NamedTuple):
             for axis, model in enumerate(self.models)
         ]
         for tensor in graph.ops[root].outputs if any(map(any, sums)) else ():
-            # A loss is completed for people to see alone.
+            # A loss is completed only for printing.
             if not graph.tensors[tensor].shape:
                 continue
             lies, size = self.haves(group, root, tensor), float(self.amounts.num_bytes(tensor))
@@ -186,7 +189,7 @@ class MeshGraph(NamedTuple):
         return seconds
 
     def _parameters(self, group: OpGroup, index: int) -> tuple[Floats, Floats]:
-        """Of the parameters that an op is the first to read: seconds to sum their gradients, and bytes."""
+        """Return the seconds to reduce gradients of the parameters that an op reads first, and their bytes."""
         seconds = np.zeros(tuple(map(len, group.choices)))
         memory = np.zeros_like(seconds)
         facts, graph = self.models[0].facts, self.amounts.graph
@@ -203,7 +206,7 @@ class MeshGraph(NamedTuple):
         return seconds, memory
 
     def _activations(self, group: OpGroup, index: int, share: Floats) -> Floats:
-        """Bytes that an op makes and that are kept for the backward of a microbatch."""
+        """Return the bytes that an op makes and that are kept for the backward of a microbatch."""
         graph, op = self.amounts.graph, self.amounts.graph.ops[index]
         memory = np.zeros_like(share)
         for tensor in op.outputs:
@@ -221,7 +224,7 @@ def _both(items: Iterable[_T]) -> tuple[_T, _T]:
 
 
 def _fitting_pairs(models: tuple[AxisModel, AxisModel], group: OpGroup) -> list[tuple[int, int]]:
-    """Pairs of choices under which both axes together divide all tensors of the group that both split."""
+    """Return the pairs of choices under which the axes together divide all tensors of the group that both split."""
     clashes: set[tuple[int, int]] = set()
     for index in group.ops if min(model.size for model in models) > 1 else ():
         outer, inner = (_ways(model, group, index, axis) for axis, model in enumerate(models))
@@ -235,12 +238,12 @@ def _fitting_pairs(models: tuple[AxisModel, AxisModel], group: OpGroup) -> list[
     return [(i, j) for i, j in every if (i, j) not in clashes]
 
 
-# Where an op splits a tensor, and along which split.
+# The place where an op splits a tensor, and the split.
 _Way = tuple[Place, Split | None]
 
 
 def _ways(model: AxisModel, group: OpGroup, index: int, axis: int) -> list[list[_Way]]:
-    """Of each tensor of an op, how it is split by choice; a scattered root's outputs as they are scattered."""
+    """Return, for each tensor of an op, its split by choice; for a scattered root's outputs, the scattered place."""
     found = []
     splits = group.splits[axis][index]
     scatters = [choice.scatter for choice in group.choices[axis]] if index == group.ops[0] else [None] * len(splits)

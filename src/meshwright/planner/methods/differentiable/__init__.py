@@ -1,9 +1,10 @@
 """Search by gradients: choices relaxed to shares, descended along a smooth cost, rounded, repaired by single moves.
 
-The method `differentiable` (`method`): boundaries, replicas and devices of stages as shares (`stage_arrays`, `relaxed`,
-`layouts`), rounded and repaired by moving one boundary or swapping two devices (`stage_repair`); settings, microbatch
-sizes, schedules and numbers of stages by a softmax over options. Repair reaches no dynamic program (a contract of the
-import linter). Arms for chains alone stand beside their benchmark (`benchmarks/planning/chain_arms`).
+The method `differentiable` (`method`) relaxes boundaries, replicas and devices of stages to shares (`stage_arrays`,
+`relaxed`, `layouts`), rounds them and repairs them by moving one boundary or swapping two devices (`stage_repair`);
+settings, microbatch sizes, schedules and numbers of stages are chosen by a softmax over options. Repair uses no dynamic
+program (a contract of the import linter). Variants for chains only are next to their benchmark
+(`benchmarks/planning/chain_arms`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One option descended: starts, gradients, rounding, repair."""
+"""Descend one option: start, gradients, rounding, repair."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from meshwright.planner.methods.differentiable.stage_arrays import Floats, Integ
 from meshwright.planner.methods.differentiable.stage_repair import repair_layout, round_edges
 
 NUM_STEPS, RATE, LOOK = 30, 0.2, 5
-# Temperatures of shares and of maxima, and the cost of memory that is not there, over a mean step.
+# Temperatures of shares and of maxima, and the penalty for missing memory relative to a mean step.
 HOT, COLD = 1.0, 0.2
 SMOOTH, SHARP = 0.2, 0.02
 CHEAP, DEAR = 1.0, 30.0
-# Logits of a start: of the stage that a rank begins in, and of places one mean stage from where a boundary begins.
+# Logits of a start: for the initial stage of a rank, for edges one mean stage away from a boundary's initial edge, and
+# noise.
 LEANING, NEAR, NOISE = 2.0, 4.0, 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageLayout:
-    """Edges (S + 1,) and the stage of each rank (D,), with the closed form's seconds and bytes above memory over it."""
+    """Edges (S + 1,), the stage of each rank (D,), the closed form's seconds, and the excess bytes over memory."""
 
     edges: Integers
     stage_of: Integers
@@ -32,14 +33,14 @@ class StageLayout:
 
     @property
     def key(self) -> tuple[float, float]:
-        """What smaller is better by: first fit, then be fast."""
+        """The sort key, smaller is better: first fit, then be fast."""
         return self.excess, self.seconds
 
 
 def start_logits(space: StageSpace, num_stages: int, random: np.random.Generator) -> Logits:
-    """Ranks by kinds and nodes in random order, dealt to stages; boundaries where their speeds share out the layers.
+    """Return random start logits: ranks by kinds and nodes in random order, and boundaries by the speeds of the stages.
 
-    Every other start deals them out evenly.
+    Half of the starts give all stages the same number of ranks, the others random numbers.
     """
     speeds = 1 / space.seconds[space.kind_of, 0, -1]
     groups = space.node_of * len(space.seconds) + space.kind_of
@@ -57,7 +58,7 @@ def start_logits(space: StageSpace, num_stages: int, random: np.random.Generator
 
 
 def logits_of(space: StageSpace, layout: StageLayout, random: np.random.Generator) -> Logits:
-    """A start that leans to a layout."""
+    """Return a start that is close to a layout."""
     num_stages = len(layout.edges) - 1
     layers = np.arange(1, space.num_layers)
     edges = -NEAR * (num_stages / space.num_layers * (layers - layout.edges[1:-1, None])) ** 2
@@ -66,7 +67,7 @@ def logits_of(space: StageSpace, layout: StageLayout, random: np.random.Generato
 
 
 def descend_logits(space: StageSpace, smooth: Smooth, start: Logits) -> StageLayout:
-    """The best layout on the way along the gradients from a start, annealed."""
+    """Return the best layout found while descending from a start, annealed."""
     steps, found = count(), [round_logits(space, start)]
 
     def gradient_at(flat: Floats, progress: float) -> Floats:
@@ -82,20 +83,20 @@ def descend_logits(space: StageSpace, smooth: Smooth, start: Logits) -> StageLay
 
 
 def round_logits(space: StageSpace, logits: Logits) -> StageLayout:
-    """The most likely layout, made valid, and repaired."""
+    """Return the most likely layout, made valid, and repaired."""
     edges, stage_of = valid_layout(space, logits)
     seconds, excess = repair_layout(space, edges, stage_of)
     return StageLayout(edges=edges, stage_of=stage_of, seconds=seconds, excess=excess)
 
 
 def valid_layout(space: StageSpace, logits: Logits) -> tuple[Integers, Integers]:
-    """The most likely edges, apart from each other, and stages of ranks, none of them without a rank."""
+    """Return the most likely distinct edges and stages of ranks, at least one rank per stage."""
     num_stages = logits.ranks.shape[1]
     places = np.array([0, *(1 + int(row.argmax()) for row in logits.edges), space.num_layers])
     edges, stage_of = round_edges(places, space.num_layers), logits.ranks.argmax(axis=1)
     for stage in range(num_stages):
         if not (stage_of == stage).any():
-            # The rank that leans most to it, of those whose stage has another.
+            # The rank with the highest logit for it, among those whose stage has another rank.
             spare = np.bincount(stage_of, minlength=num_stages)[stage_of] > 1
             stage_of[np.where(spare, logits.ranks[:, stage], -np.inf).argmax()] = stage
     return edges, stage_of

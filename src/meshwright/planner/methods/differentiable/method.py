@@ -1,9 +1,10 @@
-"""The method: options (setting, microbatch size, schedule, number of stages) by shares, each descended in turn.
+"""The method: options (setting, microbatch size, schedule, number of stages) are sampled, each descended in turn.
 
 The choice among shardings, sizes, schedules and numbers of stages is itself a softmax, over the best seconds that each
 option has shown: options are drawn by Gumbel noise on it (so without replacement at first), which cools down. A draw
-starts at random, descends, is rounded and repaired. What is better than what the option had is proposed; a result that
-needs more memory than the closed form thought lowers the memory of the option, and its seconds correct those.
+starts at random, descends, is rounded and repaired. If it is better than the option's best, it is proposed; a result
+that needs more memory than the closed form estimated lowers the memory of the option, and its seconds correct the
+estimate.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
 from meshwright.spec.plan import BASIC_SCHEDULES
 
-# Draws without a deadline; with one, so many are made as fit.
+# Draws without a deadline; with one, draws continue until it passes.
 NUM_DRAWS = 200
-# Temperature of the softmax over options: the share of their seconds by which they are told apart.
+# Temperatures of the softmax over options: the relative difference of seconds that matters.
 HOT, COLD = 0.3, 0.03
 MAX_STAGES = 16
-# How often a draw starts at the best of its option.
+# The probability that a draw starts at the best of its option.
 WARM = 0.5
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Option:
-    """One combination of what is not relaxed, and the best that it has shown."""
+    """One combination of the choices that are not relaxed, and its best layout."""
 
     space: Space
     size: int
@@ -52,20 +53,20 @@ class _Option:
     stages: StageSpace
     smooth: Smooth
     best: StageLayout | None = None
-    # What the simulator takes over the closed form, and how much of memory stays by it.
+    # The simulator's seconds over those of the closed form.
     ratio: float = 1.0
     seen: set[Plan] = field(default_factory=set)
 
     @property
     def seconds(self) -> float:
-        """Its best by the closed form, corrected; infinite before there is one, or where nothing fits."""
+        """Corrected seconds of its best layout by the closed form; infinite before there is one, or if nothing fits."""
         if self.best is None or self.best.excess > 0:
             return math.inf
         return self.best.seconds * self.ratio
 
     def draw(self, random: np.random.Generator, *, gradients: bool) -> StageLayout:
-        """Descend from a random start or from the best, round and repair; keep what is better than the best."""
-        # One stage leaves nothing to relax.
+        """Descend from a random start or from the best, round and repair; keep the result if it is better."""
+        # With one stage there is nothing to relax.
         if not gradients or self.num_stages == 1:
             found = round_logits(self.stages, start_logits(self.stages, self.num_stages, random))
         elif self.best is not None and random.random() < WARM:
@@ -77,7 +78,7 @@ class _Option:
         return found
 
     def plan(self, layout: StageLayout) -> Plan:
-        """The plan of the whole graph."""
+        """Return the plan of the whole graph."""
         ranks = [tuple(map(int, np.flatnonzero(layout.stage_of == stage))) for stage in range(self.num_stages)]
         edges = [int(edge) for edge in layout.edges]
         stages = tuple(
@@ -87,7 +88,7 @@ class _Option:
         return self.space.make_whole(stages, self.size, self.schedule)
 
     def learn(self, layout: StageLayout, result: RankedPlan) -> None:
-        """Correct what the closed form thinks of this option."""
+        """Correct the closed form of this option by a simulated result."""
         self.ratio = result.step_time_s / layout.seconds
         if not result.fits and result.excess_bytes > 0:
             rank = result.fullest_rank
@@ -97,12 +98,12 @@ class _Option:
 
 
 def differentiable(problem: Problem, state: SearchState) -> Steps:
-    """Propose what gradients find, best options first, until the time is over or `NUM_DRAWS` were made."""
+    """Propose the plans that gradients find, best options first, until time is over or `NUM_DRAWS` are made."""
     return search_by_draws(problem, state, gradients=True)
 
 
 def search_by_draws(problem: Problem, state: SearchState, *, gradients: bool) -> Steps:
-    """The method; without ``gradients`` the same starts are rounded and repaired as they are (the control)."""
+    """Run the method; without ``gradients`` the same starts are only rounded and repaired (the control)."""
     options: list[_Option] = []
     for option in _options(problem):
         if options and state.seconds_left() <= 0:
@@ -125,7 +126,7 @@ def search_by_draws(problem: Problem, state: SearchState, *, gradients: bool) ->
 
 
 def _propose(option: _Option, layout: StageLayout) -> Steps:
-    """A plan that its option has not shown yet, and what its result teaches."""
+    """Propose a plan that its option has not proposed yet, and correct the option by the result."""
     plan = option.plan(layout)
     if plan in option.seen:
         return
@@ -136,7 +137,7 @@ def _propose(option: _Option, layout: StageLayout) -> Steps:
 
 
 def _choose(options: list[_Option], random: np.random.Generator, temperature: float) -> _Option:
-    """One of them, by a softmax over logarithms of seconds; those that fit nowhere last."""
+    """Return one option by a softmax over logarithms of seconds; those that fit nowhere last."""
     seconds = np.array([option.seconds for option in options])
     finite = np.isfinite(seconds)
     worst = seconds[finite].max() * 2 if finite.any() else 1.0
@@ -145,7 +146,7 @@ def _choose(options: list[_Option], random: np.random.Generator, temperature: fl
 
 
 def _options(problem: Problem) -> Iterator[_Option]:
-    """All options, those of a setting together."""
+    """Yield all options, those of a setting together."""
     for space in problem.spaces():
         schedules = [name for name in space.schedules if name in BASIC_SCHEDULES] or ["1f1b"]
         for size in space.microbatch_sizes:

@@ -1,8 +1,8 @@
 """Stages, replicas and devices as shares: a smooth step time with a penalty for memory, and its gradient.
 
 Boundary s is a distribution p_s over the layers' edges, rank d belongs to stage s with share X_ds (softmax of the
-logits over stages). Tables are bilinear in the boundaries around a stage, extended to ends before starts by the
-opposite sign, so that boundaries gain nothing by crossing:
+logits over stages). Tables are bilinear in the boundaries around a stage, extended with the opposite sign to ends
+before starts, so that crossing boundaries gain nothing:
 
     T_ks = p_s' seconds[k] p_s+1                        seconds of stage s on kind k; likewise g_s and m_s, in bytes
     r_s  = Σ_d X_ds,   n_s = M / r_s
@@ -14,7 +14,7 @@ opposite sign, so that boundaries gain nothing by crossing:
     cost = f Σ_s (t_s + x_s) + τ' log Σ_s exp(b_s / τ')
            + λ Σ_ds X_ds max(m_s / memory_d - 1, 0) + λ Σ_s max(1 - r_s, 0)²
 
-The closed form of `stage_repair` has maxima where this has means (links), and the optimizer; it decides in the end.
+The closed form of `stage_repair`, which decides in the end, has maxima instead of means over links, and the optimizer.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from meshwright.planner.methods.differentiable.stage_arrays import Floats, Stage
 
 
 class Logits(NamedTuple):
-    """Of boundaries (S - 1, L - 1), and of ranks over stages (D, S)."""
+    """Logits of boundaries (S - 1, L - 1), and of ranks over stages (D, S)."""
 
     edges: Floats
     ranks: Floats
 
     def flat(self) -> Floats:
-        """Both as one array."""
+        """Return both as one array."""
         return np.concatenate([self.edges.ravel(), self.ranks.ravel()])
 
     def like(self, flat: Floats) -> Logits:
-        """Both from one array, in these shapes."""
+        """Return both from one array, in these shapes."""
         size = self.edges.size
         return Logits(flat[:size].reshape(self.edges.shape), flat[size:].reshape(self.ranks.shape))
 
 
 class _Terms(NamedTuple):
-    """What a stage has (S,) in the words of the model; ``weights`` (D, S) of ranks in t, ``over`` memory (D, S)."""
+    """Values of each stage (S,) under the names of the model.
+
+    ``weights`` (D, S) are those of ranks in t, ``over`` (D, S) the excess over memory.
+    """
 
     replicas: Floats
     rounds: Floats
@@ -63,7 +66,7 @@ class _Terms(NamedTuple):
 
 
 class Smooth:
-    """The smooth cost of one number of stages; tables are prepared once."""
+    """The smooth cost for one number of stages; tables are prepared once."""
 
     def __init__(self, space: StageSpace, num_stages: int) -> None:
         self._space, self._num_stages = space, num_stages
@@ -73,12 +76,16 @@ class Smooth:
         self._held, self._more = _both_ways(space.held_bytes[replicas]), _both_ways(space.more_bytes[replicas])
         self._links = np.eye(len(space.transfer_s))[space.link_of]
         self._transfer = np.pad(space.transfer_s, ((0, 0), (0, 1)))
-        # The mean stage by the mean device: temperatures are shares of its work in a step.
+        # The mean stage on the mean device: temperatures are shares of its work in a step.
         whole = float(space.seconds[space.kind_of, 0, -1].mean()) / num_stages
         self.stage_s, self.step_s = whole, whole * space.num_microbatches * num_stages / space.num_ranks
 
     def gradient(self, logits: Logits, heat: float, smooth: float, penalty: float) -> tuple[float, Logits]:
-        """The cost and its gradient; ``heat`` of the shares, ``smooth`` of maxima and ``penalty`` over the step."""
+        """Return the cost and its gradient.
+
+        ``heat`` is the temperature of the shares, ``smooth`` that of maxima relative to the step, ``penalty`` the
+        memory penalty relative to the step.
+        """
         inner, ranks = softmax(logits.edges / heat), softmax(logits.ranks / heat)
         edges = np.zeros((self._num_stages + 1, self._space.num_layers + 1))
         edges[0, 0] = edges[-1, -1] = 1.0
@@ -135,10 +142,10 @@ class Smooth:
         return float(cost + penalty * ((ranks * np.maximum(terms.over, 0)).sum() + (empty**2).sum()))
 
     def _by_ranks(self, ranks: Floats, terms: _Terms, smooth: float, penalty: float) -> tuple[Floats, Floats, Floats]:
-        """The derivatives by X, by the bilinear tables of each stage, and by edges as far as links go."""
+        """Return the derivatives by X, by the bilinear tables of each stage, and by edges (through links only)."""
         space, fills, replicas, tau = self._space, self._space.num_fills, terms.replicas, smooth * self.stage_s
         slow = softmax(terms.bottleneck / (smooth * self.step_s))
-        # By t, which the first microbatch and the slowest stage's others take.
+        # By t, in the first microbatch and the slowest stage's others.
         by_seconds = fills + slow * (terms.rounds - fills)
         by_replicas = -slow * terms.seconds * terms.rounds / replicas - by_seconds * tau / replicas
         by_ranks = by_seconds * tau * terms.weights
@@ -159,7 +166,7 @@ class Smooth:
         by_replicas -= 2 * scale * terms.per_byte / replicas
         by_ranks += 2 * scale * (space.pair_s @ ranks) / replicas**2
         tables += (slow * terms.turns * terms.per_byte)[:, None, None] * self._gradients
-        # By memory, and stages without a rank.
+        # By memory, and by stages without a rank.
         excess = penalty * (ranks * (terms.over > 0) / space.memory_limit[:, None]).sum(axis=0)
         by_replicas -= np.where(terms.flights == terms.rounds, excess * terms.more * terms.rounds / replicas, 0)
         by_replicas -= 2 * penalty * np.maximum(1 - replicas, 0)
@@ -167,7 +174,7 @@ class Smooth:
         return by_ranks + penalty * np.maximum(terms.over, 0) + by_replicas, tables, by_edges
 
     def _in_flight(self, rounds: Floats) -> Floats:
-        """Microbatches in flight as if stages had equally many ranks: all, or 1F1B's."""
+        """Return microbatches in flight as if stages had equal numbers of ranks: all, or those of 1F1B."""
         if self._space.num_fills == 0:
             return np.ones(self._num_stages)
         if self._space.keeps_all:
@@ -176,7 +183,10 @@ class Smooth:
 
 
 def _both_ways(table: Floats) -> Floats:
-    """A table (L, L + 1) of stages i:j, for all pairs of edges (L + 1, L + 1): j:i counts against i:j."""
+    """Return the table (L, L + 1) of stages i:j for all pairs of edges, shape (L + 1, L + 1).
+
+    Entry j:i has the opposite sign of i:j.
+    """
     whole = np.zeros((len(table) + 1, len(table) + 1))
     whole[:-1] = np.triu(table, 1)
     return whole - whole.T

@@ -1,4 +1,4 @@
-"""Stages of a graph on unequal devices, as arrays: what gradients relax, and the closed form that repair decides by.
+"""Stages of a graph on unequal devices, as arrays: the input of the relaxation and of the closed form for repair.
 
 Layers 0..L-1 in order, stages e_s : e_s+1, and a stage for each of D ranks. Stage s with r ranks, each of which works
 on at most n = ceil(M / r) of M microbatches, has
@@ -13,7 +13,7 @@ and a step takes, as in `methods.slicing`,
     f Σ_s (t_s + x_s)  +  max_s ((n_s - f) max(t_s, x_s) + e_s + o_s)
 
 A rank keeps held_bytes[r, i, j], and more_bytes[r, i, j] for each microbatch in flight beyond the first. Unlike there,
-any rank may serve any stage. What replicas share out in their passes (ZeRO 2 and 3) takes no time here.
+any rank may serve any stage. Communication of ZeRO 2 and 3 during passes takes no time here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StageSpace(NamedTuple):
 
     Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``exchange_bytes`` (L, L + 1);
     ``transfer_s`` (links, L), zero for layer 0; ``held_bytes``, ``more_bytes`` (R + 1, L, L + 1) by replicas;
-    ``kind_of``, ``node_of``, ``memory_limit`` (D,); ``link_of`` (D, D); ``pair_s`` (D, D), seconds per byte to sum
-    gradients of two ranks; ``group_factor`` (R + 1, nodes + 1), how much longer r ranks on so many nodes take.
+    ``kind_of``, ``node_of``, ``memory_limit`` (D,); ``link_of`` (D, D); ``pair_s`` (D, D), seconds per byte to reduce
+    gradients of two ranks; ``group_factor`` (R + 1, nodes + 1), the factor for r ranks on a number of nodes.
     """
 
     num_microbatches: int
@@ -56,10 +56,10 @@ class StageSpace(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """The layers, L."""
+        """The number of layers, L."""
         return len(self.exchange_bytes)
 
     @property
     def num_ranks(self) -> int:
-        """The ranks, D."""
+        """The number of ranks, D."""
         return len(self.kind_of)

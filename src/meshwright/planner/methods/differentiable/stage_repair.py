@@ -1,8 +1,8 @@
 """The closed form of `stages` for one plan, and repair: one boundary moves, or two devices swap their stages.
 
-A layout is edges (S + 1,) of layers and the stage of each rank (D,). Repair is a descent: it takes the single move that
-is best for one boundary, or the first swap that gains, until none does. First bytes that are too many, relative to
-memory, shrink; then seconds. It knows nothing of any dynamic program.
+A layout is edges (S + 1,) of layers and the stage of each rank (D,). Repair is a descent: it takes the best single move
+of each boundary, and every swap that gains, until nothing gains. First the excess of bytes relative to memory shrinks,
+then seconds. It uses no dynamic program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TOLERANCE = 1e-9
 
 
 def repair_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    """Descend from a layout in place; returns its seconds and how much it exceeds memory (0 if it fits)."""
+    """Descend from a layout in place; return its seconds and by how much it exceeds memory (0 if it fits)."""
     seconds, excess = _repair(space, edges, stage_of)
     return float(seconds), float(excess)
 
@@ -72,7 +72,7 @@ def _gains(found: tuple[float, float], best: tuple[float, float]) -> bool:
 
 @compiled
 def layout_cost(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    """Seconds of a step, and bytes above memory over memory, summed over ranks; infinite if a stage cannot be so."""
+    """Return step seconds, and relative excess of memory summed over ranks; infinite if a stage is impossible."""
     num_stages, num_ranks = len(edges) - 1, len(stage_of)
     count, nodes = np.zeros(num_stages, np.int64), np.zeros((num_stages, space.group_factor.shape[1] - 1), np.int64)
     for rank in range(num_ranks):

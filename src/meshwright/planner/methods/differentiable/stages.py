@@ -1,4 +1,4 @@
-"""From a problem to the arrays of `stage_arrays`: one setting, microbatch size and schedule."""
+"""Make the arrays of `stage_arrays` for one setting, microbatch size and schedule of a problem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.planner.space import Space
 
 
 def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace:
-    """The arrays of one setting, microbatch size and schedule."""
+    """Return the arrays of one setting, microbatch size and schedule."""
     tables, num_ranks = space.tables(microbatch_size), space.num_ranks
     shape = len(tables.graph.layers), len(tables.graph.layers) + 1
     places = find_places(
@@ -39,7 +39,7 @@ def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace
         offload=space.offload,
     )
     most = min(num_ranks, tables.num_microbatches)
-    # What is there in all moments of a step is convex in the microbatches in flight: the line is an upper bound.
+    # The peak memory of a step is convex in the microbatches in flight: the line is an upper bound.
     flights = tables.num_microbatches if schedule == "gpipe" else most
     held, full = _weigh(problem, most), _weigh(problem._replace(in_flight=flights * problem.in_flight), most)
     return StageSpace(
@@ -64,7 +64,7 @@ def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace
 
 
 def _find_links(space: Space) -> tuple[tuple[tuple[int, int], ...], Integers, Floats]:
-    """Pairs of ranks that stand for a link each (the first for none), which pair has which, and seconds per byte."""
+    """Return pairs of ranks that represent a link each (the first: no link), each pair's link, and seconds per byte."""
     cluster, bucket = space.cluster, space.exchange.bucket_bytes
     links: list[tuple[int, int]] = [(0, 0)]
     link_of = np.zeros((space.num_ranks, space.num_ranks), np.int64)
@@ -82,7 +82,10 @@ def _find_links(space: Space) -> tuple[tuple[tuple[int, int], ...], Integers, Fl
 
 
 def _find_factors(space: Space, pair_s: Floats, most: int) -> Floats:
-    """What r ranks on so many nodes take over their slowest pair; groups are dealt out to the largest nodes."""
+    """Return the factor of r ranks on a number of nodes over their slowest pair.
+
+    Ranks are taken from the largest nodes in turn.
+    """
     ranks: list[list[int]] = [[] for _ in space.cluster.nodes]
     for rank in range(space.num_ranks):
         ranks[space.cluster.node_index(rank)].append(rank)
@@ -100,7 +103,7 @@ def _find_factors(space: Space, pair_s: Floats, most: int) -> Floats:
 
 @compiled
 def _weigh(problem: SlicingProblem, most: int) -> Floats:
-    """Bytes of every stage with 1 to ``most`` replicas, with the microbatches in flight that the problem says."""
+    """Return the bytes of every stage with 1 to ``most`` replicas, with the problem's microbatches in flight."""
     num_layers = problem.static_bytes.shape[0]
     table = np.zeros((most + 1, num_layers, num_layers + 1))
     for r in range(1, most + 1):

@@ -1,10 +1,10 @@
 """Uniform grid: all combinations of axes, positions, replicas, microbatches, schedules, ZeRO and recompute.
 
-How transformers are laid out at scale (Narayanan et al., SC 2021; Isaev et al., Calculon, SC 2023): every position of
-the pipeline has as many replicas, and layers are cut evenly. All combinations are bounded from below in compiled loops
-on the figures of one block of each kind (`short`, `figures`, `cover`, `sheet`), and only those are simulated whose
-bound is below the best that was (`method`), and that may fit by a sharper bound of memory (`floors`, from the backwards
-of single layers, `moments`).
+This is how transformers are laid out at scale (Narayanan et al., SC 2021; Isaev et al., Calculon, SC 2023): every
+position of the pipeline has the same number of replicas, and layers are cut evenly. All combinations are bounded from
+below in compiled loops on the figures of one block of each kind (`short`, `figures`, `cover`, `sheet`). Only those are
+simulated whose bound is below the best simulated step (`method`), and that may fit by a sharper memory bound (`floors`,
+from the backwards of single layers, `moments`).
 """
 
 from meshwright.planner.methods.grid.method import grid

@@ -1,18 +1,18 @@
 """Lower bounds of the step time and memory of every uniform configuration, compiled.
 
-A uniform configuration has S positions in line of R replicas each and v stages on each position, cut as evenly as can
-be. With w the seconds of a microbatch in the stages of a position, forward and backward, n = ceil(M / R) microbatches,
-P(p) the seconds of one in the first stages of the positions before p, o the optimizer's seconds and e those to sum the
-gradients, of which the last microbatch's backward hides what it can, a step takes at least
+A uniform configuration has S positions in line of R replicas each and v stages on each position, cut as evenly as
+possible. With w the seconds of a microbatch in the stages of a position, forward and backward, n = ceil(M / R)
+microbatches, P(p) the seconds of a microbatch in the first stages of the positions before p, o the optimizer's seconds
+and e those of the gradient reduction, part of which the last microbatch's backward hides, a step takes at least
 
-    max over positions p of    n · max(w, z) + e + o     its own work; z: what ZeRO 2 and 3 gather and scatter per
-                                                         microbatch, beside the work or, on processors, on top of it;
-                                                         w has copies from and to where that is done
-                               P(p) + n · w              where steps are flushed and backwards are whole
+    max over positions p of    n · max(w, z) + e + o     its own work; z: gathers and scatters of ZeRO 2 and 3 per
+                                                         microbatch, beside the work or, on CPUs, added to it;
+                                                         w includes the copies around them
+                               P(p) + n · w              for synchronous schedules with whole backwards
 
-and a rank of position p holds at least its parameters, gradients and states, as ZeRO leaves them, with the largest
-layer's as they are gathered, and what the microbatches in flight keep: all (GPipe), min(n, S - p) (1F1B), or the chunks
-that an interleaved schedule has under way. Where backwards are split, one of these holds what its second part reads.
+and a rank of position p holds at least its parameters, gradients and states as sharded by ZeRO, the gathered parameters
+of the largest layer, and what the microbatches in flight keep: all (GPipe), min(n, S - p) (1F1B), or the chunks that an
+interleaved schedule has in flight. If backwards are split, some of these hold what the second part reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.planner.even_slices import even_edges
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Schedules as the loops know them.
+# Schedules as codes for the compiled loops.
 ALL_IN_FLIGHT, ONE_EACH, IN_TURN, WHOLE_IN_TURN, SPLIT = range(5)
 FLIGHTS = {
     "gpipe": ALL_IN_FLIGHT,
@@ -51,9 +51,9 @@ class ConfigurationRows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Sums of figures over the layers before each, and over all: seconds (kinds, L + 1), bytes (L + 1,).
+    """Cumulative sums over layers: entry l is the sum before layer l; seconds (kinds, L + 1), bytes (L + 1,).
 
-    ``kept`` is that of one microbatch, ``waiting`` what of it and of its gradients waits for a backward's second part.
+    ``kept`` is for one microbatch; ``waiting`` is what it and its gradients keep until a backward's second part.
     """
 
     forward: Floats
@@ -68,11 +68,12 @@ class Layers(NamedTuple):
 
 
 class Exchanges(NamedTuple):
-    """What replicas exchange, by the number of positions, shape (counts,): seconds of a sum of a byte and of a bucket.
+    """Costs of communication among replicas by the number of positions, shape (counts,).
 
-    ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters, ``copy_s`` those of parameters to
-    and from where these are made. ``tied_parameters`` and ``tied_gradients`` are bytes of what several layers read.
-    ``overlap``: sums begin with the first bucket; ``wait``: ranks wait for gathers and scatters.
+    ``latency_s`` and ``bucket_s`` are seconds to reduce a byte and a bucket. ``gather_s`` and ``scatter_s`` are seconds
+    per byte of large gathers and scatters, ``copy_s`` seconds per byte of the copies around them. ``tied_parameters``
+    and ``tied_gradients`` are bytes of parameters that several layers read. ``overlap``: reductions start with the
+    first bucket; ``wait``: ranks wait for gathers and scatters.
     """
 
     latency_s: Floats
@@ -88,7 +89,7 @@ class Exchanges(NamedTuple):
 
 
 class _Positions(NamedTuple):
-    """Sums over the layers of each position, shape (positions,), seconds (kinds, positions); room for the most of them.
+    """Sums over the layers of each position, shape (positions,), seconds (kinds, positions), with room for the most.
 
     ``first`` are the seconds of a microbatch in a position's first stage; ``largest`` the parameters of the largest
     layer.
@@ -106,7 +107,7 @@ class _Positions(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One configuration: its shape, and what the exchange of its replicas takes; ``sharing`` replicas share states."""
+    """One configuration; ``sharing`` replicas share states, ``place`` is its index in the tables of `Exchanges`."""
 
     positions: int
     replicas: int
@@ -137,10 +138,10 @@ def cover(
 ) -> ConfigurationRows:
     """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
 
-    ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
-    having ranks p · R on. Those that cannot be are left out: more stages than layers, fewer microbatches than replicas,
-    rounds that do not divide, replicas that ``shard_size`` does not divide, or that have unequal rounds with ZeRO 2 and
-    3; and doubles: ``also_all`` says that sharing among all replicas is covered elsewhere. ``has_masters``: ranks have
+    Layers are cut by ``work`` (L,). ``kind_of`` (ranks,) is the device kind of each rank; position p has ranks from p ·
+    R. Impossible configurations are left out: more stages than layers, fewer microbatches than replicas, rounds that do
+    not divide, replicas that ``shard_size`` does not divide, or that have unequal rounds with ZeRO 2 and 3. So are
+    duplicates: ``also_all`` says that sharding over all replicas is covered elsewhere. ``has_masters``: ranks have
     master weights.
     """
     num_layers, num_ranks = len(work), len(kind_of)
@@ -154,7 +155,7 @@ def cover(
         positions = counts[place]
         replicas = num_ranks // positions
         sharing = min(shard_size, replicas) if shard_size else replicas
-        # One replica has none to share with, whatever the size of groups is.
+        # One replica has no other to share with, whatever the shard size is.
         if replicas > num_microbatches or (shard_size and (replicas == 1 or replicas % shard_size)):
             continue
         if also_all and shard_size == replicas:
@@ -165,7 +166,7 @@ def cover(
             in_turn = flights[index] in (IN_TURN, WHOLE_IN_TURN)
             if num_stages > num_layers or in_turn != (chunks[index] > 1) or (in_turn and positions == 1):
                 continue
-            # One stage is one stage, and holds least with one microbatch under way.
+            # With one stage, all schedules are equal, and one microbatch in flight needs the least memory.
             if positions == 1 and flights[index] != ONE_EACH and (flights == ONE_EACH).any():
                 continue
             if flights[index] == IN_TURN and rounds % max(1, rounds // positions):
@@ -175,10 +176,10 @@ def cover(
                 even_edges(work, num_stages, edges)
                 _add_up(layers, edges, positions, chunks[index], sums)
             for zero in zeros:
-                # One replica has none to share with.
+                # One replica has no other to share with.
                 if replicas == 1 and zero > zeros.min():
                     continue
-                # As `spec.stage_plan.takes_part_alike` has it.
+                # The same rule as in `spec.stage_plan.takes_part_alike`.
                 if zero >= 2 and num_microbatches % replicas:
                     continue
                 form = Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)
@@ -208,7 +209,7 @@ def _room(num_kinds: int, most: int) -> _Positions:
 
 @compiled
 def _add_up(layers: Layers, edges: Integers, positions: int, chunks: int, sums: _Positions) -> None:
-    """Write the sums of positions that have these stages in turn."""
+    """Write the sums of positions whose stages are interleaved."""
     for position in range(positions):
         sums.parameters[position] = _sum(layers.parameters, edges, positions, chunks, position)
         sums.states[position] = _sum(layers.states, edges, positions, chunks, position)
@@ -228,7 +229,7 @@ def _add_up(layers: Layers, edges: Integers, positions: int, chunks: int, sums: 
 
 @compiled
 def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: Form) -> float:
-    """A bound of the step time."""
+    """Return a lower bound of the step time in seconds."""
     num_kinds, replicas = len(sums.work), form.replicas
     longest, before = 0.0, 0.0
     for position in range(form.positions):
@@ -239,7 +240,7 @@ def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: Fo
         for kind in range(num_kinds):
             if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
                 continue
-            # Of unlike replicas the slowest may be one that has a microbatch less.
+            # Of unequal replicas, the slowest may have one microbatch fewer.
             rounds = form.rounds if num_kinds == 1 else max(form.rounds - 1, 1)
             each = sums.work[kind, position] + copied
             taken = rounds * each - sums.accumulate[kind, position]
@@ -256,13 +257,13 @@ def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: Fo
 
 @compiled
 def _exchange(exchanges: Exchanges, form: Form, parameters: float, gradients: float) -> tuple[float, float]:
-    """Seconds per microbatch of gathers and scatters, and those of the sum at the end of a step."""
+    """Return seconds per microbatch of gathers and scatters, and seconds of the reduction at the end of a step."""
     if form.replicas == 1:
         return 0.0, 0.0
     if form.zero >= 2:
         parameters = _shared_out(form, parameters, exchanges.tied_parameters)
         gradients = _shared_out(form, gradients, exchanges.tied_gradients)
-        # What ZeRO 3 gathers once more for the backward may be there still.
+        # The parameters that ZeRO 3 gathers again for the backward may still be present.
         return parameters * exchanges.gather_s[form.place] + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:
         return 0.0, 0.0
@@ -272,22 +273,22 @@ def _exchange(exchanges: Exchanges, form: Form, parameters: float, gradients: fl
 
 @compiled
 def _shared_out(form: Form, num_bytes: float, tied: float) -> float:
-    """Bytes that replicas share out at least: what several stages read is not."""
+    """Return the bytes that are sharded at least: parameters that several stages read are not."""
     return num_bytes if form.positions * form.chunks == 1 else max(num_bytes - tied, 0.0)
 
 
 @compiled
 def _copied_bytes(form: Form, parameters: float, largest: float) -> float:
-    """What passes copy to where ops read it, and gradients to where they are scattered from."""
+    """Return the bytes copied per microbatch: gathered parameters for ops, and gradients to be scattered."""
     if form.replicas == 1 or form.zero < 2:
         return 0.0
-    # The first and the last layer of a model stay for the backward.
+    # The first and the last layer of a model keep their gathered parameters for the backward.
     return 2 * parameters + (max(parameters - 2 * largest, 0.0) if form.zero == 3 else 0.0)
 
 
 @compiled
 def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form, has_masters: bool) -> float:
-    """A bound of the bytes of the fullest rank."""
+    """Return a lower bound of the bytes of the fullest rank."""
     fullest, shared = 0.0, form.sharing
     for position in range(form.positions):
         parameters, gradients = sums.parameters[position], sums.gradients[position]
@@ -300,11 +301,11 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form, has_ma
             kept = _between(layers.kept, edges[place], edges[place + 1])
             held += kept * in_flight(form, position, chunk)
             if form.flight == SPLIT:
-                # When so many have done the first part, as many forwards have come after the first one as there are.
+                # When this number of microbatches has done the first part, the same number of forwards has followed.
                 behind, flight = min(form.rounds, position + 1), in_flight(form, position, chunk)
                 whole = min(form.rounds, flight + behind - 1) - behind
                 waiting += behind * _between(layers.waiting, edges[place], edges[place + 1]) + (whole - flight) * kept
-        # Gradients may be there only when what microbatches kept is gone, and all of them are at the end.
+        # Gradients may exist only when the microbatches have freed what they kept; all exist at the end.
         fullest = max(
             fullest, static + held + max(waiting, 0.0), static + gradients / (shared if form.zero >= 2 else 1)
         )
@@ -313,7 +314,7 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form, has_ma
 
 @compiled
 def parameters_of_rank(num_bytes: float, zero: int, shared: int, has_masters: bool) -> float:
-    """What a rank keeps of parameters; with ZeRO 3 its part of the master weights stands for its part of them."""
+    """Return the bytes of parameters on a rank; with ZeRO 3, its part of the master weights replaces them."""
     if zero < 3 or shared == 1:
         return num_bytes
     return 0.0 if has_masters else num_bytes / shared
@@ -321,7 +322,7 @@ def parameters_of_rank(num_bytes: float, zero: int, shared: int, has_masters: bo
 
 @compiled
 def in_flight(form: Form, position: int, chunk: int) -> int:
-    """Microbatches of a chunk that are under way at once, after as many forwards as come before the first backward."""
+    """Return the microbatches of a chunk in flight at once, after the forwards before the first backward."""
     if form.flight in (ONE_EACH, SPLIT):
         return min(form.rounds, form.positions - position)
     if form.flight != IN_TURN:
@@ -331,20 +332,20 @@ def in_flight(form: Form, position: int, chunk: int) -> int:
 
 @compiled
 def microbatches_in_turn(form: Form) -> int:
-    """Microbatches that an interleaved schedule takes through a chunk before it turns to the next one."""
+    """Return the microbatches that an interleaved schedule runs through a chunk before the next chunk."""
     return form.rounds // max(1, form.rounds // form.positions)
 
 
 @compiled
 def forwards_ahead(form: Form, position: int) -> int:
-    """Forwards of all chunks before the first backward of an interleaved schedule."""
+    """Return the forwards of all chunks before the first backward of an interleaved schedule."""
     size = microbatches_in_turn(form)
     return min((form.chunks - 1) * size + 2 * (form.positions - 1 - position) + 1, form.rounds * form.chunks)
 
 
 @compiled
 def forwards_of(form: Form, chunk: int, count: int) -> int:
-    """Forwards of one chunk among the first ``count`` forwards of an interleaved schedule."""
+    """Return the forwards of one chunk among the first ``count`` forwards of an interleaved schedule."""
     size = microbatches_in_turn(form)
     cycles, rest = count // (size * form.chunks), count % (size * form.chunks)
     return int(cycles * size + min(max(rest - chunk * size, 0), size))
@@ -352,7 +353,7 @@ def forwards_of(form: Form, chunk: int, count: int) -> int:
 
 @compiled
 def _sum(values: Floats, edges: Integers, positions: int, chunks: int, position: int) -> float:
-    """The sum over the layers of a position."""
+    """Return the sum over the layers of a position."""
     total = 0.0
     for chunk in range(chunks):
         place = chunk * positions + position
@@ -362,13 +363,13 @@ def _sum(values: Floats, edges: Integers, positions: int, chunks: int, position:
 
 @compiled
 def _between(sums: Floats, start: int, stop: int) -> float:
-    """The sum over layers ``start:stop``."""
+    """Return the sum over layers ``start:stop``."""
     return float(sums[stop] - sums[start])
 
 
 @compiled
 def _largest(values: Floats, edges: Integers, positions: int, chunks: int, position: int) -> float:
-    """The largest of the layers of a position."""
+    """Return the largest value of a layer of a position."""
     largest = 0.0
     for chunk in range(chunks):
         place = chunk * positions + position

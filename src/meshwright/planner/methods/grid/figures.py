@@ -1,7 +1,7 @@
 """Seconds and bytes of every layer of a model under one sharding, found on its short graph (`short`).
 
-Layers add up: what a stage takes and holds is the sum of what its layers do. What it holds on top (transfers under way,
-the moment of a computation) is left out, so that sums of bytes are lower bounds.
+Layers are additive: a stage's seconds and bytes are the sums over its layers. Additional memory of a stage (transfers
+in flight, the peak within a computation) is left out, so that sums of bytes are lower bounds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Floats = NDArray[np.float64]
 
-# Gathers and scatters are of layers, or of parts of them.
+# Gathers and scatters move layers, or parts of them.
 _SHARES_OF_LAYERS = (0.25, 1.0, 4.0, 16.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSeconds:
-    """Of one microbatch, per device kind of the teams (kinds, L); ``backward`` has what runs again in it."""
+    """Seconds for one microbatch, per device kind of the teams (kinds, L); ``backward`` includes recomputation."""
 
     forward: Floats
     backward: Floats
@@ -46,14 +46,17 @@ class LayerSeconds:
 
     @property
     def work(self) -> Floats:
-        """What layers are cut by, on the first kind, shape (L,)."""
+        """Seconds by which layers are cut, on the first kind, shape (L,)."""
         work: Floats = self.forward[0] + self.backward[0]
         return work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBytes:
-    """Of each layer, shape (L,); ``kept`` of one microbatch are ``kept_fixed + b · kept_per_sample``."""
+    """Bytes of each layer, shape (L,).
+
+    ``kept`` for a microbatch of b samples is ``kept_fixed + b · kept_per_sample``.
+    """
 
     parameters: Floats
     states: Floats
@@ -63,14 +66,14 @@ class LayerBytes:
 
 
 class Figures:
-    """Figures of a problem's layers by sharding, way of computing again, and microbatch size, each found once."""
+    """Figures of a problem's layers by sharding, recompute word, and microbatch size, each computed once."""
 
     def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding, idle: tuple[int, ...] = ()) -> None:
         self._short, self.sharding, self.idle = short, sharding, idle
         self.workload = own_workload(problem.workload, sharding)
         self.cost = without_devices(problem.cost, idle).for_teams(sharding)
         self.cluster = self.cost.cluster
-        # Where something may be kept away from devices, nothing of it bounds them.
+        # If something may be offloaded, it does not count in the bound.
         chosen = self._offload = problem.choices.offload
         self._counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
         self._steps_on_device = all(away.optimizer == "device" for away in chosen)
@@ -86,7 +89,7 @@ class Figures:
 
     @cached_property
     def goes_through_all(self) -> bool:
-        """Whether a step waits for a microbatch on its way through all layers, and back (`bounds`)."""
+        """Whether a step waits for a microbatch to pass all layers forward and backward (`bounds`)."""
         trained = any(
             self._local.tensors[i].requires_grad
             for op in self._local.ops[self._local.layers[0].start : self._local.layers[0].stop]
@@ -97,36 +100,36 @@ class Figures:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole graph."""
+        """The number of layers of the whole graph."""
         return len(self._short.stands_for)
 
     @property
     def first_of_kinds(self) -> list[int]:
-        """The first rank of each kind of device."""
+        """The first rank of each device kind."""
         found: list[int] = np.unique(self.cluster.columns().kind, return_index=True)[1].tolist()
         return found
 
     @cached_property
     def library_bytes(self) -> int:
-        """What libraries keep on the devices that take least."""
+        """The bytes that libraries keep, on the device kind with the fewest."""
         devices = {backend_of(kind) for kind in self.cluster.device_kinds}
         trains = self.workload.kind == "training"
         return min(sum(library_workspaces(device, trains=trains)) for device in devices)
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether ranks have master weights, in whose parts ZeRO 3 keeps the parameters."""
+        """Whether ranks have master weights, whose parts hold the parameters under ZeRO 3."""
         return self._steps_on_device and self.workload.numbers.master_bytes > 0
 
     @cached_property
     def moments(self) -> Moments:
-        """What backwards of single layers need."""
+        """The memory needs of backwards of single layers."""
         away = not self.keeps_on_device
         return Moments(self._with, self._short.stands_for, self.workload, self.cost, activations_away=away)
 
     @cached_property
     def is_in_root(self) -> NDArray[np.bool_]:
-        """Which layers' parameters ZeRO 3 gathers with the root's, shape (L,)."""
+        """Whether ZeRO 3 gathers a layer's parameters with the root's, shape (L,)."""
         starts = {group.start for group in parameter_groups(self._local) if not group.is_root}
         alone = np.array([layer.start not in starts for layer in self._local.layers])
         found: NDArray[np.bool_] = alone[self._short.stands_for]
@@ -134,23 +137,23 @@ class Figures:
 
     @property
     def tied_bytes(self) -> float:
-        """Parameters that several layers read."""
+        """Bytes of parameters that several layers read."""
         return self._tied[0]
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
-        """Cost several sizes at once."""
+        """Estimate the costs of several microbatch sizes at once."""
         for kind in self.cluster.device_kinds:
             self.cost.prepare_costs(self._local, microbatch_sizes, kind)
 
     def seconds(self, microbatch_size: int, recompute: str) -> LayerSeconds:
-        """Seconds of all layers at a microbatch size."""
+        """Return the seconds of all layers at a microbatch size."""
         if (microbatch_size, recompute) not in self._seconds:
             self._seconds[microbatch_size, recompute] = self._estimate(microbatch_size, recompute)
         return self._seconds[microbatch_size, recompute]
 
     def _estimate(self, microbatch_size: int, recompute: str) -> LayerSeconds:
         if is_by_stage(recompute):
-            # Nothing takes less time than to compute nothing again.
+            # No word takes less time than recomputing nothing.
             return self.seconds(microbatch_size, "none")
         graph, training = self._with(recompute), self.workload.kind == "training"
         columns: list[list[Floats]] = [[], [], [], []]
@@ -160,7 +163,7 @@ class Figures:
             for start, stop in graph.recompute:
                 ops = computed_again(graph, start, stop)
                 again[start] = costs.forward_s[np.array(ops, np.int64)].sum()
-            # Where gradients go to the host, nothing is added to them here.
+            # Where gradients go to the host, the device does not accumulate them.
             added = costs.accumulate_s * (training and self._steps_on_device)
             backward = (costs.backward_s + again) * training + added
             for column, values in zip(columns, (costs.forward_s, backward, added), strict=False):
@@ -176,7 +179,10 @@ class Figures:
     def exchanges(
         self, num_ranks: int, counts: tuple[int, ...], exchange: GradientExchange, shard_size: int = 0
     ) -> Exchanges:
-        """What replicas exchange where so many positions share the ranks; of all layouts, the fastest one's."""
+        """Return the costs of communication among replicas for these numbers of positions.
+
+        They are minima over all layouts.
+        """
         key = num_ranks, counts, exchange.bucket_bytes, shard_size
         if key not in self._exchanges:
             rows = [self._exchange(num_ranks // count, count, exchange.bucket_bytes, shard_size) for count in counts]
@@ -205,9 +211,11 @@ class Figures:
         return min(self.cost.bucket_seconds(graph, graph.parameters, kind) for kind in kinds) / max(num_bytes, 1)
 
     def _exchange(self, replicas: int, positions: int, bucket_bytes: int, shard_size: int) -> tuple[float, ...]:
-        """Seconds of a sum of one byte and of a bucket at the best rate; per byte of gathers and scatters of a layer.
+        """Return the costs of communication among replicas, the minimum over all groups.
 
-        These are of groups of ``shard_size`` replicas, if that is not 0.
+        The entries are: seconds to reduce one byte; seconds to reduce a bucket at the best rate; seconds per byte of a
+        layer's gathers, and of its scatters. Gathers and scatters are among groups of ``shard_size`` replicas, if that
+        is not 0.
         """
         if replicas == 1:
             return 0.0, 0.0, 0.0, 0.0
@@ -215,7 +223,7 @@ class Figures:
         structure, tensors = self._structure, self._local.tensors
         sizes = np.array([tensor.num_bytes(1, self.workload.float_bytes) for tensor in tensors], np.int64)
         largest = max(float(_added(structure, structure.parameters.table(sizes)).max()), 1.0)
-        # A gradient that is larger than a bucket is summed alone, at the rate of its size.
+        # A gradient larger than a bucket is reduced alone, at the rate of its size.
         gradient = float(self.bytes("none").gradients.max())
         large = [gradient / share for share in _SHARES_OF_LAYERS if gradient / share > bucket_bytes]
         sums_of = np.array([1.0, float(bucket_bytes), *large])
@@ -223,7 +231,7 @@ class Figures:
         for ranks in groups:
             seconds = self.cost.predict_collective("all_reduce", ranks, sums_of).seconds
             sums = np.array([seconds[0], (seconds[1:] / sums_of[1:]).min() * bucket_bytes])
-            # The most that any size gets done in a second. Parameters are cut among replicas alone.
+            # The best rate over all sizes. Parameters are sharded over replicas only.
             some = [largest / share for share in _SHARES_OF_LAYERS]
             own = ranks[:shard_size] if shard_size else ranks
             gather_s = min(self.cost.collective_seconds("all_gather", own, size, axes=()) / size for size in some)
@@ -232,7 +240,7 @@ class Figures:
         return tuple(min(values) for values in zip(*found, strict=True))
 
     def _groups(self, replicas: int, positions: int) -> list[tuple[int, ...]]:
-        """Ranks of the replicas of a position: one group for each way to lie on nodes, and across."""
+        """Return groups of a position's replicas: one for each arrangement on nodes, and one across nodes."""
         groups: dict[object, tuple[int, ...]] = {}
         nodes = self.cluster.columns().node
         for position in range(positions):
@@ -245,7 +253,7 @@ class Figures:
 
     @cached_property
     def _sorts_of_ranks(self) -> list[object]:
-        """What tells ranks apart in an exchange: kind of device and links of its node; all where paths differ."""
+        """Keys of ranks that are equal in collectives: device kind and node links; all distinct if paths differ."""
         cluster = self.cluster
         if cluster.racks is not None or cluster.paths:
             return list(range(cluster.num_ranks))
@@ -256,7 +264,7 @@ class Figures:
     def _tied(self) -> tuple[float, float]:
         """Bytes of parameters that several layers read, and of their gradients.
 
-        Where these layers lie in several stages, replicas keep them whole and sum them once.
+        If these layers are in several stages, replicas keep them whole and reduce their gradients once.
         """
         graph, owners = self._local, dict[int, set[int]]()
         for index, layer in enumerate(graph.layers):
@@ -270,7 +278,7 @@ class Figures:
         )
 
     def waiting(self, microbatch_size: int) -> Floats:
-        """Bytes of a microbatch that each layer makes for the second part of a split backward, shape (L,)."""
+        """Return the bytes that a layer makes per microbatch for the second part of a split backward, shape (L,)."""
         if microbatch_size not in self._waiting:
             graph, width = self._local, self.workload.float_bytes
             found = np.zeros(len(graph.layers))
@@ -282,7 +290,7 @@ class Figures:
 
     @cached_property
     def _made_for_weights(self) -> list[set[int]]:
-        """By layer, the values of it that the second part of a split backward reads, or whose gradients it does."""
+        """For each layer, its values that the second part of a split backward reads, or whose gradients it reads."""
         graph, shares = self._local, weights_shares(self._local)
         found = []
         for layer in graph.layers:
@@ -294,7 +302,7 @@ class Figures:
         return found
 
     def bytes(self, recompute: str) -> LayerBytes:
-        """Bytes of all layers."""
+        """Return the bytes of all layers."""
         if recompute not in self._bytes:
             self._bytes[recompute] = self._weigh(recompute)
         return self._bytes[recompute]
@@ -326,7 +334,10 @@ class Figures:
         return as_computed(local, self.workload.numbers)
 
     def _step_seconds(self, kind: DeviceKind) -> Floats:
-        """What each layer adds to the optimizer's step, which begins when a rank's last computation has ended."""
+        """Return the seconds that each layer adds to the optimizer step.
+
+        The step starts when a rank's last computation has ended.
+        """
         if self._steps_on_device:
             return self._optimizer_seconds(kind)
         if any(away.optimizer != "host" for away in self._offload):
@@ -340,7 +351,7 @@ class Figures:
         return _added(self._structure, self._structure.parameters.table(elements)) * each
 
     def _fewest_ranks(self, least: int) -> int:
-        """Ranks that plans use at least; fewer ranks have more of the host each."""
+        """Return the fewest ranks of any plan; fewer ranks have a larger share of the host each."""
         return max(min(*self._counts, self.cluster.num_ranks * self.sharding.width) // self.sharding.width, least)
 
     def _trained_elements(self) -> NDArray[np.int64]:
@@ -349,7 +360,7 @@ class Figures:
         return np.array(counts, np.int64)
 
     def _optimizer_seconds(self, kind: DeviceKind) -> Floats:
-        """What each layer adds to an optimizer's step over all of them."""
+        """Return the seconds that each layer adds to an optimizer step over all of them."""
         graph, optimizer = self._local, self.workload.optimizer
         owners = np.full(len(graph.tensors), -1)
         for index, layer in enumerate(graph.layers):
@@ -360,13 +371,13 @@ class Figures:
         others = (tuple(i for i in graph.parameters if owners[i] != index) for index in range(len(graph.layers)))
         without = [self.cost.optimizer_seconds(graph, some, optimizer, kind) if some else 0.0 for some in others]
         added = np.maximum(everything - np.array(without), 0.0)
-        # Starts of kernels come in steps, so that the last layer may seem to add more than its share.
+        # Kernel start costs come in steps, so that the last layer may seem to add more than its share.
         elements = _added(self._structure, self._structure.parameters.table(self._trained_elements()))
         found: Floats = np.minimum(added, everything * elements / max(elements.sum(), 1.0))
         return found
 
 
 def _added(structure: Structure, table: NDArray[np.int64]) -> Floats:
-    """What each layer adds to the layers before it, shape (L,), from a table over all stages i:j."""
+    """Return what each layer adds to the layers before it, shape (L,), from a table over all stages i:j."""
     found: Floats = np.diff(table[0, : structure.num_layers + 1].astype(np.float64))
     return found

@@ -1,15 +1,15 @@
-"""A sharper lower bound of a uniform configuration's memory, for those that are about to be simulated.
+"""A sharper lower bound of a uniform configuration's memory, for configurations about to be simulated.
 
-To what `cover` counts comes what a backward needs that begins: that of the last layer of a position's last stage, found
-by a walk through this layer alone. With f of n microbatches in flight, a rank needs at least
+It adds to the bound of `cover` what a backward needs at its start: the needs of the last layer of a position's last
+stage, found by a walk through this layer alone. With f of n microbatches in flight, a rank needs at least
 
-    static + f · kept + first(last layer)                 when the first backward of a step begins
+    static + f · kept + first(last layer)                 when the first backward of a step starts
     static + g · kept + gradients + later(last layer)     when a later one does; g is f, or n - 1 if f = n
 
-Where a rank has several chunks, each has its own f and g, and the later backward is the first that begins after every
-chunk has made its gradients. ZeRO 3 adds what is gathered then. Of activations that are on the hosts in between, those
-of a stage's last layer stay. With ZeRO 2 and 3 gradients are not added to wider ones, for which a later backward would
-need a copy: the first one's needs stand for its own.
+If a rank has several chunks, each has its own f and g, and the later backward is the first that starts after every
+chunk has made its gradients. ZeRO 3 adds the parameters gathered then. If activations are in host memory between
+passes, only those of a stage's last layer stay. With ZeRO 2 and 3, gradients are not added to wider ones, for which a
+later backward would need a copy: the needs of the first one are used instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def floor_bytes(figures: Figures, wanted: Configuration) -> float:
-    """Bytes that the fullest rank needs at least; 0 for what is not followed: inference, backwards in two parts."""
+    """Return the least bytes of the fullest rank; 0 if not modelled: inference, split backwards."""
     flight = FLIGHTS[wanted.schedule]
     if figures.workload.kind != "training" or flight == SPLIT:
         return 0.0
@@ -78,16 +78,16 @@ def floor_bytes(figures: Figures, wanted: Configuration) -> float:
 
 
 def _left_later(form: Form, position: int, counts: Sequence[int]) -> tuple[int, Sequence[int]]:
-    """A later backward that begins when a rank has all gradients: its chunk, and microbatches in flight of each chunk.
+    """Return the chunk of the first backward with all gradients made, and the microbatches in flight of each chunk.
 
-    ``counts`` are those in flight when the first backward of a step begins.
+    ``counts`` are those in flight when the first backward of a step starts.
     """
     rounds, chunks = form.rounds, form.chunks
     if chunks == 1:
         return 0, [counts[0] - (counts[0] == rounds)]
     size = microbatches_in_turn(form)
     if form.flight != IN_TURN or rounds == size:
-        # The first chunk's second backward; what the others kept is gone.
+        # The first chunk's second backward; the other chunks have freed what they kept.
         return 0, [rounds - 1, *[0] * (chunks - 1)]
     # The first backward of the second turn.
     forwards = min(forwards_ahead(form, position) + size * chunks, rounds * chunks)
@@ -95,10 +95,10 @@ def _left_later(form: Form, position: int, counts: Sequence[int]) -> tuple[int, 
 
 
 def _gathered_bytes(figures: Figures, recompute: str, mine: Sequence[tuple[int, int]], chunk: int) -> float:
-    """Parameters that ZeRO 3 has gathered when a chunk's backward begins (`cost.memory.shared_units`).
+    """Return the bytes of parameters that ZeRO 3 has gathered at the start of a chunk's backward.
 
-    The layers of the root are gathered all the time. Of the others the last one is gathered; so is the one before it if
-    the chunk's last layer is outside the root.
+    The layers of the root are always gathered (`cost.memory.shared_units`). Of the others, the last one is gathered; so
+    is the one before it if the chunk's last layer is outside the root.
     """
     parameters, in_root = figures.bytes(recompute).parameters, figures.is_in_root
     root = sum(float(parameters[start:stop][in_root[start:stop]].sum()) for start, stop in mine) - figures.tied_bytes

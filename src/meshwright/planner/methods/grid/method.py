@@ -1,8 +1,8 @@
-"""The method: bound every uniform configuration, then simulate from the lowest bound up until none is below the best.
+"""The method: bound every uniform configuration, then simulate in the order of bounds until no bound is below the best.
 
-What is simulated last proves the answer: every configuration that was not simulated has a lower bound at or above the
-best step. Where the time is over before, the lowest bound that is left says how far the best may be from the optimum
-among uniform configurations.
+At the end the result is proven: every configuration that was not simulated has a lower bound at or above the best step.
+If time ends earlier, the lowest remaining bound says how far the best may be from the optimum among uniform
+configurations.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from meshwright.planner.problem import Problem
 from meshwright.spec import Offload, Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 
-# Plans with less than this above a bound are as good as it: costs are worth less.
+# A plan within this share of a bound counts as optimal: costs are not more precise.
 _CLOSE = 1e-4
-# Where no bound of memory is within the limit, so many of those that need the least are simulated.
+# If no memory bound is within the limit, the number of configurations with the least memory that are simulated.
 _LEANEST = 3
-# Plans that are simulated in search of the best one (of a model of 70 B parameters one took 0.2 s); and, for each plan
-# that was asked for, to have others beside it, none of them by its bound slower than so many times the best.
+# The most simulated plans in search of the best one (one plan of a model with 70 B parameters took 0.2 s); and, per
+# requested plan, the most simulated alternatives, and the highest bound of an alternative relative to the best step.
 MOST_SIMULATED, _OTHERS, _MUCH_SLOWER = 256, 2, 1.5
-# Configurations that are ruled out one by one, in some milliseconds each.
+# The most configurations that are ruled out one by one, in some milliseconds each.
 MOST_RULED_OUT = 5_000
 
 
 def grid(problem: Problem, state: SearchState) -> Steps:
-    """Enumerate, bound, and simulate what may still be the best; where nothing may fit, what needs the least."""
+    """Enumerate, bound, and simulate what may be the best; if nothing may fit, what needs the least memory."""
     found = bound_grid(problem, state.seconds_left)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
-    # Of what does not fit anyway, it is said what lacks least.
+    # If nothing can fit, the configurations closest to fitting are reported.
     by_bound = bool(num_fitting or state.fitting or state.rejected)
     run = _Run(problem, state, found, counts_pruned=by_bound)
-    # Fewer devices are slower, and cost less.
+    # Plans on fewer devices are slower but cheaper.
     alike = len(set(problem.choices.num_devices)) < 2
     rows = found.by_bound() if by_bound else found.leanest(_LEANEST)
     for bound_s, configuration in rows:
         if not run.is_settled and bound_s >= state.best_s * (1 - _CLOSE):
             run.prove(bound_s)
         if run.is_settled:
-            # The best one is found; of other kinds of layouts people want to see one each.
+            # The best one is found; one alternative of each other kind of layout is simulated for the user.
             if len(run.kinds) >= state.max_plans or run.num_others >= _OTHERS * state.max_plans:
                 break
             if _kind(configuration) in run.kinds or (alike and bound_s > _MUCH_SLOWER * state.best_s):
@@ -66,13 +66,13 @@ def grid(problem: Problem, state: SearchState) -> Steps:
 
 
 class _Run:
-    """What came of the configurations that were simulated so far."""
+    """The results of the configurations that were simulated so far."""
 
     def __init__(self, problem: Problem, state: SearchState, found: ConfigurationGrid, *, counts_pruned: bool) -> None:
-        # Those that cannot fit by the bound of their sheet were counted before.
+        # Configurations excluded by the bound of their sheet were counted before.
         self._counts_pruned = counts_pruned
         self._problem, self._state, self._misfits, self._found = problem, state, _Misfits(), found
-        # What cannot fit and was not simulated, by the share of the limit that it needs at least.
+        # Configurations that cannot fit and were not simulated, with the least share of the limit that they need.
         self._ruled_out: list[tuple[float, float, Configuration]] = []
         self.kinds: set[Hashable] = set()
         self.num_simulated = self.num_others = 0
@@ -86,11 +86,11 @@ class _Run:
         return self.is_proven or is_over
 
     def prove(self, bound_s: float) -> None:
-        """Note that what is left takes at least this, which is no less than the best."""
+        """Note a lower bound of all remaining configurations that is not below the best step."""
         self.is_proven, self.left_s = True, bound_s
 
     def simulate(self, bound_s: float, configuration: Configuration) -> Steps:
-        """Propose the plans of a configuration, unless it cannot fit or one that needs no more did not."""
+        """Propose the plans of a configuration, unless it cannot fit, or one with no larger needs did not."""
         if self._misfits.need_less_than(configuration):
             self._count_out()
             return
@@ -103,7 +103,7 @@ class _Run:
             return
         lacking: set[Offload] = set()
         for plan in plans_of(problem, configuration):
-            # Other layouts with the same offload hold as much.
+            # Other layouts with the same offload need the same memory.
             if plan.offload in lacking:
                 continue
             share = share_of_hosts(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
@@ -124,7 +124,7 @@ class _Run:
         self._state.count(pruned=int(self._counts_pruned))
 
     def simulate_leanest(self) -> Steps:
-        """Propose some of what cannot fit, of different settings, that which lacks least: to say what is missing."""
+        """Propose plans of different settings that are closest to fitting, to report what is missing."""
         seen: set[Hashable] = set()
         for _, bound_s, configuration in sorted(self._ruled_out, key=lambda item: item[0]):
             setting = configuration.sharding, configuration.zero, configuration.recompute, configuration.num_ranks
@@ -135,7 +135,7 @@ class _Run:
 
     @property
     def num_seen(self) -> int:
-        """Plans that were simulated, and configurations that were ruled out."""
+        """The number of simulated plans and of configurations that were ruled out."""
         return self.num_simulated + len(self._ruled_out)
 
     def _propose(self, bound_s: float, plan: Plan) -> Generator[Proposal, RankedPlan | None, RankedPlan | None]:
@@ -148,23 +148,23 @@ class _Run:
 
 
 def _kind(configuration: Configuration) -> Hashable:
-    """What makes a layout another one for people."""
+    """Return the properties that distinguish kinds of layouts for a user."""
     wanted = configuration
     return wanted.idle, wanted.num_ranks, wanted.sharding, wanted.positions, wanted.zero, wanted.shard_size
 
 
 class _Misfits:
-    """Configurations that did not fit: others that need more in one way, and less in none, are not simulated."""
+    """Configurations that did not fit: others that need at least the same in every respect are not simulated."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[Configuration]] = {}
 
     def add(self, configuration: Configuration) -> None:
-        """Note one that did not fit."""
+        """Add a configuration that did not fit."""
         self._known.setdefault(_likeness(configuration), []).append(configuration)
 
     def need_less_than(self, configuration: Configuration) -> bool:
-        """Whether one is known that needs no more than this one does."""
+        """Return whether a known configuration needs no more than this one."""
         return any(needs_no_more(one, configuration) for one in self._known.get(_likeness(configuration), ()))
 
 
@@ -181,12 +181,13 @@ def _likeness(wanted: Configuration) -> Hashable:
 
 
 def needs_no_more(one: Configuration, other: Configuration) -> bool:
-    """Whether no rank of one needs more than in another of the same stages, ranks and schedule.
+    """Return whether no rank of one needs more than in another of the same stages, ranks and schedule.
 
-    ZeRO stages are not compared: what 2 and 3 gather may be more than what they share.
+    ZeRO stages are not compared: ZeRO 2 and 3 may gather more than they save.
     """
     ranks = one.num_ranks
-    # A multiple leaves no fewer samples under way, unless all microbatches are, each with what it keeps besides.
+    # A multiple of the microbatch size keeps at least the same number of samples in flight; not if all microbatches are
+    # in flight, which have additional memory each.
     sizes = other.microbatch_size, one.microbatch_size
     larger = sizes[0] == sizes[1] or (sizes[0] % sizes[1] == 0 and FLIGHTS[one.schedule] in (ONE_EACH, SPLIT, IN_TURN))
     return (
@@ -198,7 +199,7 @@ def needs_no_more(one: Configuration, other: Configuration) -> bool:
 
 
 def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
-    """The plans of a configuration: one for each layout of its ranks, and each way to offload."""
+    """Yield the plans of a configuration: one for each layout of its ranks, and each way to offload."""
     wanted, positions = configuration, configuration.positions
     num_devices = wanted.num_ranks * wanted.sharding.width
     for away in problem.choices.offload:

@@ -1,4 +1,4 @@
-"""What the backward of a single layer needs, found by a walk through the layer alone (`cost.memory.walk`)."""
+"""Memory needs of the backward of a single layer, found by a walk through the layer alone (`cost.memory.walk`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Moment(NamedTuple):
-    """Bytes that the backward of a layer needs where it is a stage's last one, gradients of parameters left out.
+    """Bytes that a layer's backward needs if it is a stage's last layer, without gradients of parameters.
 
-    ``first`` and ``later``: beyond what is in use at its start, of a step's first backward and of another. ``kept``:
-    what the layer keeps of a microbatch, whatever is kept before it.
+    ``first`` and ``later`` are additional to the memory in use at its start, for a step's first backward and for a
+    later one. ``kept`` is what the layer keeps of a microbatch, independently of earlier layers.
     """
 
     kept: float
@@ -32,10 +32,10 @@ class Moment(NamedTuple):
 
 
 class Moments:
-    """Of the layers of a graph, each found once; ``graph_with`` gives the graph that computes again by some words.
+    """Moments of the layers of a graph, each computed once; ``graph_with`` returns the graph with some recompute words.
 
     ``stands_for`` has the layer of that graph for each layer of the model, shape (L,). ``activations_away``: what
-    layers keep is on the host between forward and backward.
+    layers keep is in host memory between forward and backward.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Moments:
         self._alone: dict[str, tuple[Graph, tuple[StageSlice, ...]]] = {}
 
     def of_layer(self, layer: int, microbatch_size: int, recompute: str) -> Moment:
-        """What the backward of a layer needs at least."""
+        """Return the least memory needs of the backward of a layer."""
         key = microbatch_size, recompute, int(self._stands_for[layer])
         if key not in self._found:
             found = [self._walk(microbatch_size, word, key[-1]) for word in words_of(recompute)]
@@ -74,7 +74,7 @@ class Moments:
             exchanges=True,
             activations_away=self._away,
         )
-        # Within a longer stage nothing is received by this layer, and gradients that come back twice are added up.
+        # Within a longer stage this layer receives nothing, and does not add up gradients that come back twice.
         width = self._workload.float_bytes
         several = sum(graph.tensors[i].num_bytes(microbatch_size, width) for i in sent_to_several(stages[layer]))
         left_out, phases = memory.received_bytes + several, memory.phases

@@ -1,8 +1,8 @@
 """All uniform configurations of a problem with their bounds, a sheet for each sharding.
 
-Bounds come in two steps. First all configurations are bounded by what is computed alone. What replicas exchange takes
-longer to estimate than all else together; it is asked for when the lowest bound of all is one of a sheet that does not
-know of it yet, and raises the bounds of that sheet.
+Bounds come in two steps. First all configurations are bounded by computation only. Communication among replicas takes
+longer to estimate than everything else together; it is estimated when the lowest bound of all is on a sheet without it,
+and raises the bounds of that sheet.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Cell:
-    """Configurations that share ranks, microbatch size, what is computed again, and the size of groups of replicas."""
+    """Configurations with the same ranks, microbatch size, recompute word, and shard size."""
 
     figures: Figures
     num_ranks: int
@@ -88,7 +88,7 @@ class Sheet:
         self._gather()
 
     def refine(self) -> None:
-        """Raise the bounds by what replicas exchange."""
+        """Raise the bounds by the communication among replicas."""
         self.knows_exchange = True
         for index, cell in enumerate(self.cells):
             exchanges = cell.figures.exchanges(
@@ -98,7 +98,7 @@ class Sheet:
         self._gather()
 
     def configuration(self, row: int) -> Configuration:
-        """What stands in a row."""
+        """Return the configuration of a row."""
         place = int(np.searchsorted(np.cumsum([len(rows.seconds) for rows in self.rows]), row, side="right"))
         before = sum(len(rows.seconds) for rows in self.rows[:place])
         cell, rows, row = self.cells[place], self.rows[place], row - before
@@ -125,23 +125,23 @@ class Sheet:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigurationGrid:
-    """All uniform configurations of a problem; ``is_complete``: not those of its first shardings alone."""
+    """All uniform configurations of a problem; ``is_complete`` is False if only its first shardings were bounded."""
 
     sheets: tuple[Sheet, ...]
     is_complete: bool = True
 
     @property
     def num_configurations(self) -> int:
-        """How many there are."""
+        """The number of configurations."""
         return sum(len(sheet.seconds) for sheet in self.sheets)
 
     @property
     def num_fitting(self) -> int:
-        """How many may fit into memory."""
+        """The number of configurations that may fit into memory."""
         return sum(int((sheet.bytes <= sheet.limit_bytes).sum()) for sheet in self.sheets)
 
     def share_needed(self, wanted: Configuration) -> float:
-        """What a configuration needs at least, over the limit: a sharper bound than that of its sheet (`floors`)."""
+        """Return a configuration's least memory over the limit: a sharper bound than that of its sheet (`floors`)."""
         sheet = self._by_axes[wanted.idle, wanted.sharding]
         figures = next(cell.figures for cell in sheet.cells if cell.microbatch_size == wanted.microbatch_size)
         return floor_bytes(figures, wanted) / sheet.limit_bytes if sheet.limit_bytes > 0 else math.inf
@@ -152,7 +152,7 @@ class ConfigurationGrid:
         return {(sheet.cells[0].figures.idle, sheet.cells[0].figures.sharding): sheet for sheet in sheets}
 
     def by_bound(self) -> Iterator[tuple[float, Configuration]]:
-        """Those that may fit with their bounds, the lowest first."""
+        """Yield the configurations that may fit with their bounds in seconds, the lowest first."""
         seconds, places, rows = self._fitting()
         done = np.zeros(len(seconds), bool)
         while not done.all():
@@ -168,7 +168,7 @@ class ConfigurationGrid:
                 yield float(seconds[index]), sheet.configuration(int(rows[index]))
 
     def leanest(self, most: int) -> Iterator[tuple[float, Configuration]]:
-        """Those whose bound of memory exceeds what may be used by the least share, with their bounds of time."""
+        """Yield the configurations whose memory bound exceeds the limit least, with their bounds in seconds."""
         over = [sheet.bytes / sheet.limit_bytes for sheet in self.sheets]
         places = np.repeat(np.arange(len(over)), [len(item) for item in over])
         rows = np.concatenate([np.arange(len(item)) for item in over] or [np.empty(0, np.int64)])
@@ -185,9 +185,9 @@ class ConfigurationGrid:
 
 
 def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None) -> ConfigurationGrid:
-    """Bound all uniform configurations of a problem. Raises what is wrong with its shardings if none is possible.
+    """Bound all uniform configurations of a problem. Raises the first error of its shardings if none is possible.
 
-    Where no time is left, those of the first shardings alone.
+    If time ends, only the first shardings are bounded.
     """
     short = _figures_graph(problem, 1) if _is_symbolic(problem) else None
     sheets: list[Sheet] = []
@@ -207,7 +207,7 @@ def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None
 
 
 def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
-    """The shortened graph, or all of it where some of its equal layers may be computed again and others not."""
+    """Return the shortened graph, or the whole graph if only some of its equal layers may be recomputed."""
     words = [word for text in problem.choices.recompute for word in words_of(text)]
     if all(map(is_alike, words)):
         return problem.short_graph(microbatch_size)
@@ -216,9 +216,9 @@ def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
 
 
 def variants_of(problem: Problem) -> list[tuple[str, int]]:
-    """Schedules that have uniform configurations, each with its numbers of stages on a rank."""
+    """Return schedules that have uniform configurations, each with its numbers of stages on a rank."""
     found: list[tuple[str, int]] = []
-    # Both parts of a backward read what layers kept.
+    # Split backwards need activations on the device: both parts read what layers kept.
     away = all(offload.activations != "device" for offload in problem.choices.offload)
     names = problem.choices.schedules if problem.workload.kind == "training" else problem.choices.schedules[:1]
     for name in names:
@@ -229,7 +229,7 @@ def variants_of(problem: Problem) -> list[tuple[str, int]]:
 
 
 def _is_symbolic(problem: Problem) -> bool:
-    """Whether one graph serves all microbatch sizes."""
+    """Return whether one graph serves all microbatch sizes."""
     try:
         return problem.graph_for(1).batch_size is None
     except MeshwrightError:
@@ -271,7 +271,7 @@ def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding, 
 def _sizes_for_all(
     problem: Problem, short: ShortGraph, sharding: Sharding, sizes: tuple[int, ...], num_ranks: list[int]
 ) -> tuple[int, ...]:
-    """Microbatch sizes that leave every replica one, in the longest pipeline that there may be."""
+    """Return the microbatch sizes that give every replica a microbatch, in the longest possible pipeline."""
     batch = own_workload(problem.workload, sharding).global_batch
     longest = (max(n for n in divisors(count) if n <= len(short.stands_for)) for count in num_ranks)
     least = min((count // positions for count, positions in zip(num_ranks, longest, strict=True)), default=0)
@@ -310,7 +310,7 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Configur
 
 
 def _running(values: Floats) -> Floats:
-    """Sums over the layers before each, and over all, along the last axis."""
+    """Return cumulative sums along the last axis: before each layer, and over all."""
     sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
     np.cumsum(values, axis=-1, out=sums[..., 1:])
     return sums

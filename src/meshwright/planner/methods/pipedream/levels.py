@@ -1,8 +1,8 @@
-"""PipeDream's levels: machines that hold machines, each level with links of its own, solved from the lowest up.
+"""PipeDream's levels: machines that contain machines, each level with its own links, solved from the lowest up.
 
-On the lowest level a machine is a device, on the next one a machine is all that the level below holds, and so on. The
-dynamic program of a level (`recurrence`) takes the best times of all intervals on the level below as seconds of its own
-machines; from the top, every stage found is then split again by the level below.
+On the lowest level a machine is a device, on the next one a machine is everything that the level below contains, and so
+on. The dynamic program of a level (`recurrence`) uses the best times of all intervals on the level below as seconds of
+its own machines; from the top, every stage found is then split again by the level below.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshwright.planner.methods.pipedream.recurrence import (
 )
 from meshwright.planner.methods.pipedream.states import ProfileStates
 
-# Multiples of the bound within which a pipeline is looked for, before it is without one.
+# Multiples of the bound within which a pipeline is searched first, before the search without a limit.
 _SLACKS = (1.0625, 1.25, 2.0, 4.0)
-# Stages that take longer by this share take as long: the last bits of sums.
+# Relative differences of stage seconds below this are rounding errors of sums.
 _ROUNDING = 1e-12
-# Less than any share of a picosecond that a stage takes.
+# Smaller than any share of a picosecond that a stage takes.
 _NO_TIME_S = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """So many machines side by side, and what each sends per second."""
+    """A number of machines, and the bandwidth of each."""
 
     num_machines: int
     bandwidth_bytes_per_s: float
@@ -41,11 +41,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipeDreamOptions:
-    """What PipeDream's optimizer can be asked for; the defaults are its own.
+    """Options of PipeDream's optimizer, with its own defaults.
 
-    ``compression_ratio``: activations shrink so many times on links, None for links that take no time at all.
-    ``replicas``: how many a stage may have on each level, 1 alone for a straight pipeline, None for any number.
-    ``fewer_machines``: some may stay idle. ``memory_bytes``: the limit of each machine.
+    ``compression_ratio`` divides activation bytes on links; None for links that take no time. ``replicas`` are the
+    allowed numbers of replicas on each level, (1,) for a straight pipeline, None for any number. ``fewer_machines``:
+    some may stay idle. ``memory_bytes`` is the limit of each machine.
     """
 
     compression_ratio: float | None = None
@@ -56,7 +56,7 @@ class PipeDreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelStage:
-    """The layers between two states (``start`` -1: from the first one) as one stage, on the lowest level.
+    """The layers between two states (``start`` -1: from the first layer) as one stage, on the lowest level.
 
     ``replicas`` are those of each level, the lowest first: the stage is on their product of devices.
     """
@@ -68,14 +68,14 @@ class LevelStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelSolution:
-    """Stages in the order of the pipeline, and the seconds of the slowest of the top level."""
+    """Stages in the order of the pipeline, and the seconds of the slowest one of the top level."""
 
     cuts: tuple[LevelStage, ...]
     bottleneck_s: float
 
 
 def solve_levels(states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions) -> LevelSolution | None:
-    """The stages with the least bottleneck, exact for these states; None where none fits."""
+    """Return the stages with the least bottleneck, exact for these states; None if none fit."""
     problems: list[LevelProblem] = []
     below_s: Floats = np.empty((0, 0))
     for index, level in enumerate(levels):
@@ -102,7 +102,7 @@ def solve_levels(states: ProfileStates, levels: Sequence[Level], options: PipeDr
 
 
 def data_parallel_seconds(seconds: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
-    """Seconds per minibatch with replicas of everything on all machines, as PipeDream has it."""
+    """Return seconds per minibatch with replicas of everything on all machines, by PipeDream's formula."""
     before = 1
     for level in levels:
         machines = level.num_machines
@@ -133,9 +133,9 @@ def _problem(
 
 
 def _least_seconds(problem: LevelProblem) -> float:
-    """B of the whole pipeline.
+    """Return B of the whole pipeline.
 
-    With cutoffs just above the bound this is quick, and where something takes less than the cutoff, it is found.
+    Cutoffs just above the bound make this quick; a solution below a cutoff is always found.
     """
     table = make_table(problem)
     bound_s = problem.seconds[-1] / (problem.all_below * problem.num_machines)
@@ -147,7 +147,7 @@ def _least_seconds(problem: LevelProblem) -> float:
 
 
 def _read_stages(table: IntervalTable, start: int, stop: int, machines: int) -> list[tuple[int, int, int]]:
-    """The stages (first state, last state, replicas) of an interval, in the order of the pipeline."""
+    """Return the stages (first state, last state, replicas) of an interval, in the order of the pipeline."""
     found: list[tuple[int, int, int]] = []
     while stop > start:
         cut, replicas = int(table.cuts[stop, machines]), int(table.replicas[stop, machines])

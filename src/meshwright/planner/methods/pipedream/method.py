@@ -1,16 +1,16 @@
 """PipeDream's planner as a search method: its stages as plans, which the simulator estimates.
 
-A plan's stages are ranges of a graph's layers, so that of the graph's states only those are looked at that its order
-of layers passes through. For each microbatch size, PipeDream's minibatch, the dynamic program is asked
+A plan's stages are ranges of a graph's layers, so only the graph's states along its order of layers are considered. For
+each microbatch size (PipeDream's minibatch), the dynamic program runs
 
     with machines on two levels, devices and nodes, and with all devices behind the slowest link
-    with transfers that take their time, and with such that take none
-    with all numbers of replicas that can share the minibatches, and for a straight pipeline
+    with transfers that take their time, and with free transfers
+    with all numbers of replicas that can divide the minibatches, and for a straight pipeline
 
-and data parallelism, with which PipeDream compares what it finds, is proposed beside it.
-Under schedules that never flush, gradients are summed for every minibatch, as PipeDream has it, and a step of M takes M
-times the slowest stage. Where the pipeline is flushed they are summed once per step, so that parameters weigh an M-th
-of that, and the first minibatch's way through the other stages is added.
+and data parallelism, PipeDream's baseline, is proposed too. Under asynchronous schedules, gradients are reduced for
+every minibatch, as in PipeDream, and a step of M minibatches takes M times the slowest stage. In synchronous ones they
+are reduced once per step, so that parameters weigh an M-th of that, and the first minibatch's way through the other
+stages is added.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from meshwright.program import build_program
 from meshwright.spec import DeadlockError, NoFeasiblePlanError, Plan, PlanError, ScheduleError, StagePlan
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 
-# What a link carries of a large message: one of this size.
+# The message size at which a link's bandwidth is taken.
 _MESSAGE_BYTES = float(64 << 20)
-# Flat clusters are looked at up to so many devices; the dynamic program grows with their square.
+# The largest cluster that is also solved on one level; the dynamic program grows with the square of devices.
 MAX_FLAT = 64
 
 
 class _Found(NamedTuple):
-    """Stages of a space on ranks, the schedules that they are for, and PipeDream's seconds of a step."""
+    """Stages of a space on ranks, their schedules, and PipeDream's seconds of a step."""
 
     space: Space
     size: int
@@ -51,15 +51,16 @@ class _Found(NamedTuple):
 
 
 def pipedream(problem: Problem, state: SearchState) -> Steps:
-    """Propose what PipeDream finds, best by its own estimate first, until as many fit as were asked for.
+    """Propose what PipeDream finds, best by its own estimate first, until enough plans fit.
 
-    Raises PlanError where it finds no plan of the numbers of stages that are allowed; it chooses them itself.
+    Raises PlanError if it finds no plan with an allowed number of stages; it chooses the number itself.
     """
     found = [item for space in problem.spaces() for item in _search(space, state)]
     if not found:
         raise PlanError(
-            f"PipeDream's planner chooses stages itself, and finds none of {list(problem.choices.num_stages)} stages "
-            "for these devices and microbatches. Leave the number of stages open, or use another method."
+            f"PipeDream's planner chooses stages itself, and finds no plan of "
+            f"{list(problem.choices.num_stages)} stages for these "
+            "devices and microbatches. Leave the number of stages open, or use another method."
         )
     seen: set[Plan] = set()
     num_fitting = 0
@@ -76,7 +77,7 @@ def pipedream(problem: Problem, state: SearchState) -> Steps:
 
 
 def _search(space: Space, state: SearchState) -> Iterator[_Found]:
-    """What the dynamic program finds in one space."""
+    """Yield what the dynamic program finds in one space."""
     endless = tuple(name for name in space.schedules if name in ASYNCHRONOUS_SCHEDULES)
     flushed = tuple(name for name in space.schedules if name not in ASYNCHRONOUS_SCHEDULES)
     for size in space.microbatch_sizes:
@@ -95,7 +96,7 @@ def _solve(space: Space, size: int, weighed: Profile, schedules: tuple[str, ...]
     num_microbatches = space.workload.global_batch // size
     never_flushes = schedules[0] in ASYNCHRONOUS_SCHEDULES
     states = states_along(weighed, [range(len(weighed.names))])
-    # In inference nothing comes back.
+    # In inference, nothing is sent back.
     ratio = 2.0 if space.workload.kind == "inference" else 1.0
     some = divisors(num_microbatches) if never_flushes else range(1, num_microbatches + 1)
     for levels, ratio_or_none, replicas in product(_levels(space), (ratio, None), (tuple(some), (1,))):
@@ -114,12 +115,12 @@ def _solve(space: Space, size: int, weighed: Profile, schedules: tuple[str, ...]
 
 
 def _fill_seconds(plan: PipedreamPlan) -> float:
-    """What a flushed pipeline takes beside the work of its longest stage: the way through all others."""
+    """Return the seconds of a synchronous pipeline besides its longest stage: the way through all others."""
     return plan.single_s - max(stage.compute_s for stage in plan.stages)
 
 
 def _profile(space: Space, size: int) -> Profile:
-    """The profile on the slowest of the kinds of devices: PipeDream's machines are all alike."""
+    """Return the profile on the slowest device kind: PipeDream's machines are all equal."""
     graph = space.graph_for(size)
     kinds = {kind.name: kind for kind in (space.cluster.device_kind(rank) for rank in range(space.num_ranks))}
     profiles = [make_profile(graph, size, space.cost, kind) for kind in kinds.values()]
@@ -127,7 +128,7 @@ def _profile(space: Space, size: int) -> Profile:
 
 
 def _levels(space: Space) -> Iterator[tuple[Level, ...]]:
-    """The ranks as machines: nodes with devices, where nodes are alike; and all of them alike."""
+    """Yield the ranks as machines: nodes with devices, if nodes are equal; and all of them on one level."""
     num_ranks = space.num_ranks
     each = [space.cluster.node_index(rank) for rank in range(num_ranks)].count(0)
     inside = Level(num_machines=each, bandwidth_bytes_per_s=_bandwidth(space, 0, 1) if each > 1 else math.inf)
@@ -149,7 +150,7 @@ def _bandwidth(space: Space, first: int, second: int) -> float:
 
 
 def place_stages(plan: PipedreamPlan) -> tuple[StagePlan, ...]:
-    """The stages on ranks in order; on two levels, each on the same devices of all nodes of its outer stage.
+    """Return the stages on ranks in order; on two levels, on the same devices of all nodes of the outer stage.
 
     There, replicas on the same device of other nodes follow each other: a microbatch then stays in its node.
     """
@@ -159,7 +160,7 @@ def place_stages(plan: PipedreamPlan) -> tuple[StagePlan, ...]:
     for stage in plan.stages:
         inner, outer = (*stage.replicas, 1)[:2]
         ranks = [(node + k) * each + device + place for place, k in product(range(inner), range(outer))]
-        # Whole nodes are taken in order: no other stage shares them.
+        # Whole nodes are taken in order: they contain no other stage.
         stages.append(_on_ranks(stage, sorted(ranks) if inner == each else ranks))
         device += inner
         if device == each:
@@ -172,7 +173,7 @@ def _on_ranks(stage: PipedreamStage, ranks: Sequence[int]) -> StagePlan:
 
 
 def _make_plan(found: _Found, schedule: str, state: SearchState) -> Plan | None:
-    """The stages under a schedule, as a plan of the whole graph; None, and noted, if they cannot follow it."""
+    """Return the stages under a schedule as a plan of the whole graph; None, and noted, if they cannot follow it."""
     space, problem = found.space, found.space.problem
     graph = space.graph_for(found.size)
     plan = space.make_plan(found.stages, found.size, "1f1b")
@@ -180,7 +181,7 @@ def _make_plan(found: _Found, schedule: str, state: SearchState) -> Plan | None:
         adopted = adopt_schedule(plan, schedule, graph, space.cost, num_chunks=problem.choices.num_chunks[0])
         local = replace(adopted, exchange=space.exchange.suited_to(schedule))
         if local.is_asynchronous:
-            # What such a schedule refuses, tied parameters among it, shows in its program.
+            # Building the program reveals what such a schedule refuses, for example tied parameters.
             build_program(local, graph)
         return space.whole(local)
     except (PlanError, ScheduleError, DeadlockError) as error:

@@ -1,8 +1,8 @@
-"""Orders of a profile's layers, for graphs with more states than can be looked at, and how many states those have.
+"""Orders of a profile's layers, for graphs with too many states, and the number of those states.
 
-An order passes through as many states as there are layers. Few bytes lie on the frontier where branches are finished
-one after the other, so that besides the order of the profile itself one goes on with what became ready last, and one
-with what leaves the least to be kept.
+An order passes through one state per layer. Few bytes are on the frontier if branches are finished one after the other;
+so besides the order of the profile itself, one order continues with the layer that became ready last, and one with the
+layer that leaves the least to keep.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from meshwright.planner.methods.pipedream.profile import Profile
 
 
 def find_orders(profile: Profile) -> Iterator[list[int]]:
-    """Orders in which each layer follows those that it reads; the first layer is the first of each."""
+    """Yield orders in which each layer follows those that it reads; each starts with the first layer."""
     yield list(range(len(profile.names)))
     yield _walk(profile, by_bytes=False)
     yield _walk(profile, by_bytes=True)
 
 
 def _walk(profile: Profile, *, by_bytes: bool) -> list[int]:
-    """Next is always what became ready last; by bytes, what adds least to those that are still needed."""
+    """Return an order that continues with the layer that became ready last or, by bytes, adds the least to keep."""
     readers = profile.readers
     missing = [len(sources) for sources in profile.reads]
     unread = [len(items) for items in readers]
-    # The step since which a layer is ready; another source is begun when nothing else is.
+    # The step since which a layer is ready; another source is started only if nothing else is ready.
     ready = {layer: -1 for layer, count in enumerate(missing) if count == 0}
     order: list[int] = []
 
@@ -46,9 +46,10 @@ def _walk(profile: Profile, *, by_bytes: bool) -> list[int]:
 
 
 def count_states(profile: Profile) -> int:
-    """How many sets of layers contain all that they read, and the first layer; at least as many as there are states.
+    """Return the number of sets of layers that contain all that they read, and the first layer.
 
-    Layers are decided on one after the other; what still matters are those with readers that are yet undecided.
+    It is an upper bound of the number of states. Layers are decided one after the other; only decided layers with
+    undecided readers still matter.
     """
     readers = profile.readers
     unread = [len(items) for items in readers]

@@ -1,4 +1,4 @@
-"""From a profile and levels of machines to PipeDream's plan, which tells what its optimizer prints."""
+"""From a profile and levels of machines to PipeDream's plan, which explains what its optimizer prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.planner.methods.pipedream.states import ProfileStates, find_stat
 from meshwright.spec import NoFeasiblePlanError, PlanError
 from meshwright.spec.units import format_bytes, format_count, format_percent, format_seconds
 
-# Beyond, states are taken from orders of the layers. Finding so many takes about 0.2 s.
+# With more states, some are taken from orders of the layers. Finding this number takes about 0.2 s.
 MAX_STATES = 20_000
 DEFAULT_OPTIONS = PipeDreamOptions()
 
@@ -24,9 +24,9 @@ DEFAULT_OPTIONS = PipeDreamOptions()
 class PipedreamStage:
     """Some layers (indices of the profile, ascending) on ``num_machines`` devices.
 
-    ``replicas`` are those of each level, the lowest first; ``num_machines`` is their product. ``compute_s`` is what one
-    device takes for the layers, ``seconds`` its share with the sums of gradients of all levels, as data parallelism
-    has it. ``received_bytes`` are on the frontier before the stage.
+    ``replicas`` are those of each level, the lowest first; ``num_machines`` is their product. ``compute_s`` is the time
+    of the layers on one device, ``seconds`` its share with the gradient reductions of all levels, by the formula of
+    data parallelism. ``received_bytes`` are on the frontier before the stage.
     """
 
     layers: tuple[int, ...]
@@ -38,7 +38,7 @@ class PipedreamStage:
 
     @property
     def num_machines(self) -> int:
-        """Devices that hold the stage."""
+        """The number of devices that hold the stage."""
         return math.prod(self.replicas)
 
 
@@ -46,8 +46,8 @@ class PipedreamStage:
 class PipedreamPlan:
     """Stages in the order of the pipeline, and PipeDream's estimate of them, in seconds per minibatch.
 
-    ``bottleneck_s`` is what is minimised. ``bound_s``: no plan of the profile is faster, by this estimate; the
-    plan is the best if ``is_complete``, else the best of ``num_states`` states that were looked at.
+    ``bottleneck_s`` is minimised. ``bound_s`` is a lower bound of all plans of the profile, by this estimate; the plan
+    is the best if ``is_complete``, else the best of ``num_states`` states that were considered.
     """
 
     profile: Profile
@@ -63,21 +63,21 @@ class PipedreamPlan:
 
     @property
     def speedup(self) -> float:
-        """Against one machine."""
+        """Speedup over one machine."""
         return self.single_s / self.bottleneck_s
 
     @property
     def speedup_over_data_parallel(self) -> float:
-        """Against replicas of the whole model on all machines."""
+        """Speedup over replicas of the whole model on all machines."""
         return self.data_parallel_s / self.bottleneck_s
 
     @property
     def num_machines(self) -> int:
-        """Devices that are used."""
+        """The number of devices used."""
         return sum(stage.num_machines for stage in self.stages)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain row per stage, with the names of its first and last layer in the order of the profile."""
+        """Return one plain row per stage, with the names of its first and last layer in the order of the profile."""
         return [
             {
                 "stage": index,
@@ -95,7 +95,7 @@ class PipedreamPlan:
         ]
 
     def explain(self) -> str:
-        """What was found, for people: stages, times and what they are compared with."""
+        """Return the stages, times and comparisons in lines."""
         machines = math.prod(level.num_machines for level in self.levels)
         lines = [
             f"{format_count(len(self.stages), 'stage')} on {self.num_machines} of {format_count(machines, 'machine')}: "
@@ -109,8 +109,8 @@ class PipedreamPlan:
             lines.append(f"the best of all cuts ({format_count(self.num_states, 'state')})")
         else:
             lines.append(
-                f"the best of {format_count(self.num_states, 'state')} of some orders of the layers; all are too many. "
-                f"No plan is faster than {format_seconds(self.bound_s)}, which is the same work without transfers: at "
+                f"the best of {format_count(self.num_states, 'state')} of some orders of the layers; all are too many: "
+                f"no plan is faster than {format_seconds(self.bound_s)}, which is the same work without transfers: at "
                 f"most {gap} are lost"
             )
         lines += [
@@ -129,9 +129,9 @@ def plan_profile(
     *,
     max_states: int = MAX_STATES,
 ) -> PipedreamPlan:
-    """PipeDream's plan for machines on ``levels``, the lowest first (devices of a host, then hosts).
+    """Return PipeDream's plan for machines on ``levels``, the lowest first (devices of a host, then hosts).
 
-    Raises PlanError for levels or options that mean nothing, NoFeasiblePlanError where no plan keeps to the options.
+    Raises PlanError for invalid levels or options, NoFeasiblePlanError if no plan satisfies the options.
     """
     _check(levels, options)
     states = find_states(profile, max_states) or states_along(profile, find_orders(profile))
@@ -141,7 +141,7 @@ def plan_profile(
 def plan_states(
     profile: Profile, states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions
 ) -> PipedreamPlan:
-    """The best plan that cuts only at some states of a profile. Raises NoFeasiblePlanError where there is none."""
+    """Return the best plan that cuts only at some states of a profile. Raises NoFeasiblePlanError if none exists."""
     solution = solve_levels(states, levels, options)
     if solution is None:
         raise _nothing_fits(profile, states, levels, options)

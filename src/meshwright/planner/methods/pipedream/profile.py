@@ -1,8 +1,8 @@
-"""What PipeDream's planner looks at: a graph of layers with seconds and bytes, of one minibatch on one machine.
+"""The input of PipeDream's planner: a graph of layers with seconds and bytes, of one minibatch on one machine.
 
-A profile comes from a file of PipeDream's profiler (``graph.txt``) or from a captured graph and a cost model. Of a
-file, inputs are left out, whose time is the loading of data, and so are results of ``__getitem__`` that nobody reads,
-as PipeDream's optimizer does (`optimizer_graph_hierarchical.py`).
+A profile comes from a file of PipeDream's profiler (``graph.txt``) or from a captured graph and a cost model. In a
+file, inputs, whose time is that of loading data, and unread results of ``__getitem__`` are skipped, as in PipeDream's
+optimizer (`optimizer_graph_hierarchical.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Floats = NDArray[np.float64]
 class Profile:
     """Layers in an order in which each follows what it reads; all arrays have shape (layers,).
 
-    ``seconds`` are forward and backward of one minibatch, ``activation_bytes`` what a layer puts out for others.
-    ``reads`` has, for each layer, those whose output it takes.
+    ``seconds`` are forward and backward of one minibatch, ``activation_bytes`` the output of a layer for others.
+    ``reads`` has, for each layer, the layers whose output it reads.
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class Profile:
 
     @property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer those that take its output."""
+        """For each layer, the layers that read its output."""
         found: list[list[int]] = [[] for _ in self.names]
         for layer, sources in enumerate(self.reads):
             for source in sources:
@@ -54,20 +54,22 @@ def load_profile(path: Path | str) -> Profile:
     try:
         text = read_unpacked(path).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DocumentError(f"{path}: no profile of PipeDream, which is text. Check the file.") from None
+        raise DocumentError(f"{path}: not a PipeDream profile, which is text. Check the file.") from None
     return parse_profile(text, source=path.name)
 
 
 def parse_profile(text: str, *, source: str) -> Profile:
-    """The profile that a text of PipeDream's profiler describes.
+    """Return the profile that a text of PipeDream's profiler describes.
 
-    Raises DocumentError for any other text, PlanError where layers read each other in a circle.
+    Raises DocumentError for any other text, PlanError if layers read each other in a cycle.
     """
     lines = {layer.name: layer for layer in read_layers(text, source=source)}
     reads: dict[str, list[str]] = {name: [] for name in lines}
     for writer, reader in read_edges(text, source=source):
         if unknown := {writer, reader} - lines.keys():
-            raise DocumentError(f"{source}: an edge names {min(unknown)!r}, which is no layer of it. Check the file.")
+            raise DocumentError(
+                f"{source}: an edge names {min(unknown)!r}, which is not one of its layers. Check the file."
+            )
         reads[reader].append(writer)
     for name in [name for name, layer in lines.items() if layer.is_input and not reads[name]]:
         _remove(name, reads)
@@ -75,7 +77,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
     for name in [name for name in reads if name not in read and lines[name].what.startswith("__getitem__")]:
         _remove(name, reads)
     if not reads:
-        raise DocumentError(f"{source}: it has no layers but inputs. Expected at least one; check the file.")
+        raise DocumentError(f"{source}: it has only input layers; expected at least one other layer. Check the file.")
     order = _sorted(reads)
     kept = [lines[name] for name in order]
     return Profile(
@@ -89,11 +91,11 @@ def parse_profile(text: str, *, source: str) -> Profile:
 
 
 def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Profile:
-    """The same of a captured graph, layer by layer, for minibatches of ``batch_size`` on one kind of device.
+    """Return the profile of a captured graph for minibatches of ``batch_size`` on one device kind.
 
-    What every stage computes anew (`Op.replicable`) belongs to no layer, a tied parameter to the first that reads it; a
-    layer with nothing of its own stands between its neighbours. Raises GraphError for a batch size that the graph
-    excludes.
+    Ops that every stage computes itself (`Op.replicable`) belong to no layer, a tied parameter to the first layer that
+    reads it; a layer without its own ops is chained between its neighbours. Raises GraphError for a batch size that the
+    graph excludes.
     """
     graph.check_batch_size(batch_size)
     each = _op_seconds(graph, batch_size, cost, kind)
@@ -139,7 +141,7 @@ def _remove(name: str, reads: dict[str, list[str]]) -> None:
 
 
 def _sorted(reads: Mapping[str, Sequence[str]]) -> list[str]:
-    # All are named first, so that of several sources the first of the file stays the first.
+    # All are added first, so that of several sources the first of the file stays the first.
     sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(reads, ()))
     for name, writers in reads.items():
         sorter.add(name, *writers)
@@ -147,8 +149,8 @@ def _sorted(reads: Mapping[str, Sequence[str]]) -> list[str]:
         return list(sorter.static_order())
     except CycleError as error:
         raise PlanError(
-            f"Layers of the profile read each other in a circle ({' -> '.join(error.args[1][:8])}); expected a graph "
-            "without circles. Profile the model again."
+            f"Layers of the profile read each other in a cycle ({' -> '.join(error.args[1][:8])}); expected a graph "
+            "without cycles. Profile the model again."
         ) from None
 
 

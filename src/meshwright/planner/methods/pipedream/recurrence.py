@@ -1,4 +1,4 @@
-"""PipeDream's dynamic program over states, as its optimizer has it. Compiled.
+"""PipeDream's dynamic program over states, as in its optimizer. Compiled.
 
 On one level with M machines and links of b bytes per second, the layers between two states i and j (`states`) take
 
@@ -6,21 +6,21 @@ On one level with M machines and links of b bytes per second, the layers between
                           max(B[i, k, m - r], (t' + w'(r)) / r, x)      the last stage, behind state k, has r of them
 
     t     C[i, j]: seconds on all machines of a level below, T(j) - T(i) on the lowest; t' = C[k, j]
-    w     4 (m - 1) P / (b m): gradients are summed, P those of the stage, and added to its seconds
+    w     4 (m - 1) P / (b m): the gradient reduction of the stage's P bytes, added to its seconds
     f     machines of the level right below; 1 on the lowest
     x     2 a / (b r c), for the frontiers of k and, unless it is the last state, j; 0 without a ratio c
 
-All m machines are used, unless fewer may be. With a limit of memory, a stage of r replicas that m machines end with
-is open only if ceil((M - m) / r) (A + P) is within it. Then C[i, j] = B[i, j, M] for the level above.
+All m machines are used, unless fewer may be. With a memory limit, a stage of r replicas at the end of m machines is
+allowed only if ceil((M - m) / r) (A + P) is within it. Then C[i, j] = B[i, j, M] for the level above.
 
-Many plans have the same bottleneck. Of them the one with the fewest stages is taken, by the same recurrence with 1 and
-sums in the place of seconds and maxima, over stages that take no longer.
+Many plans have the same bottleneck. The one with the fewest stages is chosen, by the same recurrence with 1 and sums
+instead of seconds and maxima, over stages that take no longer.
 
 No stage that takes T(j) - T(k) on one machine is faster than that over all machines of its level and those below.
 States come with ascending seconds, so that for each j, k need go back only until this bound is reached.
 
 Source: `optimizer_graph_hierarchical.py` (`compute_partitioning`) of the PipeDream repository. There, on levels below
-the last, i and k need not lie one inside the other; that interval is no set of layers, and is left out here.
+the last, i and k need not be nested; such an interval is not a set of layers, and is left out here.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class LevelProblem(NamedTuple):
     """One level; S states.
 
     ``members`` (S, words), ``seconds`` T, ``activation_bytes`` A, ``parameter_bytes`` P and ``frontier_bytes`` a (S,)
-    are those of `ProfileStates`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
-    ``machines_below`` is f, ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 where
-    transfers are free; ``allowed`` (M + 1,) says how many replicas a stage may
-    have; ``memory_bytes`` infinite for no limit.
+    are from `ProfileStates`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
+    ``machines_below`` is f, ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 for free
+    transfers; ``allowed`` (M + 1,) marks the numbers of replicas that a stage may have; ``memory_bytes`` is infinite
+    without a limit.
     """
 
     members: Words
@@ -65,10 +65,10 @@ class LevelProblem(NamedTuple):
 
 
 class IntervalTable(NamedTuple):
-    """What all intervals behind one state take, entry [j, m]: seconds (B), or how many stages; and how.
+    """The results of all intervals behind one state, entry [j, m]: seconds (B) or numbers of stages, and last stages.
 
-    Shapes (S, M + 1): the cut k before the last stage, and the replicas r that this has. A cut of -2 stands for none,
-    where one stage is best.
+    Shapes (S, M + 1): the cut k before the last stage, and its number of replicas r. A cut of -2 means that one stage
+    is best.
     """
 
     best: Floats
@@ -77,14 +77,14 @@ class IntervalTable(NamedTuple):
 
 
 def make_table(problem: LevelProblem) -> IntervalTable:
-    """An empty table for a level."""
+    """Return an empty table for a level."""
     shape = (len(problem.seconds), problem.num_machines + 1)
     return IntervalTable(np.full(shape, np.inf), np.full(shape, -2, np.int64), np.zeros(shape, np.int64))
 
 
 @compiled
 def fill_intervals(p: LevelProblem, table: IntervalTable) -> Floats:
-    """B[i, j, M] of all intervals, shape (S + 1, S), entry [i + 1, j]; infinite where there is none."""
+    """Return B[i, j, M] of all intervals, shape (S + 1, S), entry [i + 1, j]; infinite if impossible."""
     count = len(p.seconds)
     found = np.full((count + 1, count), np.inf)
     for i in range(-1, count - 1):
@@ -97,12 +97,12 @@ def fill_intervals(p: LevelProblem, table: IntervalTable) -> Floats:
 def fill_table(p: LevelProblem, i: int, stop: int, cutoff_s: float, counting: bool, table: IntervalTable) -> None:
     """Fill the table for all intervals behind state i (the first layer, if i is -1) up to state ``stop``.
 
-    With a cutoff only what the whole interval needs for less time than that is filled in; ``counting``: how few stages
-    do, each in less time than that.
+    With a cutoff, only entries are filled that the whole interval needs to take less time; with ``counting``, entries
+    are the fewest stages that each take less time than the cutoff.
     """
     table.best.fill(np.inf)
     table.cuts.fill(-2)
-    # States behind which a stage may begin, ascending.
+    # States behind which a stage may start, ascending.
     useful = np.empty(len(p.seconds), np.int64)
     count = 0
     for j in range(i + 1, stop + 1):
@@ -122,7 +122,7 @@ def fill_table(p: LevelProblem, i: int, stop: int, cutoff_s: float, counting: bo
 
 @compiled
 def lies_inside(p: LevelProblem, k: int, j: int) -> bool:
-    """Whether all layers of state k are layers of state j."""
+    """Return whether all layers of state k are layers of state j."""
     outside = np.uint64(0)
     for word in range(p.members.shape[1]):
         outside |= p.members[k, word] & ~p.members[j, word]
@@ -131,14 +131,14 @@ def lies_inside(p: LevelProblem, k: int, j: int) -> bool:
 
 @compiled
 def stage_seconds(p: LevelProblem, k: int, j: int, r: int) -> float:
-    """(t + w(r)) / r of a stage between states k and j, which another one precedes."""
+    """Return (t + w(r)) / r of a stage between states k and j that follows another stage."""
     weights = p.parameter_bytes[j] - p.parameter_bytes[k]
     return float((_interval_seconds(p, k, j) + 4.0 * (r - 1) * weights / (p.bandwidth_bytes_per_s * r)) / r)
 
 
 @compiled
 def _sending_seconds(p: LevelProblem, k: int) -> float:
-    """What the frontier of a state takes on the link of one machine, there and back."""
+    """Return the seconds to send the frontier of a state over the link of one machine, in both directions."""
     return float(2.0 * p.frontier_bytes[k] / p.bandwidth_bytes_per_s / p.ratio) if p.ratio else 0.0
 
 
@@ -166,9 +166,9 @@ def _take_one_stage(p: LevelProblem, i: int, j: int, cutoff_s: float, counting: 
 def _cut(
     p: LevelProblem, i: int, j: int, stop: int, cutoff_s: float, counting: bool, useful: Integers, table: IntervalTable
 ) -> None:
-    """Try all last stages of the interval behind i up to j, which begin behind one of the useful states."""
+    """Try all last stages of the interval behind i up to j, which start behind one of the useful states."""
     best, last, most = table.best[j], j == len(p.seconds) - 1, p.num_machines
-    # What is before and behind j takes machines too, if it is to take less than the cutoff.
+    # Layers before and behind j need machines too, if they are to take less than the cutoff.
     least_here = int((p.seconds[j] - (p.seconds[i] if i >= 0 else 0.0)) / p.all_below / cutoff_s)
     most_here = most - int((p.seconds[stop] - p.seconds[j]) / p.all_below / cutoff_s)
     sending_here_s = 0.0 if last else _sending_seconds(p, j)
@@ -176,7 +176,7 @@ def _cut(
         return
     reach = _reach(best, cutoff_s, counting)
     for k in useful[::-1]:
-        # What each part takes at least in all, on machines of this level.
+        # The least total seconds of each part, on machines of this level.
         behind_s = (p.seconds[j] - p.seconds[k]) / p.all_below
         before_s = (p.seconds[k] - (p.seconds[i] if i >= 0 else 0.0)) / p.all_below
         if behind_s >= reach:
@@ -210,7 +210,7 @@ def _cut(
 
 @compiled
 def _reach(best: Floats, cutoff_s: float, counting: bool) -> float:
-    """A last stage that takes this long on one machine improves nothing, however many replicas it has."""
+    """Return the single-machine seconds from which a last stage improves nothing, whatever its number of replicas."""
     reach = 0.0
     for m in range(2, len(best)):
         reach = max(reach, (cutoff_s if counting else min(best[m], cutoff_s)) * (m - 1))
@@ -219,5 +219,5 @@ def _reach(best: Floats, cutoff_s: float, counting: bool) -> float:
 
 @compiled
 def _is_reached(best: Floats, cutoff_s: float, counting: bool) -> bool:
-    """Whether the layers up to a state take less than the cutoff on any machines that leave one."""
+    """Return whether the layers up to a state take less than the cutoff on some machines, with one to spare."""
     return bool(best[: len(best) - 1].min() < (np.inf if counting else cutoff_s))

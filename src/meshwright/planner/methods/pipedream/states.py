@@ -1,16 +1,16 @@
 """Where a graph of layers can be cut: its states, which PipeDream names by their antichains.
 
-A **state** is a set of layers that contains, with each layer, all that it reads. Its frontier are the layers that no
-other of its layers reads, an antichain; a stage is what lies between two states, one inside the other. Beginning with
-the first source alone, the next states of D are D with one more layer that reads one of D, and all that this layer
-reads in turn. A state lies inside another one exactly if steps lead from it to the other.
+A **state** is a set of layers that contains, with each layer, everything that it reads. Its frontier is the set of its
+layers that no other of its layers reads, an antichain; a stage is the difference of two nested states. Starting with
+the first source alone, the next states of D are D with one more layer that reads one of D, and everything that this
+layer needs. A state is inside another one exactly if such steps lead from it to the other.
 
     T, A, P     seconds, activation and parameter bytes of the layers of a state; of a stage, differences of two states
-    a           bytes on the frontier: what the antichain puts out, and what each layer p does of which some layer of
-                the antichain that lies behind p is not behind all readers of p (PipeDream's "augmented" antichain)
+    a           bytes on the frontier: outputs of the antichain, and of each layer p such that some layer of the
+                antichain behind p is not behind all readers of p (PipeDream's "augmented" antichain)
 
-A chain of n layers has n states, branches multiply: of layers side by side, 2^n. Where there are more than can be
-looked at, states are taken from `orders` of the layers instead, and what is found is no more than a good plan.
+A chain of n layers has n states, branches multiply: n parallel layers have 2^n. If there are too many, states are taken
+from `orders` of the layers instead, and the result is only a good plan.
 
 Source: Narayanan et al., "PipeDream" (SOSP 2019); `graph/graph.py` of its repository (`antichain_dag`).
 """
@@ -30,16 +30,16 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
 
-# Rows of a table of members that are weighed at a time.
+# The number of rows of a table of members that are summed at a time.
 _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfileStates:
-    """States of a profile, ascending by their seconds, and no state before one that lies inside it.
+    """States of a profile, ascending by their seconds; every state comes after the states inside it.
 
     ``members`` (states, words): bit l % 64 of word l // 64 says whether layer l belongs to it. The others have shape
-    (states,): T (whole picoseconds, so that sums are exact), A, P and a. ``complete``: all states are there.
+    (states,): T (whole picoseconds, so that sums are exact), A, P and a. ``complete``: all states are included.
     """
 
     members: Words
@@ -53,12 +53,12 @@ class ProfileStates:
         return len(self.members)
 
     def layers(self, state: int) -> set[int]:
-        """The layers of a state; none of state -1."""
+        """Return the layers of a state; empty for state -1."""
         return set() if state < 0 else set(np.flatnonzero(_bits(self.members[state : state + 1])[0]).tolist())
 
 
 class _Sets:
-    """Layers as bits of whole numbers: each with all that it needs, and its readers."""
+    """Layers as bits of integers: each with everything that it needs, and its readers."""
 
     def __init__(self, profile: Profile) -> None:
         self.count = len(profile.names)
@@ -74,12 +74,12 @@ class _Sets:
             self.beside.append(sum(1 << p for p in branching if within >> p & 1 and self.readers[p] & ~within))
 
     def grow(self, members: int, antichain: int, layer: int) -> tuple[int, int]:
-        """A state with one more layer and all that this one needs, and its antichain."""
+        """Return a state extended by a layer and everything that this layer needs, and its antichain."""
         within = self.behind[layer]
         return members | within, antichain & ~within | 1 << layer
 
     def frontier(self, antichain: int) -> int:
-        """The antichain, and what else counts as put out."""
+        """Return the antichain, and the other layers whose outputs leave the state."""
         found = antichain
         for layer in _layers(antichain):
             found |= self.beside[layer]
@@ -87,9 +87,9 @@ class _Sets:
 
 
 def find_states(profile: Profile, max_states: int) -> ProfileStates | None:
-    """All states; None if there are more than ``max_states``.
+    """Return all states; None if there are more than ``max_states``.
 
-    Raises PlanError where some layers have nothing to do with the others, so that no steps lead there.
+    Raises PlanError if some layers are not connected to the others, so that no steps lead there.
     """
     _check_connected(profile)
     sets = _Sets(profile)
@@ -111,7 +111,7 @@ def find_states(profile: Profile, max_states: int) -> ProfileStates | None:
 
 
 def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> ProfileStates:
-    """The states that orders of the layers pass through; in each order a layer follows those that it reads."""
+    """Return the states that orders of the layers pass through; in each order a layer follows those that it reads."""
     sets = _Sets(profile)
     found: dict[int, int] = {}
     for order in orders:
@@ -123,7 +123,7 @@ def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> ProfileSt
 
 
 def _check_connected(profile: Profile) -> None:
-    """Raise PlanError unless every layer has to do with the first one, over whatever way."""
+    """Raise PlanError unless every layer is connected to the first one."""
     names = profile.names
     root = list(range(len(names)))
 
@@ -155,7 +155,7 @@ def _weigh(profile: Profile, sets: _Sets, found: dict[int, int], *, complete: bo
     members = _words(found, words)
     frontier = _words(map(sets.frontier, found.values()), words)
     picoseconds = np.rint(profile.seconds * PICOSECONDS_PER_SECOND)
-    # Whole numbers, so that a state which lies inside another one never weighs more, in whatever order sums are taken.
+    # Whole numbers make sums independent of their order, so that a state never weighs more than one that contains it.
     weights = np.stack([picoseconds, np.rint(profile.activation_bytes), np.rint(profile.parameter_bytes)], axis=1)
     sums = _sums(members, weights)
     leaving = _sums(frontier, weights[:, 1:2])[:, 0]
@@ -176,7 +176,7 @@ def _words(members: Iterable[int], words: int) -> Words:
 
 
 def _sums(members: Words, weights: Floats) -> Floats:
-    """Sums of the members' weights, shape (states, kinds of weight)."""
+    """Return sums of the members' weights, shape (states, kinds of weight)."""
     parts = [_bits(members[i : i + _ROWS])[:, : len(weights)] @ weights for i in range(0, len(members), _ROWS)]
     return np.concatenate(parts)
 

@@ -28,16 +28,16 @@ def make_problem(
     cost: CostModel,
     offload: Offload = ON_DEVICE,
 ) -> SlicingProblem:
-    """The arrays of one slicing problem.
+    """Return the arrays of one slicing problem.
 
-    ``in_flight`` are the microbatches that its schedule keeps, ``beside`` (L, L + 1) the bytes of a stage that only its
-    simulation showed.
+    ``in_flight`` are the microbatches in flight under its schedule, ``beside`` (L, L + 1) the bytes of a stage that
+    only its simulation showed.
     """
     on_device = offload.optimizer == "device"
     states = tables.bytes.states if on_device else np.zeros_like(tables.bytes.states)
     parameters, gradients, most = tables.bytes.parameters, tables.bytes.exchange, tables.bytes.most
     if offload.parameters == "host":
-        # What is there of both is in passes alone: stages stand at a lower bound.
+        # Parameters and gradients are on the device during passes only, so stages get a lower bound.
         most = np.maximum(most - gradients[..., None], 0.0)
         parameters, gradients = np.zeros_like(parameters), np.zeros_like(gradients)
     has_masters = on_device and workload.numbers.master_bytes > 0
@@ -76,15 +76,15 @@ def make_problem(
 
 
 def _pass_bytes(stages: StageBytesTable, zero: int) -> Floats:
-    """The gradients whose sum takes as long as the gathers and scatters of a microbatch: each is half of a sum."""
+    """Return the gradient bytes whose all-reduce takes as long as a microbatch's gathers and scatters (half each)."""
     gathers = max(zero - 1, 0)
     return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
 
 
 def _shared_bytes(parameters: Floats, states: Floats, zero: int, *, has_masters: bool) -> tuple[Floats, Floats]:
-    """What replicas share out of what is there all the time, and what is there only without other replicas.
+    """Return the static bytes that replicas shard, and those that exist only without other replicas.
 
-    States; with zero 3 parameters, too: a rank's part of them is its part of the master weights, where it has these.
+    States are sharded; with ZeRO 3 also parameters, whose part is that of the master weights, if there are any.
     """
     nothing = np.zeros_like(states)
     if zero == 0:
@@ -95,9 +95,9 @@ def _shared_bytes(parameters: Floats, states: Floats, zero: int, *, has_masters:
 
 
 def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:
-    """Microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1): all (GPipe), or 1F1B's.
+    """Return microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1).
 
-    In inference one: it is held only while it is computed.
+    They are all (GPipe), those of 1F1B, or one in inference, where a microbatch is held only while it is computed.
     """
     behind, take = np.meshgrid(np.arange(num_ranks), np.maximum(np.arange(num_ranks + 1), 1), indexing="ij")
     rounds = -(-num_microbatches // take)
@@ -110,9 +110,9 @@ def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind:
 
 
 def _transfer_seconds(stages: StageBytesTable, pair: tuple[int, int], cost: CostModel) -> list[float]:
-    """Seconds per microbatch to carry values over each boundary and their gradients back; 0 before layer 0.
+    """Return seconds per microbatch to send values over each boundary and their gradients back; 0 before layer 0.
 
-    A pair that is one rank twice stands for no link, and takes no time.
+    A pair of one rank with itself means no link, and takes no time.
     """
     if pair[0] == pair[1]:
         return [0.0] * len(stages.crossing_forward)

@@ -1,16 +1,16 @@
-"""The space of plans, cut into slicing problems, each solved exactly.
+"""The space of plans, divided into slicing problems, each solved exactly.
 
-A plan is a number of microbatches, a schedule, a layout of ranks, and a slicing into replicated stages. For each of the
-first three, two kinds of slicing problems are solved:
+A plan is a number of microbatches, a schedule, a layout of ranks, and a slicing into replicated stages. For each
+combination of the first three, two kinds of slicing problems are solved:
 
 - **equal**: for every R that divides the ranks, D / R stages of R replicas each (R = D is data parallelism, R = 1 a
   pipeline without replicas);
-- **unequal**: any number of replicas per stage. It contains the equal ones, so only a slicing that is about as cheap as
-  the best one known is looked for; most of these problems end after a few bounds.
+- **unequal**: any number of replicas per stage. It contains the equal ones, so only slicings about as cheap as the best
+  known one are searched; most of these problems end after a few bounds.
 
-The best slicing of each problem becomes a candidate with the closed form of `slicing` as estimate. For a user's own
-schedule the closed form and, in unequal problems, the microbatches in flight (those of 1F1B) are assumptions that only
-choose and order candidates; what is told of a plan is simulated.
+The best slicing of each problem becomes a candidate with the closed form of `slicing` as its estimate. For a user's own
+schedule, the closed form and, in unequal problems, the microbatches in flight (those of 1F1B) are assumptions that only
+choose and order candidates; the reported figures are simulated.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from meshwright.planner.stage_tables import Tables, settle_stage
 from meshwright.program import SCHEDULES, max_in_flight
 from meshwright.spec import Plan, ScheduleError, slice_graph
 
-# Unequal replicas are searched with every number of replicas up to this many ranks; beyond, with the numbers that
-# divide the ranks or fill whole nodes (the dynamic program grows with the square of the ranks).
+# Up to this number of ranks, unequal stages may have any number of replicas; beyond, numbers that divide the ranks or
+# fill whole nodes (the dynamic program grows with the square of the ranks).
 MAX_RANKS_FOR_ANY_REPLICAS = 256
-# Unequal slicings are candidates up to this multiple of the least estimate known: the closed form does not tell GPipe
-# from 1F1B, and misses what it does not model (waiting between unequal stages) by a few per cent.
+# Unequal slicings are candidates up to this multiple of the lowest known estimate: the closed form does not distinguish
+# GPipe from 1F1B, and its error (waiting between unequal stages) is a few per cent.
 UNEQUAL_SLACK = 1.05
-# Equal ones up to this multiple of what another setting is known to reach: they are simulated for comparison, too.
+# Equal slicings are candidates up to this multiple of another setting's result: they are simulated for comparison.
 EQUAL_SLACK = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """One slicing problem: microbatch size, schedule, layout, and which slicings are looked for."""
+    """One slicing problem: microbatch size, schedule, layout, and the allowed slicings."""
 
     size: int
     schedule: str
@@ -59,7 +59,7 @@ class _Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """A plan of a space's local graph with its closed-form seconds per step, and where it was found."""
+    """A plan of a space's local graph with its closed-form seconds per step, and its search."""
 
     plan: Plan
     estimate_s: float
@@ -73,25 +73,25 @@ class PlanCandidate:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Devices, the size of the teams, and replicas per stage."""
+        """The number of devices, the size of the teams, and the replicas per stage."""
         setting = self.search.space.setting
         return setting.num_devices, setting.sharding.width, *(len(stage.ranks) for stage in self.plan.stages)
 
 
 class CandidateSearch:
-    """Solves the problems of one space under some schedules. What they share is kept between them."""
+    """Solve the problems of one space under some schedules; keeps what they share."""
 
     def __init__(self, space: Space, schedules: Sequence[str], state: SearchState) -> None:
         self.space, self._state = space, state
-        # Without a backward there is nothing to order: schedules are all alike.
+        # Without a backward, all schedules are equal.
         self._schedules = tuple(schedules[:1] if space.workload.kind == "inference" else schedules)
         self._places: dict[tuple[Layout, tuple[int, ...]], Places] = {}
         self._beside: dict[_Search, NDArray[np.float64]] = {}
 
     def run(self, best_s: float = math.inf) -> list[PlanCandidate]:
-        """All candidates, cheapest estimate first; equal estimates in the order of the search.
+        """Return all candidates, cheapest estimate first; equal estimates in the order of the search.
 
-        ``best_s``: an estimate that is known from elsewhere, against which these have to hold.
+        ``best_s`` is a known step time that candidates must approach.
         """
         found: list[PlanCandidate] = []
         for size in self._sizes("slice into equal replicas"):
@@ -107,7 +107,7 @@ class CandidateSearch:
         return sorted(distinct.values(), key=lambda candidate: (candidate.estimate_s, found.index(candidate)))
 
     def _sizes(self, task: str) -> Iterator[int]:
-        """The microbatch sizes, until the time is over."""
+        """Yield the microbatch sizes, until time is over."""
         sizes = self.space.microbatch_sizes
         for done, size in enumerate(sizes):
             if self._state.seconds_left() <= 0:
@@ -118,7 +118,7 @@ class CandidateSearch:
 
     @property
     def num_covered(self) -> int:
-        """Slicings that the problems of this space cover."""
+        """The number of slicings that the problems of this space cover."""
         sizes, schedules = self.space.microbatch_sizes, self._schedules
         pairs = list(product(sizes, schedules))
         searches = [search for size, name in pairs for search in (*self._equal(size, name), *self._unequal(size, name))]
@@ -131,7 +131,7 @@ class CandidateSearch:
             if space.num_stages and num_stages not in space.num_stages:
                 continue
             if num_stages == 1 and schedule == "gpipe" and "1f1b" in self._schedules:
-                # One stage: 1F1B computes the same in the same time and holds one microbatch.
+                # With one stage, 1F1B computes the same in the same time and holds one microbatch.
                 continue
             for name in self._layouts(num_stages, replicas):
                 yield _Search(
@@ -196,10 +196,11 @@ class CandidateSearch:
         )
 
     def next_best(self, candidate: PlanCandidate, peak_bytes: Sequence[int]) -> PlanCandidate | None:
-        """The next plan of the same problem, after a candidate whose ranks need more than they have; None if none is.
+        """Return the next plan of the same problem after a candidate that needs too much memory.
 
-        Until then its stages stand at lower bounds (`stage_bytes`). What a walk finds is put there for all problems of
-        the size, what its simulation shows on top (transfers under way) for this problem.
+        None if the problem has no further plan. Unsettled stages have lower bounds of memory (`stage_bytes`). The
+        result of a walk is stored for all problems of the size, the additional memory in its simulation (transfers in
+        flight) for this problem.
         """
         search, plan = candidate.found_in, candidate.plan
         tables, problem = self.space.tables(search.size), self._problem(search)
@@ -214,7 +215,7 @@ class CandidateSearch:
         return self._solve(search)
 
     def _in_flight(self, tables: Tables, schedule: str, layout: Layout, replicas: tuple[int, ...]) -> Integers:
-        """What the schedule keeps; that of an own one is counted where the shape is known before the slicing."""
+        """Return the microbatches in flight; for an own schedule, counted if the shape is known before slicing."""
         known = assume_in_flight(schedule, tables.num_microbatches, layout.num_ranks, self.space.workload.kind)
         if schedule in SCHEDULES or self.space.workload.kind == "inference" or len(replicas) > 1:
             return known
@@ -224,7 +225,7 @@ class CandidateSearch:
             return known
         edges = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
         even = self._plan(tables, schedule, layout, tuple(pairwise(edges)), (take,) * num_stages)
-        # An error is found again, and reported, when the plan itself is simulated.
+        # An error occurs again, and is reported, when the plan itself is simulated.
         with suppress(ScheduleError):
             for stage in range(num_stages):
                 known[stage * take, take] = max_in_flight(even, stage)
@@ -250,7 +251,7 @@ class CandidateSearch:
         return self.space.make_plan(layout.stages(bounds, replicas), tables.microbatch_size, schedule)
 
     def _num_slicings(self, search: _Search) -> int:
-        """Ways to cut the layers into stages and to share the ranks among them."""
+        """Return the number of ways to cut the layers into stages and to divide the ranks among them."""
         num_layers = len(self.space.problem.graph_for(search.size).layers)
         num_ranks, replicas = search.layout.num_ranks, search.replicas
         stages = [search.num_stages] if search.num_stages else range(1, min(num_layers, num_ranks) + 1)

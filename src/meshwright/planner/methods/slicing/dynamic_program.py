@@ -3,8 +3,8 @@
     sums[i, d] = min over ends j and replicas r of  t + x + sums[j, d - r]        layers i.. on the last d ranks
 
 over stages i:j with r replicas that fit into memory and whose bottleneck is at most θ (terms: `slicing`). Two relaxed
-tables keep it small: `fewest` replicas with which a stage i:j could do anywhere at all, and from it the fewest ranks
-that the layers before and from i on need. A state that leaves too few ranks to either side is never visited.
+tables keep it small: the `fewest` replicas with which a stage i:j could work on any ranks, and from it the fewest ranks
+that the layers before i, and from i on, need. A state that leaves too few ranks to either side is never visited.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Integers = NDArray[np.int64]
 
 
 class SlicingProblem(NamedTuple):
-    """What `slicing` describes, for L layers and D ranks.
+    """The problem of `slicing`, for L layers and D ranks.
 
-    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but for
-    ``most_bytes`` (2, L, L + 1, 4), without and with an exchange of gradients (`cost.memory.fullest`);
-    ``transfer_s`` (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``,
-    ``latency_s``, ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out
-    ``shared_bytes``, as ``zero`` says, in groups of ``shard_size`` (0: all), and ``alone_bytes`` are there only
-    where there is one replica; what they gather and scatter in the passes of a microbatch takes as long as the sum
-    of ``pass_bytes``, beside the ops or, where ``passes_wait``, before them. Entries with j <= i or a + r > D are
-    not read. Of the tables over stages ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone
-    may decrease with j; ``in_flight`` of the best place must not grow with r, if there is more than one r.
+    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), except
+    ``most_bytes`` (2, L, L + 1, 4), without and with an exchange of gradients (`cost.memory.fullest`); ``transfer_s``
+    (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``, ``latency_s``,
+    ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes``, replicas shard ``shared_bytes``, as
+    ``zero`` says, in groups of ``shard_size`` (0: all), and ``alone_bytes`` exist only with a single replica; gathers
+    and scatters in the passes of a microbatch take as long as the all-reduce of ``pass_bytes``, in parallel to ops or,
+    if ``passes_wait``, before them. Entries with j <= i or a + r > D are not read. Of the tables over stages, only
+    ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` may decrease with j; ``in_flight`` at the
+    best place must not grow with r, if there is more than one r.
     """
 
     num_microbatches: int
@@ -67,21 +67,21 @@ class SlicingProblem(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
         return len(self.static_bytes)
 
     @property
     def num_ranks(self) -> int:
-        """D."""
+        """The number of ranks, D."""
         return len(self.kind_of)
 
 
 class SlicingTables(NamedTuple):
-    """What one threshold fills; made once per problem.
+    """The tables that are filled for one threshold; made once per problem.
 
     ``sums``, ``stops``, ``takes`` (S + 1, D + 1, L + 1), entry [s, d, i] for layers i.. on the last d ranks in s stages
     (S = 0: in any number of stages); ``fewest`` (L, L + 1), ``before`` and ``after`` (L + 1). ``fastest_s`` (L, L + 1),
-    ``least_transfer_s`` (L), ``least_in_flight`` (D + 1) and ``most_memory`` are the best of all places.
+    ``least_transfer_s`` (L), ``least_in_flight`` (D + 1) and ``most_memory`` are optima over all places.
     """
 
     sums: Floats
@@ -97,7 +97,7 @@ class SlicingTables(NamedTuple):
 
 
 def make_tables(problem: SlicingProblem, num_stages: int) -> SlicingTables:
-    """Tables for a problem with exactly ``num_stages`` stages, or any number if 0."""
+    """Return tables for a problem with exactly ``num_stages`` stages, or any number if 0."""
     num_layers = problem.num_layers
     shape = (num_stages + 1, problem.num_ranks + 1, num_layers + 1)
     return SlicingTables(
@@ -115,20 +115,20 @@ def make_tables(problem: SlicingProblem, num_stages: int) -> SlicingTables:
 
 
 def _least_in_flight(problem: SlicingProblem) -> Integers:
-    """The fewest microbatches in flight with which a stage of r replicas gets along anywhere."""
+    """Return the fewest microbatches in flight of a stage with r replicas over all places, shape (D + 1,)."""
     num_ranks = problem.num_ranks
     return np.array([problem.in_flight[: num_ranks + 1 - max(r, 1), r].min() for r in range(num_ranks + 1)], np.int64)
 
 
 @compiled
 def parts_of(p: SlicingProblem, r: int) -> int:
-    """Parts into which r replicas cut what they share, if anything."""
+    """Return the number of parts into which r replicas divide sharded state."""
     return min(p.shard_size, r) if p.shard_size else r
 
 
 @compiled
 def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
-    """(n - f) max(t, x) + e + o of stage i:j on ranks a..a+r-1."""
+    """Return (n - f) max(t, x) + e + o of stage i:j on ranks a..a+r-1."""
     kind = p.kind_of[a, r]
     period = p.seconds[kind, i, j]
     if r > 1 and p.pass_bytes[i, j] > 0.0:
@@ -144,31 +144,31 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
             exchange = max(exchange - p.backward_s[kind, i, j], last)
     parts = parts_of(p, r) if p.zero else 1
     if r > parts and p.zero >= 2:
-        # Groups sum what each of their members keeps.
+        # Groups all-reduce the part that each of their members keeps.
         exchange = p.bucket_s[a, r] * (num_bytes / parts / p.bucket_bytes)
     return float((rounds - p.num_fills) * period + exchange + p.optimizer_s[kind, i, j] / parts)
 
 
 @compiled
 def static_of(p: SlicingProblem, i: int, j: int, r: int) -> float:
-    """Bytes that are there all the time on a rank of stage i:j with r replicas."""
+    """Return the static bytes on a rank of stage i:j with r replicas."""
     alone = p.alone_bytes[i, j] if r > 1 else 0.0
     return float(p.static_bytes[i, j] - alone - p.shared_bytes[i, j] * (1.0 - 1.0 / parts_of(p, r)))
 
 
 @compiled
 def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
-    """Bytes of a rank of stage i:j on ranks a..a+r-1."""
+    """Return the bytes of a rank of stage i:j on ranks a..a+r-1."""
     rounds = (p.num_microbatches + r - 1) // r
     each, gradients = p.flight_bytes[i, j] + p.leaving_bytes[i, j], p.exchange_bytes[i, j]
     static = static_of(p, i, j, r) + rounds * p.input_bytes[i, j] + p.beside_bytes[i, j]
     in_flight = min(p.in_flight[a, r], rounds)
     if r > 1 and p.zero >= 2:
-        # Each replica keeps a part of the gradients, which then are in no buckets.
+        # Each replica keeps a part of the gradients, which are then not in buckets.
         own = gradients / parts_of(p, r)
         least = np.maximum(p.most_bytes[0, i, j] - (gradients - own), 0.0)
         return float(static + fullest(least, each, own, in_flight, rounds))
-    # With an exchange, gradients lie in buckets, which are there all the time.
+    # With an all-reduce, gradients are in buckets, which exist all the time.
     exchanged = 1 if r > 1 else 0
     most, gathered = p.most_bytes[exchanged, i, j], (0.0 if exchanged else gradients)
     return float(static + exchanged * gradients + fullest(most, each, gathered, in_flight, rounds))
@@ -178,7 +178,7 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: SlicingTables) -> float:
     """Fill the tables for a threshold; ``choices`` are the allowed numbers of replicas, ascending.
 
-    Returns a threshold above ``theta`` below which nothing changes (infinite if nothing was refused for ``theta``).
+    Return a threshold above ``theta`` below which nothing changes (infinite if nothing was refused for ``theta``).
     """
     sums, before, after = tables.sums, tables.before, tables.after
     num_layers, num_ranks, num_stages = p.static_bytes.shape[0], p.kind_of.shape[0], sums.shape[0] - 1
@@ -187,10 +187,10 @@ def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: Slic
     sums.fill(np.inf)
     sums[0, 0, num_layers] = 0.0
     for stage in range(min(num_stages, 1), num_stages + 1):
-        # Each of the earlier stages needs a layer and a rank, as each of these needs.
+        # Each earlier and each of these stages needs a layer and a rank.
         earlier = num_stages - stage
         for i in range(num_layers - max(stage, 1), earlier - 1, -1):
-            # The first stage has all ranks; every other one leaves enough of them for the layers before.
+            # The first stage has all ranks; every other one leaves enough ranks for the layers before.
             fewest = num_ranks if i == 0 else max(after[i], stage)
             for d in range(fewest, num_ranks - max(before[i], earlier) + 1):
                 for r in choices:
@@ -202,9 +202,10 @@ def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: Slic
 
 @compiled
 def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, tables: SlicingTables) -> float:
-    """The least number of replicas with which a stage i:j could stay within ``theta`` and memory anywhere.
+    """Find the fewest replicas with which a stage i:j could stay within ``theta`` and memory on any ranks.
 
-    More than all ranks where none could. Returns the least value above ``theta`` for which a stage was refused.
+    If impossible, the number is above that of all ranks. Return the least value above ``theta`` for which a stage was
+    refused.
     """
     num_layers, num_ranks = p.static_bytes.shape[0], p.kind_of.shape[0]
     above = np.inf
@@ -212,7 +213,7 @@ def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, ta
         for j in range(i + 1, num_layers + 1):
             tables.fewest[i, j] = num_ranks + 1
             period = max(tables.fastest_s[i, j], tables.least_transfer_s[i])
-            # More replicas mean less time and less memory: look from the most replicas downwards.
+            # More replicas mean less time and less memory: search from the most replicas downwards.
             for r in choices[::-1]:
                 rounds = (p.num_microbatches + r - 1) // r
                 held = p.flight_bytes[i, j] * min(tables.least_in_flight[r], rounds) + p.input_bytes[i, j] * rounds
@@ -227,7 +228,7 @@ def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, ta
 
 @compiled
 def _find_fewest_ranks(tables: SlicingTables) -> None:
-    """The least numbers of ranks that could hold the layers before i and from i on (more than all where none can)."""
+    """Find the fewest ranks that hold the layers before i and from i on (more than all ranks if impossible)."""
     fewest, before, after = tables.fewest, tables.before, tables.after
     num_layers = fewest.shape[0]
     none = tables.sums.shape[1]
@@ -244,9 +245,9 @@ def _find_fewest_ranks(tables: SlicingTables) -> None:
 
 @compiled
 def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int, tables: SlicingTables) -> float:
-    """Try all ends of a stage that begins at layer i with r of the d ranks left; improve ``sums[stage, d, i]``.
+    """Try all ends of a stage that starts at layer i with r of the d ranks left; improve ``sums[stage, d, i]``.
 
-    Returns the least bottleneck above ``theta`` of a stage that was refused for it (infinite if none was).
+    Return the least bottleneck above ``theta`` of a stage that was refused for it (infinite if none was refused).
     """
     sums, rest = tables.sums, max(stage - 1, 0)
     num_layers, a = p.static_bytes.shape[0], p.kind_of.shape[0] - d
@@ -259,14 +260,14 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
             break
         if tables.after[j] > d - r:
             continue
-        # What grows with j alone ends the search, the whole only this stage.
+        # If parts that grow with j exceed the limit, the search ends; if the whole does, only this stage is skipped.
         if static_of(p, i, j, r) + in_flight * p.flight_bytes[i, j] + rounds * p.input_bytes[i, j] > limit:
             break
         if memory_of(p, i, j, a, r) > limit:
             continue
         total = p.num_fills * (p.seconds[kind, i, j] + transfer) + sums[rest, d - r, j]
         if not total < least:
-            # Nothing to report: it stays the dearer one up to the next threshold at which a sum changes at all.
+            # Nothing to report: it stays more expensive up to the next threshold at which any sum changes.
             continue
         bottleneck = bottleneck_of(p, i, j, a, r)
         if bottleneck > theta:

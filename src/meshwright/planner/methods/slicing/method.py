@@ -1,4 +1,4 @@
-"""The method: candidates of all settings, the most promising simulated first, and then other schedules for the best."""
+"""The method: candidates of all settings, the most promising simulated first, then other schedules for the best."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from meshwright.spec import DeadlockError, MeshwrightError, Plan, PlanError, Sch
 from meshwright.spec.own_code import order_file
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 
-# Instructions that are simulated in all, the first plan apart: building and simulating 100,000 takes about a second
+# The most simulated instructions in all, without the first plan: building and simulating 100,000 takes about a second
 # (own measurement, one Xeon core), and a plan for a large cluster has some hundred thousand.
 MAX_INSTRUCTIONS = 600_000
-# Places of stages are tables of ranks by ranks, six of 8 bytes: a gigabyte at this number.
+# Places of stages are tables of ranks by ranks, six with 8 bytes per entry: a gigabyte at this number.
 MAX_RANKS = 4096
-# Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
+# The most plans that an own schedule may fail on before the search stops trying.
 MAX_REFUSED = 64
-# Plans that are simulated at least, however few are asked for: estimates do not see everything.
+# The fewest simulated plans, even if fewer are requested: estimates are incomplete.
 LEAST_SIMULATED = 8
 
 
 def slicing(problem: Problem, state: SearchState) -> Steps:
-    """Slice exactly, then simulate the most promising; memory is decided by the simulation.
+    """Slice exactly, then simulate the most promising plans; the simulation decides about memory.
 
     Slicings are found for gpipe, 1f1b and own functions. Other schedules take the plans found for these (for 1f1b, if
-    none of them is allowed), with layers dealt out anew where a rank holds several stages.
+    none of them is allowed), with layers cut anew if a rank holds several stages.
     """
     adopted = [name for name in problem.choices.schedules if _is_adopted(name)]
     searched = [name for name in problem.choices.schedules if name not in adopted]
@@ -44,7 +44,7 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
     fitting = yield from _simulate(candidates, wanted, state, counts=bool(searched))
     if adopted and fitting:
         errors: list[MeshwrightError] = []
-        # On one stage all schedules that flush are one.
+        # On one stage, all synchronous schedules are the same.
         followers = [item for item in fitting if len(item.plan.stages) > 1 or not searched]
         followed = yield from _adopt_all(problem, followers, adopted, errors)
         if not searched and not followed:
@@ -52,17 +52,18 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
 
 
 def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[PlanCandidate]:
-    """The best slicings of all settings, cheapest estimate first; and what bounds all plans of the problem.
+    """Return the best slicings of all settings, cheapest estimate first, and set the lower bound of the problem.
 
-    A setting whose bound is above the best that is known of as many devices is passed over. Raises PlanError where all
-    settings have more ranks than the tables hold.
+    A setting whose bound is above the best known step on the same number of devices is skipped. Raises PlanError if all
+    settings have more ranks than the tables support.
     """
     bounds = [(bound_space(space), index, space) for index, space in enumerate(problem.spaces())]
     small = [item for item in sorted(bounds) if item[2].num_ranks <= MAX_RANKS]
     if not small:
         raise PlanError(
-            f"Exact slicing has tables of ranks by ranks, for up to {MAX_RANKS:,} of them, but the plans are to have "
-            f"{min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or larger teams."
+            f"Exact slicing supports up to {MAX_RANKS:,} ranks, because its tables grow with their square, but the "
+            f"plans need {min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or "
+            "larger teams."
         )
     found: list[PlanCandidate] = []
     best_s: dict[int, float] = {}
@@ -82,7 +83,7 @@ def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchSta
 
 
 def _known_s(state: SearchState, num_devices: int) -> float:
-    """The best step of so many devices that other methods found."""
+    """Return the best step time that other methods found on a number of devices."""
     found = (item.step_time_s for item in state.fitting if item.plan.num_devices == num_devices)
     return min(found, default=math.inf)
 
@@ -90,7 +91,7 @@ def _known_s(state: SearchState, num_devices: int) -> float:
 def _simulate(
     candidates: Sequence[PlanCandidate], wanted: int, state: SearchState, *, counts: bool
 ) -> Generator[Proposal, RankedPlan | None, list[RankedPlan]]:
-    """Simulate candidates until so many fit; after one that needs too much memory, the next best of its problem."""
+    """Simulate candidates until ``wanted`` fit; after one that needs too much memory, the next best of its problem."""
     fitting: list[RankedPlan] = []
     num_rejected = num_refused = num_done = num_skipped = 0
     seen: set[Plan] = set()
@@ -103,7 +104,7 @@ def _simulate(
             if plan in seen or (fitting and num_done + num_instructions(plan) > MAX_INSTRUCTIONS):
                 break
             seen.add(plan)
-            # What the hosts have no room for is not simulated, but where it may have to be said what is missing.
+            # Plans that exceed host memory are simulated only if an error may have to report what is missing.
             if state.fitting and _lacks_hosts(candidate, plan):
                 num_skipped += 1
                 if num_skipped == MAX_REFUSED or state.seconds_left() <= 0:
@@ -119,7 +120,7 @@ def _simulate(
                 fitting.append(item)
                 break
             num_rejected += 1
-            # Where devices have room and hosts have none, another slicing of the layers helps little.
+            # If devices have room but hosts have not, another slicing of the layers helps little.
             if item.excess_bytes <= 0:
                 break
             candidate = candidate.search.next_best(candidate, item.reserved_bytes)
@@ -133,20 +134,21 @@ def _lacks_hosts(candidate: PlanCandidate, plan: Plan) -> bool:
 
 
 class Shaped(Protocol):
-    """What has a shape: how many devices its stages have."""
+    """An item with a shape: the numbers of devices of its stages."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Equal for plans that are much alike."""
+        """Equal for plans that are similar."""
 
 
 Shape = TypeVar("Shape", bound=Shaped)
 
 
 def choose(candidates: Sequence[Shape], max_plans: int) -> Iterator[Shape]:
-    """The order in which candidates (cheapest first) are simulated: the first half of the places goes to the cheapest.
+    """Yield candidates, given cheapest first, in the order of simulation.
 
-    The second half goes to the cheapest of every shape (replicas per stage) not taken yet, then to the rest.
+    The first half of the places is for the cheapest ones. The second half is for the cheapest of every new shape
+    (replicas per stage), then for the rest.
     """
     first = list(candidates[: (max_plans + 1) // 2])
     yield from first
@@ -162,14 +164,17 @@ def choose(candidates: Sequence[Shape], max_plans: int) -> Iterator[Shape]:
 
 
 def num_instructions(plan: Plan) -> int:
-    """About how many instructions a step has: forwards, backwards, and four transfers between neighbouring stages."""
+    """Return the approximate number of instructions of a step.
+
+    Counted are forwards, backwards, and four transfers between neighbouring stages.
+    """
     return plan.num_microbatches * (6 * len(plan.stages) - 4)
 
 
 def _adopt_all(
     problem: Problem, items: Sequence[RankedPlan], schedules: Sequence[str], errors: list[MeshwrightError]
 ) -> Generator[Proposal, RankedPlan | None, int]:
-    """Propose the plans under each of the schedules, as far as they can follow it (``errors``). Says how many fit."""
+    """Propose the plans under each schedule that they can follow (else ``errors``); return the number that fit."""
     num_fitting = 0
     for item, schedule, num_chunks in product(items, schedules, problem.choices.num_chunks):
         try:
@@ -183,7 +188,7 @@ def _adopt_all(
 
 
 def adopt_whole(problem: Problem, plan: Plan, schedule: str, num_chunks: int) -> Plan:
-    """A plan of the whole graph under another schedule. Raises as `adopt_schedule`."""
+    """Return a plan of the whole graph under another schedule. Raises as `adopt_schedule`."""
     graph = problem.graph_for(plan.microbatch_size)
     seen = form_teams(plan, graph, problem.cluster, problem.cost)
     local = adopt_schedule(seen.plan, schedule, seen.graph, seen.cost, num_chunks=num_chunks)
@@ -193,7 +198,7 @@ def adopt_whole(problem: Problem, plan: Plan, schedule: str, num_chunks: int) ->
 
 
 def _is_adopted(schedule: str) -> bool:
-    """Whether plans are found for other schedules first: layouts of several stages on a rank, files of orders."""
+    """Return whether plans are found for other schedules first: for several stages on a rank, and for order files."""
     return order_file(schedule) is not None or (schedule in SCHEDULE_NAMES and schedule not in BASIC_SCHEDULES)
 
 

@@ -1,11 +1,11 @@
 """Exact slicing of a chain of layers into replicated stages.
 
-The model. Layers 0..L-1 in order; ranks 0..D-1 in order. Stage s holds layers i:j on the r ranks a..a+r-1, where a
-ranks stand before it, and each of its replicas works on at most n = ceil(M / r) of the M microbatches. With
+The model. Layers 0..L-1 in order; ranks 0..D-1 in order. Stage s holds layers i:j on the r ranks a..a+r-1, with a ranks
+before it, and each of its replicas works on at most n = ceil(M / r) of the M microbatches. With
 
     t = seconds[k, i, j]         forward and backward of one microbatch, on the ranks' kind k = kind_of[a, r]
-    x = transfer_s[l, i]         what enters the stage per microbatch and returns, over the link l = link_of[a, r]
-    g = exchange_bytes[i, j]     gradients to sum: whole buckets at bucket_s[a, r], the rest from latency_s[a, r] on
+    x = transfer_s[l, i]         input of the stage per microbatch and its gradient, over the link l = link_of[a, r]
+    g = exchange_bytes[i, j]     gradients to reduce: whole buckets at bucket_s[a, r], the rest from latency_s[a, r] up
     e = exchange(g)              0 if r = 1; with overlap, max(e - backward, its last bucket alone)
     o = optimizer_s[k, i, j]
 
@@ -13,9 +13,9 @@ a slicing costs
 
     f · sum_s (t_s + x_s)  +  max_s ((n_s - f) max(t_s, x_s) + e_s + o_s)
 
-that is, the way of the first microbatch through all stages, then the busiest stage's other microbatches, its exchange
-and its optimizer; f = 1. In inference nothing is flushed, steps follow each other without a gap, and f = 0. Without
-replicas, transfers and exchange this is Alpa's sum + (M - 1) max. A stage fits if
+that is, the first microbatch's way through all stages, then the busiest stage's other microbatches, its gradient
+reduction and its optimizer; f = 1. In inference there is no flush, steps follow each other without a gap, and f = 0.
+Without replicas, transfers and reduction this is Alpa's sum + (M - 1) max. A stage fits if
 
     static_bytes + beside_bytes + n · input_bytes + (exchange_bytes if r > 1, for the buckets' buffers)
         + the fullest moment of a step (`cost.memory.fullest`)  <=  memory_limit[a, r]        all at [i, j]
@@ -65,10 +65,10 @@ def solve_slicing(
     num_stages: int | None = None,
     cutoff_s: float = np.inf,
 ) -> Slicing | None:
-    """The cheapest slicing that fits and uses every rank; None if there is none, or none below ``cutoff_s``.
+    """Return the cheapest slicing that fits and uses every rank; None if there is no slicing below ``cutoff_s``.
 
-    ``replicas`` are the numbers of replicas that a stage may have (default: any), ``num_stages`` the number of stages
-    (default: any). The answer is exact up to rounding, and the same for the same input.
+    ``replicas`` are the allowed numbers of replicas of a stage (default: any), ``num_stages`` the number of stages
+    (default: any). The result is exact up to rounding, and deterministic.
     """
     most = min(problem.num_ranks, problem.num_microbatches)
     choices = np.array(sorted({r for r in replicas or range(1, most + 1) if 1 <= r <= most}), np.int64)
@@ -84,7 +84,7 @@ def solve_slicing(
 
 
 def _read_slicing(problem: SlicingProblem, tables: SlicingTables) -> Slicing | None:
-    """The slicing of least sum that filled tables hold; None if there is none."""
+    """Return the slicing with the least sum in filled tables; None if no slicing fits."""
     stage, layer, left = len(tables.sums) - 1, 0, problem.num_ranks
     sum_s = float(tables.sums[stage, left, layer])
     if not np.isfinite(sum_s):
