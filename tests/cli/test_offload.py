@@ -186,4 +186,4 @@ def test_room_for_states_is_looked_for_before_ranks_start(run, described, monkey
     monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**40))
     code, _, error = start(folder=tmp_path / "states")
     assert code != 0
-    assert "which is memory (tmpfs) and no drive; it has 1 MiB available" in error
+    assert "which is in memory (tmpfs), not on a drive; it has 1 MiB available" in error
