@@ -119,7 +119,7 @@ def test_a_host_name_without_an_address_is_a_note_and_a_foreign_one_a_problem(tm
     assert "GLOO_SOCKET_IFNAME" in unknown.remedy
     foreign = only(check_host_name(make_host(tmp_path, name="192.0.2.1")))
     assert foreign.status == "problem"
-    assert "no address of this host" in foreign.found
+    assert "not an address of this host" in foreign.found
     assert only(check_host_name(make_host(tmp_path, name="localhost"))).status == "ok"
 
 

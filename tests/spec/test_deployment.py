@@ -149,7 +149,7 @@ def test_models_are_found_beside_their_document(tmp_path):
     [
         ('kind = "outage"\ndevice = 2\nsince = "0 s"', "device 2, but the deployment has devices 0 to 1"),
         ('kind = "outage"\ndevice = -1\nsince = "0 s"', "names device -1"),
-        ('kind = "outage"\ndevice = 0\nsince = "3 s"\nuntil = "2 s"', "expected an end after the begin"),
+        ('kind = "outage"\ndevice = 0\nsince = "3 s"\nuntil = "2 s"', "expected an end after the start"),
         ('kind = "outage"\ndevice = 0\nsince = "1e20 s"', "since is 1e"),
         ('kind = "straggler"\ndevice = 0\nfactor = 0', "factor is 0"),
         ('kind = "fire"\ndevice = 0', "fire"),

@@ -25,9 +25,9 @@ class StageSteps:
 
     Optimizers skip parameters without a gradient, so the gradients of other stages are removed meanwhile. A parameter
     of several stages of the rank is updated with the first of them: its gradient is complete by then. ``stepping`` are
-    the stages with a step in the program; the last one updates the parameters of no stage. ``scales`` multiply the
-    gradients of a stage first, if they are not 1; ``rate(stage, updates)`` multiplies the learning rates, after that
-    number of updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have
+    the stages with a step in the program; the last one also updates parameters that no stage holds. ``scales`` multiply
+    the gradients of a stage first, if they are not 1; ``rate(stage, updates)`` multiplies the learning rates, after
+    that number of updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have
     parts; ``clip()`` is the factor for all gradients. ``masters`` are the optimizer's tensors; ``scale`` says whether a
     step is skipped.
     """

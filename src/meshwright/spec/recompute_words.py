@@ -10,6 +10,7 @@
     0:12,20:24    these layers
     op[0:12],full[12:20]   one of the words above except every-N for some layers
     full@0,op@1:3 one of the words above for some stages, and nothing elsewhere
+
 ``selective`` is an older word for ``attention``. ``op`` keeps what torchtitan's selective policy saves
 (torchtitan/distributed/activation_checkpoint.py, SelectiveAC): results of attention in one kernel, of convolutions, of
 products with a bias or of batches of matrices (aten.addmm, bmm), and of every second plain product (aten.mm), the

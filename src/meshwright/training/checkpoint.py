@@ -94,7 +94,7 @@ def save_checkpoint(
 def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Mapping[str, str]) -> int:
     """Load the newest checkpoint of a folder; return its number of steps. All processes call it together.
 
-    Raises RunError for a folder without one, or for a checkpoint of another plan, number of processes, or settings.
+    Raises RunError for a folder without one, or one of another plan, number of processes, seed or settings.
     """
     newest = find_newest(folder)
     if newest is None:

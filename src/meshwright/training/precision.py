@@ -126,7 +126,7 @@ def bind_plan(plan: AnyPlan, given: Graph, made: Graph) -> AnyPlan:
     if different is not None and (isinstance(plan, Placement) or plan.recompute or not has_layers):
         what = "layers" if not has_layers else "ops of the model"
         raise PlanError(
-            f"The plan is for a model with other {what} in {plan.workload.precision}: {different}. Plan with "
+            f"In {plan.workload.precision} the {what} differ from those of the plan: {different}. Plan with "
             f"--precision float32, or {'another' if plan.workload.numbers.autocast else 'amp'}."
         )
     return replace(plan, graph_hash=made.content_hash)
