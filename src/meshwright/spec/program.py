@@ -28,8 +28,6 @@ gradient exchange of one step continues in the next (`program.exchange`). With n
 order prologue (-1), body (0 ... n - 1), epilogue (n). A late wait in the section at place x is for an instruction of
 the section at place x - lag: of the prologue if ``late_section`` is 0, of the body if it is 1. If that place has
 another section, or does not exist, the wait is skipped.
-section at place x - lag: of the prologue where ``late_section`` is 0, of the body where it is 1. Where another section
-stands there, or none, it is not waited for.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class OpPlacement:
     """The user's own choice for the ops whose name or module matches ``op`` (``*`` and ``?`` as in file names).
 
     On ``axis`` they are split along dim ``output_dim`` of their first output, or along dim ``input_dim`` of their first
-    input, over which is summed; they stay whole if neither is given.
+    input, over which they sum; they stay whole if neither is given.
     """
 
     op: str
@@ -159,7 +159,7 @@ class Sharding:
             return ""
         own = ", each expert rank with samples of its own" if self.expert > 1 else ""
         return (
-            f"Every rank stands for {self.width} devices side by side, which share each op out: {self.describe()}{own}."
+            f"Every rank stands for {self.width} devices side by side, which split each op: {self.describe()}{own}."
         )
 
     def stride(self, axis: Axis) -> int:
