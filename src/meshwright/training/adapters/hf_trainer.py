@@ -371,7 +371,7 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
             ),
             RefusedSetting(evaluates, f"eval_strategy={args.eval_strategy!r}", "'no'", flags["eval_on_start"][1]),
             RefusedSetting(
-                layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, as adamw."
+                layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, such as adamw."
             ),
             RefusedSetting(
                 args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "one", "Start one process per GPU (torchrun)."
