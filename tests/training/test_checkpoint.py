@@ -89,4 +89,4 @@ def test_a_killed_run_goes_on(tmp_path, request):
     assert sorted(path.name for path in (tmp_path / "kept").iterdir())[-1] == f"step-{done + 3:08d}"
     code, text = said(meshwright(*run, "--steps", "2", "--resume", folder=tmp_path))
     assert code == 1
-    assert f"The checkpoint has {done + 3} steps, and 2 were asked for" in text
+    assert f"The checkpoint has {done + 3} steps, but 2 were given" in text
