@@ -506,8 +506,8 @@ def test_lightning_has_the_losses_of_one_process(found, layout):
         ("lightning refused", "validate", "cannot validate"),
         ("lightning refused", "other batch", "GraphMismatchError"),
         ("lightning refused", "logs", "logs 'accuracy', which is not the loss"),
-        ("lightning refused", "batch_idx", "asks for batch_idx"),
-        ("lightning refused", "epoch", "asks for the trainer"),
+        ("lightning refused", "batch_idx", "uses batch_idx"),
+        ("lightning refused", "epoch", "uses the trainer"),
         ("lightning refused", "returns", "a dict with loss, made"),
     ],
 )
