@@ -158,9 +158,7 @@ class Sharding:
         if self.width == 1:
             return ""
         own = ", each expert rank with samples of its own" if self.expert > 1 else ""
-        return (
-            f"Every rank stands for {self.width} devices side by side, which split each op: {self.describe()}{own}."
-        )
+        return f"Every rank stands for {self.width} devices side by side, which split each op: {self.describe()}{own}."
 
     def stride(self, axis: Axis) -> int:
         """The distance between neighbours on an axis, in ranks of a team."""
