@@ -80,7 +80,7 @@ def layout_words(plan):
     """A plan in words, its stages only counted."""
     positions = len({stage.ranks for stage in plan.stages})
     replicas = sorted({len(stage.ranks) for stage in plan.stages})
-    recompute = f", {len(plan.recompute)} parts computed again" if plan.recompute else ""
+    recompute = f", {len(plan.recompute)} parts recomputed" if plan.recompute else ""
     kept = f" but for {len(plan.keeps)} ops" if plan.keeps else ""
     zero = f", ZeRO {plan.exchange.zero}" if plan.exchange.zero else ""
     groups = f" in groups of {plan.exchange.shard_size}" if plan.exchange.shard_size else ""

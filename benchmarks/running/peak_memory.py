@@ -1,10 +1,10 @@
 """The peak memory of a real training step on this machine's CPU, counted by torch's profiler.
 
-Truth of a case is the largest total of the profiler's memory events, which start before the model is built: every
-allocation through torch's CPU allocator, of which libraries' own are no part. Beside it the growth of the resident set.
-A rank of a plan is watched from when everything is prepared: what training then holds already is added up, tensor by
-tensor (its stage's state, buckets, the inputs of its microbatches).
-The truths that `meshwright.validation.memory` scores were measured so, by ``scripts/measure_memory.py``.
+The truth of a case is the largest total of the profiler's memory events, which start before the model is built: every
+allocation through torch's CPU allocator, without the libraries' own. The growth of the resident set is measured, too.
+A rank of a plan is observed from the moment when everything is prepared: tensors that training holds already are added
+one by one (its stage's state, buckets, the inputs of its microbatches).
+The truths in `meshwright.validation.memory` were measured this way, by ``scripts/measure_memory.py``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshwright.training.memory import MemoryMeter
 from meshwright.training.trainer import prepare
 from meshwright.zoo import ModelSource, load_model
 
-# The second step is like all later ones: the optimizer's states are there.
+# The second step is like all later ones: the optimizer's states exist.
 _NUM_STEPS = 3
-# Many times what a thread takes to let go of a finished collective.
+# Many times what a thread takes to release a finished collective.
 _PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCase:
-    """What is trained. ``optimizer`` as in `Optimizer.name`; "full" computes every repeated block again."""
+    """What is trained. ``optimizer`` as in `Optimizer.name`; "full" recomputes every repeated block."""
 
     model: str
     batch_size: int
@@ -47,14 +47,14 @@ class MemoryCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPeak:
-    """Bytes: the largest total of the profiler's events, and by how much the process grew."""
+    """Bytes: the largest total of the profiler's events, and the growth of the process."""
 
     peak_bytes: int
     resident_bytes: int
 
 
 def measure_peak(case: MemoryCase) -> MeasuredPeak:
-    """Train a few steps in this process. The resident set is that of the process: use a fresh one for it."""
+    """Train a few steps in this process. The resident set is that of the process, so use a fresh one."""
     torch.set_num_threads(1)
     meter = MemoryMeter(torch.device("cpu"), [])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -67,7 +67,7 @@ def measure_peak(case: MemoryCase) -> MeasuredPeak:
 
 
 def measure_rank_peak(plan: Plan) -> int:
-    """Bytes of this rank at the peak of a few steps of a plan; all ranks of the process group call it together."""
+    """Peak bytes of this rank in a few steps of a plan; all ranks of the process group call it together."""
     torch.set_num_threads(1)
     join_group()
     source = load_source(plan)
@@ -92,10 +92,10 @@ def measure_rank_peak(plan: Plan) -> int:
 
 @contextlib.contextmanager
 def _freed_by_this_thread() -> Iterator[None]:
-    """Let this thread be the last that holds what collectives hold: the profiler sees what its own thread frees.
+    """Let this thread release last what collectives hold: the profiler only sees what its own thread frees.
 
-    Behind each wait gloo's thread gets time to drop tensors. What another thread waited for is held until this one
-    waits for something.
+    After each wait gloo's thread gets time to drop tensors. Works for which another thread waited are held until this
+    one waits for something.
     """
     wait, own, others = dist.Work.wait, threading.get_ident(), list[dist.Work]()
 
@@ -126,7 +126,7 @@ def _train(source: ModelSource, optimizer: str) -> None:
 
 
 def _checkpoint_blocks(source: ModelSource) -> None:
-    """Blocks are the layers of the model's graph that stand in a list."""
+    """Checkpoint the blocks: the layers of the model's graph that are elements of a list."""
     for layer in load_shipped_graph(source.name).layers:
         if "." in layer.name:
             block = source.model.get_submodule(layer.name)
@@ -141,7 +141,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _largest_total(profiler: profile) -> int:
-    # torch offers the single events only here; tests/training/test_offload_memory.py notices when they move.
+    # torch offers the single events only here; tests/training/test_offload_memory.py notices a change.
     kineto: Any = profiler.profiler
     events = kineto.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")

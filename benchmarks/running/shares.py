@@ -1,8 +1,8 @@
-"""Ops of the share that one device has of a plan's graph, timed without the devices that it exchanges values with.
+"""Time the ops of one device's shard of a plan's graph, without the devices with which it communicates.
 
-What an op of a local graph does with values of other ranks is a copy here. A gathered tensor is the rank's own part,
-once per rank; a scattered sum is the rank's own part. A rank receives as many rows for its experts as it sends, the
-same number for each. Transfers between ranks are timed apart (`measurement.links`).
+An op of a local graph that uses values of other ranks is a copy here. A gathered tensor is the rank's own part, once
+per rank; a scattered sum is the rank's own part. A rank receives the same number of rows for its experts as it sends,
+the same number for each. Transfers between ranks are timed separately (`measurement.links`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from meshwright.spec import Graph
 
 
 def share_source(graph: Graph, batch_size: int, captured: Captured | None = None) -> OpSource:
-    """What `measurement` times of a local graph; inputs that are indices are 0 or 1.
+    """The input of `measurement` for a local graph; inputs that are indices are 0 or 1.
 
-    ``captured``: the model that it is of, for ops with a graph inside.
+    ``captured``: the model of the graph, for ops that contain a graph.
 
-    Raises GraphError for a graph with an op that cannot be called by what the graph says of it.
+    Raises GraphError for an op that cannot be called with the graph's information alone.
     """
     graph.check_batch_size(batch_size)
 
@@ -55,7 +55,7 @@ def _example(graph: Graph, tensor: int, batch_size: int) -> torch.Tensor:
 
 
 def _resized(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A copy with every dim cut to, or filled up with repetitions to, its size."""
+    """A copy with every dim cut, or extended by repetition, to its size."""
     for dim, size in enumerate(shape):
         if value.shape[dim] < size:
             times = -(-size // value.shape[dim])
@@ -72,7 +72,7 @@ def _viewed(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _even_counts(ends: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """So many rows in all, alike for each expert and from each rank."""
+    """Row counts with the given total, equal for each expert and from each rank."""
     count, total = shape[0] * shape[1], int(ends[-1])
     counts = torch.full((count,), total // count, dtype=torch.int64)
     counts[: total % count] += 1

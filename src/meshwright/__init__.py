@@ -1,8 +1,8 @@
-"""Meshwright: how to lay a model out on machines, how fast it will run, and running it.
+"""Meshwright: plan how a model is laid out on machines, predict how fast it runs, and run it.
 
-The public names below are loaded on first use, so that ``import meshwright`` stays quick and never
-loads torch. Each entry of the table says in which module the name lives. Names whose libraries are not installed are
-left out of ``dir`` and of ``__all__``, so that help, completion and inspection work with any choice of extras.
+Public names are loaded on first use, so that ``import meshwright`` is quick and never loads torch. Each entry of the
+table names the module of its public name. Names whose libraries are not installed are missing from ``dir`` and from
+``__all__``, so that help, completion and inspection work with any choice of extras.
 """
 
 from importlib import import_module
@@ -45,7 +45,7 @@ _PUBLIC = {
     "Feed": "meshwright.training:Feed",
 }
 
-# By module: the extras that it needs, and their libraries.
+# The extras and libraries that a module needs.
 _NEEDS = {
     "meshwright.capture": ("torch", ("torch",)),
     "meshwright.training": ("torch", ("torch",)),

@@ -1,4 +1,4 @@
-"""Planning from Python and from notebooks: what ``meshwright plan`` answers, as an object.
+"""Plan from Python and from notebooks: the results of ``meshwright plan`` as an object.
 
     import meshwright
 
@@ -9,7 +9,7 @@
     found.simulate().step_time_s
     found.page("plan.html")
 
-Options are those of the command line, with underscores; one value may stand for a list of one.
+Options are those of the command line, with underscores; a single value may replace a list of one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from meshwright.simulator import Simulation
     from meshwright.spec import Graph
 
-# What typer raises for words that it cannot read; its module is private.
+# What typer raises for arguments that it cannot parse; its module is private.
 _USAGE: Any = typer.BadParameter.__mro__[1]
-# Where results go and how they are shown is the caller's to say; and these make another kind of result.
+# The caller decides where results go and how they are shown; the last ones make another kind of result.
 _NOT_HERE = frozenset(
     {"cluster", "out", "launch", "slurm", "html", "open_browser", "as_json", "front", "start_from", "fix"}
     | {"find_orders", "whole_backwards", "exchange", "rewrite", "shares"}
@@ -62,7 +62,7 @@ def plan(model: str, cluster: str, **options: Any) -> FoundPlans:
         options: Those of ``meshwright plan``: ``batch``, ``tokens``, ``precision``, ``tensor``, ``zero``,
             ``recompute``, ``memory_margin``, ``method``, ``deadline``, ``top``, ...
 
-    Raises PlanError for an option that there is not or that has no effect, NoFeasiblePlanError where nothing fits.
+    Raises PlanError for an unknown option or one without effect, NoFeasiblePlanError if no plan fits.
     """
     with _as_errors():
         request = _request(model, cluster, options)
@@ -78,7 +78,7 @@ def plan(model: str, cluster: str, **options: Any) -> FoundPlans:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FoundPlans:
-    """What a search found: ``plans``, best first, for the ``problem`` that a ``request`` posed."""
+    """The result of a search: ``plans``, best first, for the ``problem`` that a ``request`` describes."""
 
     plans: Plans
     request: PlanRequest
@@ -101,15 +101,15 @@ class FoundPlans:
         return self.problem.graph_for(self.plan.microbatch_size)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain row per plan; keys as of `Plans.rows`."""
+        """One plain row per plan; keys as in `Plans.rows`."""
         return self.plans.rows()
 
     def explain(self) -> str:
-        """Why the best plan is the best, and what it needs."""
+        """Explain why the best plan wins, and what it needs."""
         return self.plans.explain()
 
     def why_not(self, other: Plan | None = None, **options: Any) -> str:
-        """What another plan loses, or the best one under other options (``why_not(tensor=8)``)."""
+        """Explain what another plan loses, or the best plan under other options (``why_not(tensor=8)``)."""
         if other is not None:
             return self.plans.why_not(other)
         kept = {name: value for name, value in self.options.items() if not {name, *options} >= {"batch", "tokens"}}
@@ -119,25 +119,25 @@ class FoundPlans:
             return str(error)
         if found.plan.workload != self.plan.workload:
             raise PlanError(
-                "The options make another workload, whose steps do not compare. Give options of the layout: tensor, "
-                "zero, stages, recompute."
+                "The options define another workload, so the steps cannot be compared. Give options of the layout: "
+                "tensor, zero, stages, recompute."
             )
         return f"{summarise(found.plan)}: {explain_difference(found.best, self.best)}"
 
     def shares(self) -> Shares:
-        """What each choice of the best plan gains over the plain one, as `planner.find_shares` finds it."""
+        """The gain of each choice of the best plan over the plain plan, as `planner.find_shares` computes it."""
         return find_shares(self.problem, self.plans)
 
     def simulate(self, place: int = 1, *, num_steps: int = 2) -> Simulation:
-        """Simulate the plan at a place of the ranking; steps from a cold start are in its timeline."""
+        """Simulate the plan at a place of the ranking; its timeline shows the steps from a cold start."""
         chosen = self._at(place).plan
         graph = self.problem.graph_for(chosen.microbatch_size)
         return simulate_plan(chosen, graph, self.problem.cluster, cost=self.problem.cost, num_steps=num_steps)
 
     def save(self, path: str | Path = "layout", place: int = 1) -> list[Path]:
-        """Write a plan: alone into a file (.json), or with the script that starts it into a folder. Says what it wrote.
+        """Write a plan: into a file (.json), or with the script that starts it into a folder. Return the paths written.
 
-        Raises PlanError for a stored graph, which has no code to start; give a file name for it.
+        Raises PlanError for a stored graph, which has no code to start; give a file name instead.
         """
         files = files_to_write(self.request.model, Path(path), None, slurm=False)
         assert files.plan is not None
@@ -153,7 +153,7 @@ class FoundPlans:
 
     def _at(self, place: int) -> RankedPlan:
         if not 1 <= place <= len(self.plans.ranked):
-            raise PlanError(f"Place {place} was asked for; there are places 1 to {len(self.plans.ranked)}.")
+            raise PlanError(f"Place {place} was requested; the ranking has places 1 to {len(self.plans.ranked)}.")
         return self.plans.ranked[place - 1]
 
     def __repr__(self) -> str:
@@ -164,7 +164,7 @@ class FoundPlans:
 
 
 def _request(model: str | Path, cluster: str | Path, options: dict[str, Any]) -> PlanRequest:
-    """The request with these options, read as the command line reads them; None is an option not given."""
+    """The request with these options, parsed as on the command line; None means that the option is not given."""
     known = {item.field: item for item in options_of(PlanRequest).values() if item.field not in _NOT_HERE}
     for what, text in (("model", model), ("cluster", cluster)):
         if not isinstance(text, str | Path):
@@ -179,13 +179,13 @@ def _request(model: str | Path, cluster: str | Path, options: dict[str, Any]) ->
     context = load_verb("plan").make_context("plan", words)
     request = PlanRequest(given=given_options(context), **context.params)
     if request.method == "place":
-        raise PlanError("plan() lays out whole layers; meshwright.place() puts single ops on devices.")
+        raise PlanError("plan() assigns whole layers; meshwright.place() assigns single ops to devices.")
     request.check()
     return request
 
 
 def _words_of(option: OptionField, value: Any) -> list[str]:
-    """What would be typed for a value; one value may stand for a list."""
+    """The words to type for a value on the command line; a single value may replace a list."""
     if value is None:
         return []
     if not option.takes:
@@ -198,7 +198,7 @@ def _words_of(option: OptionField, value: Any) -> list[str]:
 
 @contextmanager
 def _as_errors() -> Iterator[None]:
-    """Turn what a command line says of its options into a PlanError, in Python's spelling."""
+    """Turn errors of the command line about its options into a PlanError, in Python's spelling."""
     try:
         yield
     except _USAGE as error:

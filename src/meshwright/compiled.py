@@ -1,24 +1,26 @@
 """One decorator for the hot loops: numba in nopython mode, machine code cached on disk where that is possible.
 
-numba keeps the cache beside the source file, or in the user's cache folder when that place cannot be written to.
-When neither can (an installation owned by somebody else and no home folder), it refuses to decorate at all; the
-loops then compile anew in each process. Four things are ours:
+numba keeps the cache beside the source file, or in the user's cache folder if that place is not writable. If neither
+is writable (an installation owned by another user and no home folder), numba refuses to decorate at all; the loops are
+then compiled in each process. Four things are our own:
 
-- Machine code holds what the loop calls, but numba looks at the loop's own file only to see whether it is fresh. Here a
-  cache file is named by the contents of the loop's module and of all modules that it imports, directly or not, and by
-  the constants of its module (numba freezes them, wherever they come from). An argument that is a named tuple brings
-  methods along, which the loop may call: the modules of its class count for that signature. So what was compiled for
-  one state of the sources is found again when that state comes back, and a change elsewhere compiles nothing. Of each
-  loop the last `_KEPT_STATES` used are kept, and as many states of the classes of a signature, those compiled last.
+- Machine code contains the functions that the loop calls, but numba only checks whether the loop's own file has
+  changed. Here the name of a cache file contains a digest of the loop's module, of all modules that it imports,
+  directly or indirectly, and of the constants of its module (numba freezes them, wherever they come from). An argument
+  that is a named tuple has methods that the loop may call: the modules of its class are part of the key of that
+  signature. So code that was compiled for one state of the sources is found when that state returns, and a change
+  elsewhere compiles nothing. The cache keeps the last `_KEPT_STATES` used states of each loop, and the same number of
+  states of the classes of a signature, those compiled last.
 - Processes that need the same loop at once (ranks of a run, tests) compile it once: the others wait and load it. In
-  numba's own cache, two that save different signatures of a loop at once may leave the code of one for the other.
+  numba's own cache, two processes that save different signatures of a loop at once may mix up their code.
 - Compiled callers share one version of a loop, instead of one for each constant and each width of integers.
-- An index of the cache names the types of arguments. One that names what is gone cannot be read, and counts as empty.
+- An index of the cache names the types of arguments. An index that names a missing type cannot be read, and counts as
+  empty.
 
-The first function that is loaded brings all of numba's own with it, some hundred thousand objects that stay. The
-garbage collector would go through them again and again; it pauses meanwhile, which saves a tenth of the engine's start.
-And numba imports all of scipy.linalg, in 0.2 s, to see whether it is there. Our loops need none of it, so that it is
-looked for instead; a function that needs it imports it when it is compiled.
+The first function that is loaded imports numba's own modules, some hundred thousand objects that stay. The garbage
+collector would scan them repeatedly; it pauses meanwhile, which saves a tenth of the engine's start. numba also imports
+all of scipy.linalg, in 0.2 s, to check whether it is installed. Our loops do not use it, so this module only looks for
+it; a function that needs it imports it when it is compiled.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ except ImportError:  # Windows: every process compiles for itself
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _KEPT_STATES = 3
-# Who waits longer for another process compiles for itself. The longest, `simulate_events` with all that it calls, took
-# 54 s on a busy machine of two cores (2026-11-26).
+# A process that waits longer for another one compiles for itself. The longest compilation, `simulate_events` with all
+# that it calls, took 54 s on a busy machine of two cores (2026-11-26).
 _LONGEST_WAIT_S, _LOOK_S = 300.0, 0.02
 _LOCK_FILE = "meshwright-compiling.lock"
 
@@ -75,7 +77,7 @@ def compiled(function: Function) -> Function:
 
 
 def uncompiled(scope: dict[str, Any], name: str) -> Callable[..., Any]:
-    """A compiled function as plain Python, and so are those of its module that it calls; ``scope``: its globals."""
+    """A compiled function as plain Python, with its callees in the same module; ``scope``: the module's globals."""
     plain = dict(scope)
     for each, item in scope.items():
         function = getattr(item, "py_func", None)
@@ -95,7 +97,7 @@ class _CacheFile(IndexDataCacheFile):
             f"{base}.{state}" if state else base,
             state or given._source_stamp,
         )
-        # A loop that has moved to another line is the same one.
+        # A loop that has moved to another line keeps its name.
         self._states = re.sub(r"-\d+\.py", "-*.py", base) + "*.nbi" if state else None
 
     def save(self, key: Any, data: Any) -> None:
@@ -107,7 +109,7 @@ class _CacheFile(IndexDataCacheFile):
             _forget_old_states(Path(self._cache_path), self._states)
 
     def _forget_old_classes(self, key: Any) -> None:
-        """Of a signature, keep what was compiled last for other states of its classes, with room for this one."""
+        """Keep a signature's code compiled last for other states of its classes, and leave room for this one."""
         overloads = self._load_index()
         others = [known for known in overloads if known[:-1] == key[:-1] and known != key]
         for known in others[: max(len(others) - _KEPT_STATES + 1, 0)]:
@@ -116,16 +118,16 @@ class _CacheFile(IndexDataCacheFile):
             self._save_index(overloads)
 
     def _load_index(self) -> Any:
-        with suppress(OSError):  # what is used is kept
+        with suppress(OSError):  # a new time stamp marks the states in use
             os.utime(self._index_path)
         try:
             return super()._load_index()
-        except Exception:  # unpickling may raise anything; what is compiled anew is right
+        except Exception:  # unpickling may raise anything; compiling again is always right
             return {}
 
 
 def _state(function: Callable[..., object]) -> str:
-    """Names the contents of all that a loop may be made of; empty where its source is not at hand."""
+    """A digest of all contents that a loop may depend on; empty if its source is not available."""
     if _file_of(function.__module__) is None:
         return ""
     found = {contents_digest(function.__module__)}
@@ -141,7 +143,7 @@ def _state(function: Callable[..., object]) -> str:
 
 
 def _look_at_classes(cache: Any) -> None:
-    """Add to a signature's key a digest for each module that defines a class in it (numba 0.68, core/caching.py)."""
+    """Add a digest for each module that defines a class in a signature to its key (numba 0.68, core/caching.py)."""
     plain_key = cache._index_key
 
     def index_key(signature: Any, codegen: Any) -> Any:
@@ -161,13 +163,13 @@ def _modules_of(kind: Any) -> Iterator[str]:
 
 
 _HOUSE, _ROOT = __name__.partition(".")[0], Path(__file__).parent
-# Compiled code cannot import. Of a module of ours, this finds what it imports when it is loaded, as a test makes sure.
+# Compiled code cannot import. This finds the modules of ours that a module imports when it is loaded (a test checks).
 _IMPORT = re.compile(rf"^(?:import|from) ({_HOUSE}(?:\.\w+)*)(?: import (\([^)]*\)|[^\n]*))?", re.MULTILINE)
 
 
 @cache
 def contents_digest(module: str) -> str:
-    """A digest of a module and all modules of ours that it imports, directly or not."""
+    """A digest of a module and all modules of ours that it imports, directly or indirectly."""
     digests, left = {}, [module]
     while left:
         name = left.pop()
@@ -207,7 +209,7 @@ def _digest(content: bytes) -> str:
 
 
 def _forget_old_states(folder: Path, pattern: str) -> None:
-    with suppress(OSError):  # another process forgets, too
+    with suppress(OSError):  # another process deletes, too
         indexes = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for index in indexes[_KEPT_STATES:]:
             for path in (index, *folder.glob(f"{index.stem}.*.nbc")):
@@ -217,7 +219,7 @@ def _forget_old_states(folder: Path, pattern: str) -> None:
 def _share_versions(dispatcher: Any) -> None:
     """Let compiled callers pass constants as numbers, and signed integers of fewer than 64 bits as int64.
 
-    Of the 256 versions that a first simulation under `symphony` compiled, 99 differed in nothing else (2026-11-26).
+    Of the 256 versions that a first simulation under `symphony` compiled, 99 differed only in these (2026-11-26).
     """
     find = dispatcher.get_call_template
 
@@ -237,10 +239,10 @@ def _plain(kind: Any) -> Any:
 
 
 def _compile_once(dispatcher: Any) -> None:
-    """Let one process at a time compile a signature; who has waited for it loads its machine code.
+    """Let one process at a time compile a signature; processes that waited for it load its machine code.
 
-    This cannot deadlock. Loops call each other without cycles, and so do processes wait for each other's locks. Threads
-    of a process take numba's own lock first, and one that holds it waits for other processes only.
+    This cannot deadlock. Loops call each other without cycles, so processes wait for each other's locks without cycles.
+    Threads of a process take numba's own lock first, and a thread that holds it waits for other processes only.
     """
     compile_signature, folder = dispatcher.compile, dispatcher._cache.cache_path
     base = dispatcher._cache._impl.filename_base
@@ -254,10 +256,10 @@ def _compile_once(dispatcher: Any) -> None:
 
 @contextmanager
 def _locked(folder: str, name: str) -> Iterator[None]:
-    """Hold the machine's lock of this name, or go on without it after `_LONGEST_WAIT_S` or where there are none.
+    """Hold the machine-wide lock of this name; continue without it after `_LONGEST_WAIT_S` or if locks are missing.
 
-    Locks are bytes of one file: a process may take one that it has, and they are gone when it ends. Names that share a
-    byte wait for each other.
+    Locks are bytes of one file: a process may take a lock that it already holds, and its locks end with it. Names that
+    map to the same byte wait for each other.
     """
     file, place = _lock_file(folder, os.getpid()), zlib.crc32(name.encode())
     if file is None or place in _HELD or not _wait_for(file, place):
@@ -276,7 +278,7 @@ _HELD: set[int] = set()
 
 @cache
 def _lock_file(folder: str, _process: int) -> int | None:
-    """A descriptor of the file of locks; a process needs its own, and keeps it, as closing one gives all locks up."""
+    """A descriptor of the file of locks, one per process, kept open: closing one would release all its locks."""
     if fcntl is None:
         return None
     try:
@@ -321,12 +323,12 @@ def _load_without_collecting(dispatcher: Any) -> None:
 
 
 def _look_for_blas() -> None:
-    """Import numba's functions of arrays without scipy.linalg (numba 0.68, np/arraymath.py: _check_blas)."""
+    """Import numba's array functions without scipy.linalg (numba 0.68, np/arraymath.py: _check_blas)."""
     if "numba.np.arraymath" in sys.modules:
         return
     linalg: Any = importlib.import_module("numba.np.linalg")
     ensure_blas = getattr(linalg, "ensure_blas", None)
-    if ensure_blas is None:  # another version of numba, which is left as it is
+    if ensure_blas is None:  # another version of numba, which stays as it is
         return
     linalg.ensure_blas = _ensure_scipy
     try:

@@ -1,10 +1,10 @@
-"""Libraries that are no part of the core: what brings them, and what to say where one is missing."""
+"""Optional libraries: the extra that installs each, and the message if one is missing."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-# How a module is called, and the extra that brings it.
+# The name of a module, and the extra that installs it.
 EXTRAS = {
     "torch": ("torch", "torch"),
     "highspy": ("highspy", "search"),
@@ -31,6 +31,6 @@ def is_installed(module: str) -> bool:
 
 
 def explain_missing(what: str, module: str, extra: str = "") -> str:
-    """Say that ``what`` needs a module of `EXTRAS`, and how to install it: by ``extra``, or the usual one."""
+    """Say that ``what`` needs a module of `EXTRAS`, and how to install it: by ``extra``, or by the usual extra."""
     name, usual = EXTRAS[module]
     return f"{what} needs {name}, which is not installed. Run: pip install 'meshwright[{extra or usual}]'."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Functions of torch.distributed; torch 2.13 deprecates the names that it had before.
+# Functions of torch.distributed; torch 2.13 deprecates their former names.
 ALL_GATHER, REDUCE_SCATTER = (
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist, "all_gather_single")
@@ -22,6 +22,6 @@ def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -
 
 
 def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: Any) -> dist.Work | None:
-    """Sum up a tensor over the ranks of a group, of which each gets its part."""
+    """Sum a tensor over the ranks of a group; each rank gets its part."""
     work: dist.Work | None = getattr(dist, REDUCE_SCATTER)(part, whole, **options)
     return work

@@ -59,7 +59,7 @@ def test_long_traces_are_listed_in_part(run, tmp_path):
         (["gpt-tiny", "--links"], 2, "--links times transfers; it takes no MODEL"),
         (["--links", "--force"], 2, "--force belongs to --cluster"),
         (["--links", "--device", "V100"], 2, "--device was given with --links"),
-        (["--device", "V100"], 1, "Ops were to be timed on device 'V100'"),
+        (["--device", "V100"], 1, "Device 'V100' was given to time ops on"),
     ],
 )
 def test_what_cannot_be_meant(run, tmp_path, words, code, told):

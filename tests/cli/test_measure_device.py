@@ -82,7 +82,7 @@ def test_a_table_of_another_device_is_not_measured_into(run, gpu):
     write_document(measure_device.replace(EMPTY, device="cpu"), "measurements.json")
     code, _, err = run("measure", "gpt-tiny", "-m", 2)
     assert code == 1
-    assert "The tables were taken on devices 'cpu' and 'H100'" in " ".join(err.split())
+    assert "The tables are for devices 'cpu' and 'H100'" in " ".join(err.split())
     assert gpu.timed == []
     assert read_document(Measurements, "measurements.json").device == "cpu"
 
@@ -108,8 +108,8 @@ def test_a_device_is_measured_without_a_model(run, gpu):
         (["--device-table", "--links"], 2, "--links and --device-table are different things"),
         (["--device-table", "--precision", "amp"], 2, "--precision is of the ops of a MODEL on a GPU"),
         (["gpt-tiny", "--precision", "amp", "--device", "cpu"], 2, "--precision is of ops on a GPU"),
-        (["--device-table"], 1, "Ops were to be timed on device 'cpu'; torch sees 0 CUDA devices here"),
-        (["gpt-tiny", "--device", "cuda:3"], 1, "Ops were to be timed on device 'cuda:3'; torch sees 0 CUDA"),
+        (["--device-table"], 1, "Device 'cpu' was given to time ops on; torch sees 0 CUDA devices here"),
+        (["gpt-tiny", "--device", "cuda:3"], 1, "Device 'cuda:3' was given to time ops on; torch sees 0 CUDA"),
         (["gpt-tiny", "--device", "cuda", "--ranks", 2], 2, "--ranks are processes that share processors"),
     ],
 )
@@ -123,5 +123,5 @@ def test_what_cannot_be_meant(run, tmp_path, monkeypatch, words, code, told):
 
 
 def test_a_device_that_torch_does_not_know_is_refused(monkeypatch):
-    with pytest.raises(MeasurementError, match="Ops were to be timed on device 'gpu'"):
+    with pytest.raises(MeasurementError, match="Device 'gpu' was given to time ops on"):
         measure_device.measure_device_here(None, [], device="gpu")

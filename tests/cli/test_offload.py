@@ -134,7 +134,7 @@ def test_hosts_without_room_are_named(run, described):
         (["--cluster", "2xL40S", "--offload", "optimizer=host"], "Write host_memory_bandwidth_bytes_per_s = 400e9"),
         (["--cluster", "2xA100", "--offload", "weights=host"], "expected WHAT=WHERE"),
         (["--cluster", "2xA100", "--zero", "1", "--offload", "optimizer=host,parameters=host"], "expected zero 3"),
-        (["--cluster", "2xA100", "--offload", "optimizer=host", "--schedule", "pipedream"], "never flushes"),
+        (["--cluster", "2xA100", "--offload", "optimizer=host", "--schedule", "pipedream"], "asynchronous schedule"),
         (["--cluster", "2xA100", "--offload", "optimizer=host", "--method", "place"], "--offload"),
     ],
 )
@@ -151,7 +151,7 @@ def test_an_offloaded_plan_is_run_but_not_compared_nor_said_where_others_cannot(
     assert "start it with: bash" in " ".join(out.split())
     code, _, error = run("run", path / "plan.json", "--device", "cpu", "--offload-folder", tmp_path)
     assert code != 0
-    assert "keeps nothing on drives, but a folder was given for that" in error
+    assert "keeps nothing on drives, but a folder for that was given" in error
     code, _, error = run("show", path / "plan.json", "--as", "megatron")
     assert code != 0
     assert "keeps states on the host with its distributed optimizer (ZeRO 1)" in error
@@ -186,4 +186,4 @@ def test_room_for_states_is_looked_for_before_ranks_start(run, described, monkey
     monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**40))
     code, _, error = start(folder=tmp_path / "states")
     assert code != 0
-    assert "which is memory (tmpfs) and no drive; it has 1 MiB available" in error
+    assert "which is in memory (tmpfs), not on a drive; it has 1 MiB available" in error

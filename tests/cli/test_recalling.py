@@ -68,19 +68,19 @@ def test_another_table_and_none_are_told(run, planned):
     code, out, error = run("simulate", planned, "--json")
     assert code == 0
     assert step(out) < step(before)
-    assert error == "table.json, which the plan was made with, has changed since; costs are those of today."
+    assert error == "table.json, which the plan was made with, has changed since; costs are those of now."
     table.unlink()
     code, out, error = run("simulate", planned, "--json")
     assert code == 0
     assert step(out) < 0.25
-    assert error.startswith("The plan was made with table.json, which is gone: costs are those of datasheets.")
+    assert error.startswith("The plan was made with table.json, which is missing: costs are those of datasheets.")
 
 
 def test_other_software_is_told(run, planned):
     plan = read_document(Plan, planned)
     write_document(replace(plan, made_with=MadeWith(software="meshwright 0.0.1")), planned)
     _, _, error = run("simulate", planned)
-    assert error == f"The plan was made with meshwright 0.0.1; here is {own_software()}."
+    assert error == f"The plan was made with meshwright 0.0.1; installed here: {own_software()}."
 
 
 def test_a_folder_that_moves_keeps_its_table(tmp_path):

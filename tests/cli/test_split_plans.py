@@ -81,7 +81,7 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
         (["--recompute", "full@2", "--stages", 2], "Give --stages 3 or more"),
         (["--recompute", "3:9"], "the graph has layers 0 to"),
         (["--recompute", "2:2"], "start below stop"),
-        (["--schedule", "pipedream", "--zero", 1], "never flushes"),
+        (["--schedule", "pipedream", "--zero", 1], "asynchronous schedule"),
     ],
 )
 def test_what_cannot_be_split_is_refused(run, options, message):

@@ -149,6 +149,6 @@ def test_a_model_that_lies_in_another_folder_is_said_before_anything_starts(fold
     (folder / "moved.json").write_text(json.dumps({**data, "model": model}))
     assert invoke([command, "moved.json"]) == 1
     error = capsys.readouterr().err
-    assert f"The plan's model is {model!r}, a path from the folder in which it was made" in error
+    assert f"The plan's model is {model!r}, a path relative to the folder in which it was made" in error
     assert str(folder) in error
     assert "Rank" not in error

@@ -115,7 +115,7 @@ def test_a_machine_that_tells_nothing_is_described_by_what_is_shipped(tmp_path):
     shipped = load_cluster("cpu")
     assert described.cluster.device_kinds[0].peak_flops_per_s == shipped.device_kinds[0].peak_flops_per_s
     assert described.remarks["device_kinds.0.peak_flops_per_s"] == "shipped: not measured here"
-    assert described.remarks["nodes.0.host_memory_bytes"].startswith("not told")
+    assert described.remarks["nodes.0.host_memory_bytes"].startswith("not reported")
 
 
 def test_what_has_to_be_measured(tmp_path):

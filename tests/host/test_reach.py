@@ -69,8 +69,8 @@ def test_a_busy_rendezvous_port_is_a_problem_and_a_free_one_is_not(tmp_path, lis
     [
         ({"MASTER_ADDR": "127.0.0.1"}, "one without the other"),
         ({"MASTER_PORT": "29500"}, "one without the other"),
-        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, "the port is none"),
-        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "the port is none"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, "the port is not valid"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "the port is not valid"),
         ({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}, "does not resolve"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_host_name_without_an_address_is_a_note_and_a_foreign_one_a_problem(tm
     assert "GLOO_SOCKET_IFNAME" in unknown.remedy
     foreign = only(check_host_name(make_host(tmp_path, name="192.0.2.1")))
     assert foreign.status == "problem"
-    assert "no address of this host" in foreign.found
+    assert "not an address of this host" in foreign.found
     assert only(check_host_name(make_host(tmp_path, name="localhost"))).status == "ok"
 
 

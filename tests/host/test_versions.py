@@ -56,7 +56,7 @@ def test_the_requirements_that_hold_here_are_judged(monkeypatch):
         "torch": "note",
         "no-such-package": "note",
     }
-    assert told["numpy"].found.endswith("; Meshwright is made for <0.1")
+    assert told["numpy"].found.endswith("; Meshwright supports <0.1")
     assert told["no-such-package"].remedy == "Run: pip install 'meshwright[hf]'"
 
 

@@ -307,7 +307,9 @@ def test_joins_that_cannot_be():
 
 def test_joins_are_not_run():
     program = joined(1, circle=False)
-    with pytest.raises(ProgramError, match=r"goes on when 1 of its waits have happened\. Such joins can be simulated"):
+    with pytest.raises(
+        ProgramError, match=r"continues when 1 of its waits have happened\. Such joins can be simulated"
+    ):
         arrange_rank(program, program.body, 1)
 
 

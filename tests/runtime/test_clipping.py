@@ -30,10 +30,10 @@ def test_a_norm_makes_ranks_agree_on_it():
 @pytest.mark.parametrize(
     ("options", "norm", "words"),
     [
-        ({}, 0.0, "to a norm of 0.0; expected more than 0"),
-        ({}, float("nan"), "to a norm of nan"),
+        ({}, 0.0, "A norm of 0.0 to clip gradients was given; expected more than 0"),
+        ({}, float("nan"), "A norm of nan to clip"),
         ({"exchange": GradientExchange(clip_norm=True)}, None, "but no norm was given"),
-        ({"schedule": "pipedream"}, 1.0, "never flushes"),
+        ({"schedule": "pipedream"}, 1.0, "asynchronous schedule"),
     ],
 )
 def test_what_cannot_be_clipped_is_refused(options, norm, words):

@@ -97,7 +97,7 @@ def test_a_host_without_memory_for_activations_is_named_before_the_run(one_rank,
     little = Memory(total_bytes=4096, available_bytes=1000, limit_bytes=None)
     monkeypatch.setattr(room, "find_memory", lambda _: little)
     # What Tanh saves of two samples, 512 numbers of four bytes each.
-    with pytest.raises(RunError, match=r"takes 4 KiB more of the memory of host .*plan with less away"):
+    with pytest.raises(RunError, match=r"takes 4 KiB more of the memory of host .*plan with less offload"):
         open_net(offload=Offload(activations="host"), width=512)
 
 
@@ -127,14 +127,14 @@ def test_a_full_drive_is_named_before_the_run(one_rank, monkeypatch, tmp_path):
 def test_files_in_memory_take_memory_of_the_host(one_rank, monkeypatch, tmp_path):
     monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**30))
     session, _, _ = open_net(offload_folder=tmp_path)
-    assert session.remark.startswith(f"{tmp_path} is memory (tmpfs) and no drive")
+    assert session.remark.startswith(f"{tmp_path} is in memory (tmpfs), not on a drive")
     session.close()
     # Gradients, parameters and two moments on the host, which are on the drive, too; AdamW's counters.
     needs = count_host_needs(session.plan, session.graph, 0)
     enough = needs.host_bytes + needs.drive_bytes
     memory = Memory(total_bytes=4096, available_bytes=enough - 1, limit_bytes=None)
     monkeypatch.setattr(room, "find_memory", lambda _: memory)
-    with pytest.raises(RunError, match=r"680 B of them in .*, which is memory \(tmpfs\) and no drive; it has"):
+    with pytest.raises(RunError, match=r"680 B of them in .*, which is in memory \(tmpfs\), not on a drive; it has"):
         open_net(offload_folder=tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(one_rank, tmp_path, folder)
 
 def test_parts_of_buckets_are_refused(one_rank):
     exchange = GradientExchange(partition_bytes=100)
-    with pytest.raises(PlanError, match=r"cuts buckets of gradients in parts .*Leave partition_bytes out"):
+    with pytest.raises(PlanError, match=r"cuts buckets of gradients into parts .*Leave partition_bytes out"):
         open_net(exchange=exchange)
 
 

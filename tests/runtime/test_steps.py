@@ -93,7 +93,7 @@ def test_too_few_steps_and_steps_out_of_order_are_refused():
     steps = EndlessSteps(Played(program, 0), program, 0, 8)
     assert steps.finish() == {}
     steps.run_step(0, {})
-    with pytest.raises(RunError, match="Step 2 was given behind step 0"):
+    with pytest.raises(RunError, match="Step 2 was given after step 0"):
         steps.run_step(2, {})
     with pytest.raises(RunError, match="was given 1 step; expected at least 8"):
         steps.finish()

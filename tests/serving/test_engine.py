@@ -396,6 +396,6 @@ def test_outages_come_at_moments_of_the_simulation():
         Outage(device=0, since=-1.0)
     with pytest.raises(ServingError, match="An outage: until"):
         Outage(device=0, since=0.0, until=1e20)
-    with pytest.raises(ServingError, match="expected an end after the begin"):
+    with pytest.raises(ServingError, match="expected an end after the start"):
         Outage(device=0, since=1.0, until=1.0)
     assert Poisson(rate=0.0).rate == 0

@@ -399,7 +399,7 @@ def test_with_parameters_on_the_host_steps_alone_follow_the_last_backward(layers
         (GradientExchange(every_steps=2), "1f1b", "every_steps"),
         (GradientExchange(across_steps=True), "1f1b", "across_steps"),
         (GradientExchange(algorithm="hierarchical", node_size=2), "1f1b", "hierarchical"),
-        (GradientExchange(), "pipedream", "never flushes"),
+        (GradientExchange(), "pipedream", "asynchronous schedule"),
     ],
 )
 def test_updates_that_are_no_single_steps_are_refused(exchange, schedule, words):

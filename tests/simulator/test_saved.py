@@ -206,7 +206,7 @@ def test_alike_replicas_copy_alike(count, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schedule": "pipedream"}, "never flushes"),
+        ({"schedule": "pipedream"}, "asynchronous schedule"),
         ({"compiled": True}, "compiles layers"),
         ({"workload": Workload(global_batch=8, kind="inference")}, "inference"),
     ],

@@ -89,8 +89,8 @@ def test_a_document_is_read(tmp_path):
         ('name = "a"', 'name = "a"\ncopies = 0', "copies is 0; expected 1 to"),
         ('name = "a"', 'name = ""', "A model has an empty name"),
         ('name = "a"', 'name = "a"\ninputs = [{ name = "" }]', "A tensor has an empty name"),
-        ('name = "a"', 'name = "a"\ninputs = [{ name = "x" }, { name = "x" }]', "two inputs of one name"),
-        ('name = "a"', 'name = "a"\noutputs = [{ name = "x" }, { name = "x" }]', "two outputs of one name"),
+        ('name = "a"', 'name = "a"\ninputs = [{ name = "x" }, { name = "x" }]', "two inputs with the same name"),
+        ('name = "a"', 'name = "a"\noutputs = [{ name = "x" }, { name = "x" }]', "two outputs with the same name"),
         ("largest = 8", 'points = [[1, "1 ms"]]', "points, and alpha or beta as well"),
         (LINE, 'points = [[1, "2 ms"], [4, "1 ms"]]', "batches of 1 take 0.002 s, and then batches of 4 0.001 s"),
         (LINE, 'points = [[4, "1 ms"], [4, "2 ms"]]', "expected ascending sizes"),
@@ -147,9 +147,9 @@ def test_models_are_found_beside_their_document(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ('kind = "outage"\ndevice = 2\nsince = "0 s"', "of device 2; there are 2, from 0 to 1"),
-        ('kind = "outage"\ndevice = -1\nsince = "0 s"', "of device -1"),
-        ('kind = "outage"\ndevice = 0\nsince = "3 s"\nuntil = "2 s"', "expected an end after the begin"),
+        ('kind = "outage"\ndevice = 2\nsince = "0 s"', "device 2, but the deployment has devices 0 to 1"),
+        ('kind = "outage"\ndevice = -1\nsince = "0 s"', "names device -1"),
+        ('kind = "outage"\ndevice = 0\nsince = "3 s"\nuntil = "2 s"', "expected an end after the start"),
         ('kind = "outage"\ndevice = 0\nsince = "1e20 s"', "since is 1e"),
         ('kind = "straggler"\ndevice = 0\nfactor = 0', "factor is 0"),
         ('kind = "fire"\ndevice = 0', "fire"),
@@ -231,7 +231,7 @@ def test_groups_that_fit():
         (lambda: Group(devices=1, models=("a", "a")), "names a model twice: a, a"),
         (lambda: Group(devices=1, models=("a", "b"), weights=(1.0,)), "2 models and 1 weights"),
         (lambda: Group(devices=1, models=("a",), weights=(0.0,)), "weight is 0; expected"),
-        (lambda: in_groups(Group(devices=1, models=("d",))), "'d', which is no model of this deployment"),
+        (lambda: in_groups(Group(devices=1, models=("d",))), "'d', but the deployment has no such model"),
         (lambda: in_groups(Group(devices=3, models=()), Group(devices=2, models=())), "have 5 devices, and .* 4"),
         (lambda: in_groups(Group(devices=1, models=("a", "b", "c"))), r"group 0 \(a, b, c\) take 6 B, .* has 4 B"),
         (lambda: in_groups(memory=5.0), "'a' takes 5 B, and a device has 4 B"),
@@ -336,7 +336,7 @@ heads = [{ name = "a", rate = 3, latency = { alpha = "1 ms", beta = "5 ms", larg
     assert read(tmp_path, text).trunks == (Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=heads),)
     with pytest.raises(ServingError, match="Two models are called 'a'"):
         Deployment(models=(MODEL,), devices=1, trunks=(Trunk(name="a", slo=1.0, latency=MODEL.latency, heads=heads),))
-    with pytest.raises(ServingError, match="two heads of one name"):
+    with pytest.raises(ServingError, match="two heads with the same name"):
         Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=heads * 2)
     with pytest.raises(ServingError, match="heads is 0; expected 1 to"):
         Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=())

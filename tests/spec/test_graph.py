@@ -118,7 +118,7 @@ def changed(**changes):
                     *GRAPH.tensors[3:],
                 )
             ),
-            "not a storage of its own",
+            "not its own storage",
         ),
         (changed(ops=GRAPH.ops[::-1]), "before any op has produced it"),
         (changed(ops=(GRAPH.ops[0], replace(GRAPH.ops[1], inputs=(9,)))), "refers to tensor 9"),

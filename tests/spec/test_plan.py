@@ -45,7 +45,7 @@ def test_the_line_for_people():
     line = "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
     split = ", tensor 2 with sequence parallelism, context 2"
     order = ", 2 parts of gradients in order"
-    assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again, compiled, 2 devices left out"
+    assert PLAN.describe() == f"{line}{split}{order}, 1 part recomputed, compiled, 2 devices left out"
     assert replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=(), idle=()).describe() == f"{line}{order}, compiled"
     plain = replace(PLAN, sharding=UNSHARDED, recompute=(), keeps=(), idle=(), compiled=False)
     assert replace(plain, exchange=GradientExchange()).describe() == line
@@ -113,7 +113,7 @@ def test_optimizers_are_asked_for_by_a_word(option, optimizer):
 
 
 def test_no_other_word_is_an_optimizer():
-    with pytest.raises(PlanError, match="'sgd-momentum' is no kind of optimizer"):
+    with pytest.raises(PlanError, match="The optimizer kind 'sgd-momentum' was given"):
         Optimizer(kind="sgd-momentum")
 
 
@@ -183,5 +183,7 @@ def test_devices_that_take_no_part_are_not_counted():
 @pytest.mark.parametrize("idle", [(1, 0), (1, 1), (-1, 1)])
 def test_devices_that_are_left_out_stand_in_order(idle):
     plan = make_plan(chain_graph(4), even_bounds(4, 2), (1, 1), 4)
-    with pytest.raises(PlanError, match="were to be left out; expected numbers of devices of the cluster, ascending"):
+    with pytest.raises(
+        PlanError, match="devices to leave out are .*; expected numbers of devices of the cluster, ascending"
+    ):
         replace(plan, idle=idle)

@@ -96,20 +96,20 @@ def test_own_lists_of_ops():
     ("text", "words"),
     [
         ("opp", "did you mean 'op'"),
-        ("every-0", "does not say what to compute again"),
+        ("every-0", "does not say what to recompute"),
         ("every-7", "has no 7 repeated blocks"),
         ("keep=aten.lineax", "did you mean 'aten.linear'"),
         ("keep=", "names no op whose result is kept"),
         ("keep=aten.view", "no op in the repeated blocks"),
-        ("keep=aten.transpose", "it is a view of what another op made"),
+        ("keep=aten.transpose", "it is a view of another op's result"),
         ("full@0,op@0:2", "names stage 0 twice"),
-        ("full@0,none@1", "it is not known where the model is cut"),
+        ("full@0,none@1", "the cuts of the model are not known"),
         ("3:2", "start below stop"),
         ("op[1:3],full[2:5]", "names a layer twice"),
         ("op[3:1]", "start below stop"),
         ("op[1:30]", "the graph has layers 0 to 5"),
         ("opp[1:3]", "did you mean 'op'"),
-        ("op[1::3]", "'1::3' does not say what to compute again"),
+        ("op[1::3]", "'1::3' does not say what to recompute"),
         ("op[]", "words for layers as op"),
         ("op[1:3],full", "words for layers as op"),
         ("op[1:3]full[3:5]", "words for layers as op"),
@@ -123,7 +123,7 @@ def test_what_means_nothing_is_refused(text, words):
 
 @pytest.mark.parametrize("text", ["full@2", "full@0,op@0", "full@", "@1", "0:3@1", "full@x", "full@1:1", "full@0,op"])
 def test_stages_that_there_are_not_are_refused(text):
-    with pytest.raises(PlanError, match="stages compute again"):
+    with pytest.raises(PlanError, match="stages recompute"):
         read_recompute(GPT, text, [(0, 3), (3, 6)])
 
 
@@ -168,9 +168,9 @@ def test_what_cannot_be_kept_is_refused():
     full = recompute_choices(GPT)["full"].ranges
     first = GPT.layers[1].start
     linear = next(op for op in range(first, GPT.layers[1].stop) if "linear" in GPT.ops[op].kind)
-    with pytest.raises(GraphError, match="within the ranges that are computed again"):
+    with pytest.raises(GraphError, match="within the recomputed ranges"):
         with_recompute(GPT, full, (0,))
-    with pytest.raises(GraphError, match="within the ranges that are computed again"):
+    with pytest.raises(GraphError, match="within the recomputed ranges"):
         with_recompute(GPT, (), (linear,))
     ops = list(GPT.ops)
     ops[linear] = replace(ops[linear], random=True)

@@ -136,7 +136,7 @@ def test_a_quantity_without_its_unit_is_refused(text, words):
             '[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"\nbandwidth = 25',
             r"\(slow-link\).bandwidth: 25 has no unit; expected a bandwidth with its unit, as \"25 GB/s\"",
         ),
-        ('[[effects]]\nkind = "failures"', "failures: give either mttf or times"),
+        ('[[effects]]\nkind = "failures"', "failures: give exactly one of mttf and times"),
         ('[[effects]]\nkind = "failures"\nmttf = "0 s"', "failures: mttf is 0; expected at least 0.001"),
         ('[[effects]]\nkind = "checkpoints"', "checkpoints: give either cost"),
         ('[[effects]]\nkind = "price"\nper_hour = -1.0', "price: per_hour is -1; expected at least 0"),

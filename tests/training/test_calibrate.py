@@ -119,9 +119,9 @@ def judged(before_s, after_s, scatter):
 @pytest.mark.parametrize(
     ("before_s", "after_s", "scatter", "told"),
     [
-        (1.1, 0.8, 0.0, r"from \+10\.0% to -20\.0%: the table got no better"),
-        (1.1, 1.1, 0.0, "no better"),
-        (1.1, 1.05, 0.1, r"better by 5\.0%, but the 4 steps scatter by 10\.0%"),
+        (1.1, 0.8, 0.0, r"from \+10\.0% to -20\.0%: the table did not improve"),
+        (1.1, 1.1, 0.0, "did not improve"),
+        (1.1, 1.05, 0.1, r"improved by 5\.0%, but the 4 steps scatter by 10\.0%"),
     ],
 )
 def test_a_table_that_other_steps_do_not_show_to_be_better_is_kept(before_s, after_s, scatter, told):

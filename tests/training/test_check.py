@@ -54,8 +54,8 @@ def test_losses_of_a_run_are_those_of_one_process(tmp_path, options, warm_ranks)
 def test_what_one_process_would_not_have_is_refused(tmp_path):
     for options, words in (
         ({"schedule": "pipedream"}, "weights are older"),
-        ({"precision": "amp"}, "of amp, whose products"),
-        ({"resume": True, "checkpoint": "kept"}, "goes on from a checkpoint"),
+        ({"precision": "amp"}, "for amp, whose products"),
+        ({"resume": True, "checkpoint": "kept"}, "continues from a checkpoint"),
     ):
         with pytest.raises(PlanError, match=words):
             refuse_unchecked(job_of(tmp_path, **options))

@@ -37,10 +37,10 @@ def test_what_goes_on_is_what_did_not_stop(results, case):
 @pytest.mark.distributed
 def test_what_does_not_fit_is_refused(results):
     said = results["said"]
-    assert "the checkpoint is of plan " in said["plan"]
-    assert "the checkpoint is of seed 0, and 5 is run" in said["seed"]
+    assert "the checkpoint has plan " in said["plan"]
+    assert "the checkpoint has seed 0, but the run has 5" in said["seed"]
     assert "no checkpoint is there" in said["nothing"]
-    assert "holds a checkpoint of 4 steps, and one of 0 was to be written" in said["other run"]
+    assert "holds a checkpoint of 4 steps, but one of 0 is to be written" in said["other run"]
     assert said["interrupted"] == 4
     assert "4 steps were run already" in said["late"]
 
@@ -89,4 +89,4 @@ def test_a_killed_run_goes_on(tmp_path, request):
     assert sorted(path.name for path in (tmp_path / "kept").iterdir())[-1] == f"step-{done + 3:08d}"
     code, text = said(meshwright(*run, "--steps", "2", "--resume", folder=tmp_path))
     assert code == 1
-    assert f"The checkpoint has {done + 3} steps, and 2 were asked for" in text
+    assert f"The checkpoint has {done + 3} steps, but 2 were given" in text

@@ -151,11 +151,11 @@ def test_a_difference_is_told(tmp_path, monkeypatch):
 
 def test_what_cannot_be_run_dry_is_refused(tmp_path):
     job = job_of(tmp_path, "gpt-tiny", TWO)
-    with pytest.raises(PlanError, match="Process 4 was asked for; expected one of 0 to 3"):
+    with pytest.raises(PlanError, match="Process 4 was given; expected one of 0 to 3"):
         dry_run(job, 4)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        with pytest.raises(RunError, match="one of a group already"):
+        with pytest.raises(RunError, match="in a process group already"):
             dry_run(job, 0)
     finally:
         dist.destroy_process_group()

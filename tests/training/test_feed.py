@@ -99,7 +99,7 @@ def test_ranks_together_read_what_one_reads(count, size, num_microbatches, ranks
 
 
 def test_what_can_be_read_once_has_one_epoch():
-    with pytest.raises(RunError, match="can be read once, and 2 epochs were asked for"):
+    with pytest.raises(RunError, match="can be read once, but 2 epochs were given"):
         Feed(dataset=iter(range(8)), epochs=2)
     assert Feed(dataset=iter(range(8))).is_iterable
 

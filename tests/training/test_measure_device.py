@@ -171,7 +171,7 @@ def test_issue_times_that_failed_once_are_taken_again():
 
 
 def test_a_table_of_another_device_is_refused_before_anything_is_timed():
-    with pytest.raises(MeasurementError, match="taken on devices 'A100' and 'H100'"):
+    with pytest.raises(MeasurementError, match="tables are for devices 'A100' and 'H100'"):
         measure_device._refuse_other(replace(EMPTY, device="A100"), EMPTY)
 
 

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwr
     assert meshwright("run", "plan.json", "--steps", 4, *keep)[0] == 0
     code, said = meshwright("run", "plan.json", "--steps", 6, "--checkpoint", "kept", "--resume", "--clip-norm", 1.0)
     assert code == 1
-    assert "the checkpoint is of clip norm None, and 1.0 is run" in said
+    assert "the checkpoint has clip norm None, but the run has 1.0" in said
     file = Path("kept/step-00000004/process-1.pt")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16

@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, memory, links, reachability; and a Cluster made from it. Loads no torch."""
+"""This machine: versions, devices, memory, links, reachability; and a Cluster made from them. Loads no torch."""
 
 from meshwright.host.checks import examine
 from meshwright.host.cluster_file import cluster_toml

@@ -1,8 +1,8 @@
-"""Where do the limits of this process's cgroup stand?
+"""Where the limits of this process's cgroup are.
 
-``/proc/self/cgroup`` has a line ``id:controllers:path`` per hierarchy: no controllers for version 2, names of them for
-version 1. A limit of a folder binds all below it, so the folders from the process's own up to the top count. Inside a
-container the path may be that of the host, where only the top exists. Source: cgroups(7).
+``/proc/self/cgroup`` has a line ``id:controllers:path`` per hierarchy: no controllers for version 2, their names for
+version 1. A limit of a folder applies to everything below it, so the folders from the process's own up to the top
+count. Inside a container the path may be that of the host, where only the top exists. Source: cgroups(7).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The doctor's table: which checks there are, in the order in which their findings are told.
+"""The checks of `meshwright doctor`, in the order in which their findings are shown.
 
-A check is a function of a `Host` (and of what torch said) that yields findings. It may fail on an odd machine; then the
-finding says so, and the others go on.
+A check is a function of a `Host` (and of the facts from torch) that yields findings. It may fail on an unusual machine;
+then a finding reports that, and the other checks continue.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TORCH_CHECKS: tuple[Callable[[Host, TorchFacts], Iterable[Finding]], ...] = (che
 def examine(host: Host, addresses: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
     """Run all checks on a host, and try to reach ``addresses``; findings in the order of `AREAS`."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_torch, host)  # its processes start while the others look around
+        asked = pool.submit(ask_torch, host)  # its processes start while the other checks run
         findings = [finding for check in CHECKS for finding in _survive(partial(check, host), check.__name__)]
         findings += _survive(partial(check_addresses, addresses), "check_addresses")
         facts = asked.result()
@@ -59,14 +59,14 @@ def examine(host: Host, addresses: Sequence[tuple[str, int]] = ()) -> tuple[Find
 
 
 def _survive(check: Callable[[], Iterable[Finding]], name: str) -> Iterator[Finding]:
-    """The findings of a check; an error of its own becomes one more."""
+    """The findings of a check; an error of the check becomes another finding."""
     try:
         yield from check()
-    except Exception as error:  # a check must not take the others along
+    except Exception as error:  # a failing check must not stop the others
         yield Finding(
             area="settings",
             name=name.removeprefix("check_").replace("_", " "),
             found=f"not known ({type(error).__name__}: {str(error)[:120]})",
             status="note",
-            remedy="This machine is one that the check does not understand; the other findings stand.",
+            remedy="The check does not understand this machine; the other findings are valid.",
         )

@@ -1,4 +1,4 @@
-"""A cluster as TOML with a comment beside each figure. What is written is read back and compared before it is kept."""
+"""A cluster as TOML with a comment beside each figure. The text is read back and compared before it is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec import Cluster, ClusterError, DeviceKind, Link, Node, Nvme,
 
 
 def cluster_toml(described: Described, heading: str) -> str:
-    """The text of a cluster file; ``heading`` becomes a comment on top. Raises ClusterError if it could not be read."""
+    """The text of a cluster file; ``heading`` is a comment on top. Raises ClusterError if it does not read back."""
     cluster, remarks = described.cluster, described.remarks
     lines = [
         *(f"# {line}" for line in heading.splitlines()),
@@ -85,18 +85,18 @@ def _drives(nvme: Nvme) -> str:
 
 
 def _number(value: float) -> str:
-    """A float that reads back as itself, short where it can be: ``2.06e10``."""
+    """A float that reads back as itself, short if possible: ``2.06e10``."""
     mantissa, _, exponent = f"{value:.3e}".partition("e")
     short = f"{float(mantissa):g}e{int(exponent)}"
     return short if float(short) == value else repr(float(value))
 
 
 def _string(text: str) -> str:
-    """A basic string: JSON's escapes are TOML's as well, but for the control character DEL."""
+    """A basic string: JSON's escapes are valid in TOML, except for the control character DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _commented(line: str, remark: str | None) -> str:
-    """The line with its remark, which may hold no line ends."""
+    """The line with its remark, without line ends."""
     printable = "".join(letter if letter.isprintable() else " " for letter in remark or "")
     return f"{line}  # {printable}" if printable else line

@@ -1,8 +1,8 @@
-"""A `Cluster` of one node from what this machine has, with a remark on where each figure comes from.
+"""A `Cluster` of one node made from this machine, with a remark on the origin of each figure.
 
-found       asked of this machine: devices, memory, cores, NVLinks, PCIe, network cards
+found       read from this machine: devices, memory, cores, NVLinks, PCIe, network cards
 measured    timed on this machine (`Rates`)
-datasheet   the shipped description of the device kind, whose ``source`` is kept
+datasheet   the shipped description of the device kind, with its ``source``
 
 GPUs are those of torch if it sees any, else those of nvidia-smi. Pairs of GPUs are described by their slowest pair,
 because a node has one device link. Without a GPU every core is a device of kind ``cpu``, as in the shipped file.
@@ -36,7 +36,7 @@ Remarks = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """All that was found out about this machine."""
+    """All facts found about this machine."""
 
     name: str
     processor: Processor
@@ -48,14 +48,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """The cluster, and for each of its figures where it comes from."""
+    """The cluster, and the origin of each of its figures."""
 
     cluster: Cluster
     remarks: Remarks
 
 
 def describe_machine(machine: Machine, rates: dict[str, Rates]) -> Described:
-    """Describe this machine; ``rates`` maps ``cpu`` and names of GPUs to what was measured.
+    """Describe this machine; ``rates`` maps ``cpu`` and names of GPUs to measurements.
 
     Raises ClusterError for a GPU that is neither known nor measured.
     """
@@ -73,7 +73,7 @@ def _describe_cores(machine: Machine, rates: Rates | None) -> Described:
         memory_bytes = machine.memory.available_bytes // num_cores
         remark = f"found: {format_bytes(machine.memory.available_bytes)} available, shared by {num_cores} ranks"
     else:
-        memory_bytes, remark = kind.memory_bytes, "shipped: not told by this system"
+        memory_bytes, remark = kind.memory_bytes, "shipped: not reported by this system"
     remarks["device_kinds.0.memory_bytes"] = remark
     for key in ("memory_bandwidth_bytes_per_s", "peak_flops_per_s"):
         remarks[f"device_kinds.0.{key}"] = basis
@@ -167,7 +167,7 @@ def _describe_gpu(gpu: Gpu, rates: Rates | None) -> tuple[DeviceKind, str]:
 def _describe_pcie(gpus: tuple[Gpu, ...], base: Node, remarks: Remarks) -> Link:
     speeds = [gpu.pcie_bytes_per_s for gpu in gpus if gpu.pcie_bytes_per_s is not None]
     if not speeds:
-        remarks["nodes.0.pcie"] = f"datasheet: as in {base.name}; nvidia-smi did not tell"
+        remarks["nodes.0.pcie"] = f"datasheet: as in {base.name}; nvidia-smi did not report it"
         return base.pcie
     remarks["nodes.0.pcie"] = "found: generation and width by nvidia-smi; latency: see source"
     return replace(base.pcie, bandwidth_bytes_per_s=min(speeds))
@@ -176,7 +176,7 @@ def _describe_pcie(gpus: tuple[Gpu, ...], base: Node, remarks: Remarks) -> Link:
 def _describe_device_link(machine: Machine, known: KnownGpu | None, base: Node, remarks: Remarks) -> Link:
     place = "nodes.0.device_link"
     if len(machine.gpus) == 1:
-        remarks[place] = f"datasheet: as in {base.name}; there is one GPU, so nothing takes it"
+        remarks[place] = f"datasheet: as in {base.name}; with one GPU it is not used"
         return base.device_link
     if not machine.topology.gpu_joints:
         remarks[place] = "not found (no nvidia-smi topo): PCIe stands in"
@@ -204,7 +204,7 @@ def _host_bytes(machine: Machine, base: Node, remarks: Remarks) -> int:
     limited = machine.memory.limit_bytes is not None and machine.memory.limit_bytes == min(known)
     remarks["nodes.0.num_cores"] = "found: after affinity and the cgroup's quota"
     if not known:
-        remarks["nodes.0.host_memory_bytes"] = f"not told by this system: as in {base.name}"
+        remarks["nodes.0.host_memory_bytes"] = f"not reported by this system: as in {base.name}"
         return base.host_memory_bytes
     remarks["nodes.0.host_memory_bytes"] = "found: the cgroup's limit" if limited else "found"
     return min(known)

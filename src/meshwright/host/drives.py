@@ -1,4 +1,4 @@
-"""What a folder lies on: a drive, or memory that is mounted as one.
+"""The file system of a folder: a drive, or memory that is mounted as one.
 
 /proc/self/mountinfo has a line per mount: number, parent, device, root, mount point, options, optional fields, "-",
 type, source, options (proc(5)); blanks in paths are written as octal numbers. Later mounts hide earlier ones.
@@ -12,31 +12,31 @@ from pathlib import Path, PurePath
 
 from meshwright.host.host import Host
 
-# File systems whose files are memory (kernel.org: filesystems/tmpfs.rst, ramfs-rootfs-initramfs.rst, hugetlbpage.rst).
+# File systems whose files are in memory (kernel.org: tmpfs.rst, ramfs-rootfs-initramfs.rst, hugetlbpage.rst).
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """A mounted file system: its type, nothing where that is not known, and bytes that are free on it."""
+    """A mounted file system: its type, empty if unknown, and its free bytes."""
 
     kind: str
     free_bytes: int
 
     @property
     def is_memory(self) -> bool:
-        """Whether files there take memory of the host."""
+        """Whether files there take host memory."""
         return self.kind in _IN_MEMORY
 
 
 def find_drive(host: Host, folder: Path) -> Drive:
-    """What holds a folder of this machine. Raises OSError for one that cannot be asked."""
+    """The file system of a folder of this machine. Raises OSError if it cannot be read."""
     _, free = host.space(folder)
     return Drive(kind=_mount_type(host, folder.resolve()), free_bytes=free)
 
 
 def _mount_type(host: Host, folder: Path) -> str:
-    """The type of the innermost mount above a folder; nothing where the system does not tell."""
+    """The type of the innermost mount above a folder; empty if the system does not report it."""
     depth, found = -1, ""
     for line in (host.read("/proc/self/mountinfo") or "").splitlines():
         mount, dash, rest = line.partition(" - ")

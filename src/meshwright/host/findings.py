@@ -1,4 +1,4 @@
-"""What one check says: ok, a note or a problem, what was found, and what to do about it."""
+"""The result of one check: ok, a note or a problem, what was found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 Status = Literal["ok", "note", "problem"]
 
-# Where each remedy is told at length; a finding names the heading.
+# The page with details of each remedy; a finding names the heading.
 HELP_PAGE = "docs/troubleshooting.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One answer of a check.
+    """One result of a check.
 
-    ``problem`` means that something Meshwright does will fail here; ``note`` that something is slower, smaller or less
+    ``problem`` means that some function of Meshwright will fail here; ``note`` that something is slower or smaller
     than it could be. ``topic`` is the heading of the help page on it, as an anchor.
     """
 
@@ -28,11 +28,11 @@ class Finding:
 
     @property
     def help_address(self) -> str:
-        """Where more is said about the remedy; "" where no page does."""
+        """The address of the help on the remedy; "" without one."""
         return f"{HELP_PAGE}#{self.topic}" if self.topic else ""
 
     def amended(self, status: Status, remedy: str, topic: str = "") -> Finding:
-        """The same finding, found wanting."""
+        """The same finding with a worse status and a remedy."""
         return replace(self, status=status, remedy=remedy, topic=topic)
 
     def as_row(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Which GPUs does the driver show, and how are they joined?
+"""The GPUs that the driver shows, and their links.
 
-Both answers are those of ``nvidia-smi``: a table of ``--query-gpu`` (CSV) and the matrix of ``topo -m``, whose cell for
-two devices is ``NV#`` (# NVLinks), ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` (PCIe, ever farther apart) or ``X``
-(itself); the words are explained in the legend that it prints.
+Both come from ``nvidia-smi``: a table of ``--query-gpu`` (CSV) and the matrix of ``topo -m``, whose cell for two
+devices is ``NV#`` (# NVLinks), ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` (PCIe, increasingly distant) or ``X``
+(itself); the legend that it prints explains the words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELDS = ("index", "name", "memory.total", "driver_version", "pcie.link.gen.max
 _QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 _STATE_FIELDS = ("uuid", "clocks.sm", "clocks.max.sm", "utilization.gpu", "memory.used")
 _STATE = ("nvidia-smi", f"--query-gpu={','.join(_STATE_FIELDS)}", "--format=csv,noheader,nounits")
-# The driver counts the second before; a GPU that nobody uses says 0, one that has just been opened a few percent.
+# The driver reports the second before; an unused GPU has 0, one that has just been opened a few percent.
 _IDLE_SHARE = 0.05
 _TOPOLOGY = ("nvidia-smi", "topo", "-m")
 # PCIe 3.0 moves 8 GT/s per lane with 128b/130b coding, about 1 GB/s per direction; each later generation twice that
@@ -33,7 +33,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as the driver shows it; ``pcie_bytes_per_s`` (per direction) is None where it is not told."""
+    """One GPU as the driver shows it; ``pcie_bytes_per_s`` (per direction) is None if it is not reported."""
 
     index: int
     name: str
@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """How devices are joined: ``joints`` maps two names (in the order of the matrix) to ``NV4``, ``PIX``, ..."""
+    """The links of devices: ``joints`` maps two names (in the order of the matrix) to ``NV4``, ``PIX``, ..."""
 
     names: tuple[str, ...] = ()
     joints: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Topology:
         return {pair: joint for pair, joint in self.joints.items() if all(name.startswith("GPU") for name in pair)}
 
     def fewest_nvlinks(self, names: tuple[str, ...] | None = None) -> int:
-        """NVLinks of the pair of GPUs that has fewest (0: some pair has none, or there is no pair)."""
+        """The smallest number of NVLinks of any pair of GPUs (0: some pair has none, or no pair exists)."""
         chosen = [
             joint for pair, joint in self.gpu_joints.items() if names is None or all(name in names for name in pair)
         ]
@@ -64,17 +64,17 @@ class Topology:
 
 
 def find_gpus(host: Host) -> tuple[Gpu, ...]:
-    """The GPUs that the driver shows; none without a driver."""
+    """The GPUs that the driver shows; empty without a driver."""
     return parse_gpus(host.run(_QUERY, _QUERY_TIMEOUT_S).output)
 
 
 def find_topology(host: Host) -> Topology:
-    """How they are joined; empty without a driver."""
+    """The links of the GPUs; empty without a driver."""
     return parse_topology(host.run(_TOPOLOGY, _QUERY_TIMEOUT_S).output)
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Read the CSV of ``nvidia-smi --query-gpu``; lines that are none (warnings, errors) are left out."""
+    """Parse the CSV of ``nvidia-smi --query-gpu``; other lines (warnings, errors) are ignored."""
     gpus = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -103,7 +103,7 @@ def pcie_bytes_per_s(generation: int, width: int) -> float | None:
 
 
 def parse_topology(text: str) -> Topology:
-    """Read the matrix of ``nvidia-smi topo -m``; a text that is none gives an empty one."""
+    """Parse the matrix of ``nvidia-smi topo -m``; any other text gives an empty topology."""
     rows = [_ESCAPE.sub("", line).split() for line in text.splitlines()]
     heading = next((row for row in rows if row and all(_DEVICE.fullmatch(word) for word in row[:1])), None)
     if heading is None:
@@ -124,7 +124,7 @@ def parse_topology(text: str) -> Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """What a GPU is doing: clocks in MHz, the share of the last second in which a kernel ran, memory in use."""
+    """The state of a GPU: clocks in MHz, the share of the last second in which a kernel ran, memory in use."""
 
     clock_mhz: int
     max_clock_mhz: int
@@ -137,18 +137,18 @@ class GpuState:
         return f"SM clock {self.clock_mhz} of {self.max_clock_mhz} MHz"
 
     def warnings(self) -> tuple[str, ...]:
-        """What says that other programs use it, asked before a measurement begins."""
+        """Warnings, before a measurement starts, that other programs use the GPU."""
         if self.busy_share <= _IDLE_SHARE:
             return ()
         return (
             f"The GPU was busy for {self.busy_share:.0%} of the second before the measurement, and "
             f"{format_bytes(self.used_bytes)} of its memory were in use: another program runs there, and times are as "
-            "uncertain as their spread says. End that program, or choose another GPU with --device, and measure again.",
+            "uncertain as their spread. End that program, or choose another GPU with --device, and measure again.",
         )
 
 
 def find_gpu_state(host: Host, uuid: str) -> GpuState | None:
-    """What the GPU of a uuid is doing by the driver; None where it does not say."""
+    """The driver's state of the GPU with a uuid; None if it does not report one."""
     for line in host.run(_STATE, _QUERY_TIMEOUT_S).output.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         figures = [int(cell) for cell in cells[1:] if cell.isdigit()]
@@ -198,7 +198,7 @@ def _explain_no_gpu(answer: Ran) -> Finding:
         name="GPU",
         found=found,
         status="problem",
-        remedy="Load the driver, or start the container with GPUs (docker run --gpus all), till nvidia-smi lists it.",
+        remedy="Load the driver, or start the container with GPUs (docker run --gpus all), until nvidia-smi lists it.",
         topic="no-gpu-is-seen",
     )
 

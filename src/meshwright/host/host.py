@@ -1,8 +1,8 @@
-"""Where facts about a machine come from: a file tree, an environment, programs, free space and a name.
+"""Sources of facts about a machine: a file tree, an environment, programs, free space and a name.
 
-`Host()` is the machine at hand. A folder that imitates ``/proc`` and ``/sys`` and a function that answers for programs
-stand for any other one. What cannot be read is None or empty, never an error: on macOS, on Windows and in containers
-much of it is missing.
+`Host()` is this machine. A folder that imitates ``/proc`` and ``/sys``, and a function that answers for programs,
+represent any other one. Facts that cannot be read are None or empty, never an error: on macOS, on Windows and in
+containers many of them are missing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# A program that is not there, as shells report it.
+# The exit code of a missing program, as shells report it.
 NOT_FOUND = 127
-# Larger answers than this are no facts about a machine.
+# Larger outputs than this are not facts about a machine.
 _MAX_READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended; ``code`` is None when it did not end in time, NOT_FOUND when it is not there."""
+    """How a program ended; ``code`` is None if it did not end in time, NOT_FOUND if it does not exist."""
 
     code: int | None
     output: str = ""
@@ -36,7 +36,7 @@ class Ran:
 
 
 def run_program(command: Sequence[str], timeout_s: float) -> Ran:
-    """Run a program to its end, or kill it after ``timeout_s``; what it wrote by then is kept."""
+    """Run a program to its end, or kill it after ``timeout_s``; its output until then is kept."""
     try:
         done = subprocess.run(
             list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
@@ -49,14 +49,14 @@ def run_program(command: Sequence[str], timeout_s: float) -> Ran:
 
 
 def measure_space(path: Path) -> tuple[int, int]:
-    """Bytes in all and bytes free of the file system that holds ``path``."""
+    """Total and free bytes of the file system that holds ``path``."""
     usage = shutil.disk_usage(path)
     return usage.total, usage.free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine to be asked. ``root`` stands for ``/``; ``run(command, timeout_s)`` answers for programs."""
+    """A machine to examine. ``root`` replaces ``/``; ``run(command, timeout_s)`` answers for programs."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -80,14 +80,14 @@ class Host:
             return None
 
     def names(self, folder: str) -> tuple[str, ...]:
-        """The names in a folder, sorted; none if there is no such folder."""
+        """The names in a folder, sorted; empty if the folder does not exist."""
         try:
             return tuple(sorted(item.name for item in (self.root / folder.lstrip("/")).iterdir()))
         except (OSError, ValueError):
             return ()
 
     def exists(self, path: str) -> bool:
-        """Whether a path is there; a path that may not be asked for is not."""
+        """Whether a path exists; False for a path without permission."""
         try:
             return (self.root / path.lstrip("/")).exists()
         except (OSError, ValueError):
@@ -95,17 +95,17 @@ class Host:
 
 
 def answer_within(seconds: float, function: Callable[[], T]) -> T | None:
-    """What a function returns, or None once ``seconds`` have passed; its own error is raised here.
+    """The result of a function, or None after ``seconds``; its own error is raised here.
 
-    For calls into the system that take no time limit, such as looking a name up. The thread that is left behind does
-    not keep the process alive.
+    For system calls without a time limit, such as resolving a name. The thread that is left behind does not keep the
+    process alive.
     """
     answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def call() -> None:
         try:
             answers.put((function(), None))
-        except Exception as error:  # handed to the caller below
+        except Exception as error:  # raised by the caller below
             answers.put((None, error))
 
     threading.Thread(target=call, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What is known of a GPU by its name: the shipped device kind, with the figures in which its form differs.
+"""Known GPUs by name: the shipped device kind, with the figures in which a variant differs.
 
 The names are those of the driver (``NVIDIA H100 80GB HBM3``); the table with its sources is ``known_gpus.toml``.
 """
@@ -17,7 +17,7 @@ from meshwright.spec.parsing import read_data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownGpu:
-    """A row of the table. Empty and None mean: as the shipped ``kind``."""
+    """A row of the table. Empty and None mean: as in the shipped ``kind``."""
 
     pattern: str
     kind: str
@@ -50,13 +50,13 @@ class KnownGpu:
 
 
 def know_gpu(name: str) -> KnownGpu | None:
-    """The row for a driver's name; None for a GPU that nobody described."""
+    """The row for a driver's name; None for an unknown GPU."""
     plain = re.sub(r"^(NVIDIA|Tesla)\s+", "", name.strip())
     return next((row for row in known_gpus() if re.fullmatch(row.pattern, plain, re.IGNORECASE)), None)
 
 
 def name_gpu(name: str) -> str:
-    """The device kind of a GPU by the driver's name, known or not: what clusters and measurement tables call it."""
+    """The device kind of a GPU, known or not, for clusters and measurement tables, from the driver's name."""
     known = know_gpu(name)
     if known is None:
         return name.removeprefix("NVIDIA ").replace(" ", "-")

@@ -1,4 +1,4 @@
-"""How many files, processes and locked bytes may a process here have, and which settings around it change what it does?
+"""Limits of files, processes and locked memory of a process here, and settings in the environment that matter.
 
 Limits are those of ``/proc/self/limits`` (proc(5)), else of getrlimit(2).
 """
@@ -18,10 +18,10 @@ from meshwright.spec import format_bytes
 
 try:
     import resource
-except ImportError:  # Windows has no such limits
+except ImportError:  # Windows does not have these limits
     resource = None  # type: ignore[assignment]
 
-# gloo opens a socket per pair of ranks and group, and a DataLoader's workers hand tensors over as open files
+# gloo opens a socket per pair of ranks and group, and a DataLoader's workers pass tensors as open files
 # (torch.multiprocessing, "file_descriptor"). 256 is the soft limit of macOS (launchctl limit), 1024 that of most Linux
 # systems (systemd-system.conf, DefaultLimitNOFILE).
 _FEW_FILES, _SOME_FILES = 256, 1024
@@ -63,7 +63,7 @@ def check_limits(host: Host) -> Iterator[Finding]:
 
 
 def check_numba_cache(host: Host) -> Iterator[Finding]:
-    """Can numba keep compiled loops: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache folder?
+    """Check that numba can keep compiled loops: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache folder.
 
     The order is numba's own (numba.core.caching: UserProvided, InTree, UserWide).
     """
@@ -81,13 +81,13 @@ def check_numba_cache(host: Host) -> Iterator[Finding]:
         found = f"NUMBA_CACHE_DIR={given} cannot be written to"
     else:
         found = f"none of {', '.join(map(str, places))} can be written to"
-    used = f"{chosen} is used" if chosen else "loops compile anew in every process"
+    used = f"{chosen} is used" if chosen else "loops are compiled anew in every process"
     yield Finding(area="limits", name="numba cache", found=f"{found}; {used}").amended(
         "note", "Set NUMBA_CACHE_DIR to a folder that you may write to.", "every-command-takes-some-seconds-longer"
     )
 
 
-# Settings that change what Meshwright or torch do here: a pattern for "NAME=value", what it causes, and the heading.
+# Settings that change the behaviour of Meshwright or torch: a pattern for "NAME=value", the effect, and the heading.
 _SETTINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"NUMBA_DISABLE_JIT=[^0].*",
@@ -122,7 +122,7 @@ def check_environment(host: Host) -> Iterator[Finding]:
             name="environment",
             found=f"{found[:80]}: {cause}",
             status="note",
-            remedy=f"Unset {re.split('[= ]', found)[0]}, unless it is meant.",
+            remedy=f"Unset {re.split('[= ]', found)[0]}, unless it is intended.",
             topic=topic or "slower-than-it-should-be",
         )
     if not causes:
@@ -130,7 +130,7 @@ def check_environment(host: Host) -> Iterator[Finding]:
 
 
 def _thread_settings(host: Host) -> list[tuple[str, str, str]]:
-    """OMP_NUM_THREADS above the cores: threads that wait for each other."""
+    """OMP_NUM_THREADS above the number of cores: threads would wait for each other."""
     threads = host.environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not threads:
         return []
@@ -160,7 +160,7 @@ def _describe(limit: int | None, *, in_bytes: bool = False) -> str:
 
 
 def _can_fill(folder: Path) -> bool:
-    """Whether a file can be made in a folder, or the folder itself; what was made for the trial is removed again."""
+    """Whether a file can be created in a folder, or the folder itself; everything created by the test is removed."""
     try:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=existing):

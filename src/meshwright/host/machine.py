@@ -1,4 +1,4 @@
-"""Everything that describes this machine as part of a cluster, asked at once."""
+"""Everything that describes this machine as part of a cluster, in one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.host.torch_probe import TorchFacts
 
 
 def find_machine(host: Host, torch: TorchFacts) -> Machine:
-    """Ask the host, its driver and torch. GPUs are those that torch sees, if it sees any, with its figure of memory."""
+    """Examine the host, its driver and torch. GPUs are those that torch sees, if any, with torch's memory size."""
     driver = find_gpus(host)
     gpus = _seen_by_torch(driver, torch) or driver
     return Machine(
@@ -29,7 +29,7 @@ def find_machine(host: Host, torch: TorchFacts) -> Machine:
 
 
 def devices_to_measure(machine: Machine) -> dict[str, str]:
-    """What no datasheet tells and has to be timed: name → torch's device. Cores always, GPUs that are unknown."""
+    """Devices that must be timed: name → torch's device. Cores always, and GPUs without a datasheet."""
     if not machine.gpus:
         return {"cpu": "cpu"}
     unknown: dict[str, str] = {}
@@ -40,7 +40,7 @@ def devices_to_measure(machine: Machine) -> dict[str, str]:
 
 
 def _seen_by_torch(driver: tuple[Gpu, ...], torch: TorchFacts) -> tuple[Gpu, ...]:
-    """Torch's devices in its order; what only the driver tells (place, PCIe) is joined to them by their UUIDs."""
+    """Torch's devices in its order; the driver's own facts (place, PCIe) are joined to them by UUID."""
     seen = []
     for index, device in enumerate(torch.devices):
         name, memory, uuid = (device.get(key) for key in ("name", "memory_bytes", "uuid"))

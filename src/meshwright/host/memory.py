@@ -1,4 +1,4 @@
-"""How much memory, shared memory and disk may this process fill?
+"""How much memory, shared memory and disk space this process may use.
 
 available = min(MemAvailable, limit − (usage − inactive_file) of the process's cgroup and those above it): a cgroup's
 usage counts cached files, which the kernel drops when memory is asked for. Sources: proc(5) for /proc/meminfo;
@@ -32,7 +32,7 @@ _LITTLE_DISK_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes; None where the system does not tell, and for ``limit_bytes`` where there is no limit."""
+    """Bytes; None if the system does not report them, and for ``limit_bytes`` if no limit is set."""
 
     total_bytes: int | None
     available_bytes: int | None
@@ -40,7 +40,7 @@ class Memory:
 
 
 def find_memory(host: Host) -> Memory:
-    """Memory of the host and what the cgroup leaves of it."""
+    """Memory of the host, and the part of it that the cgroup allows."""
     fields = _meminfo(host)
     total = fields.get("MemTotal") or _system_bytes("SC_PHYS_PAGES", host)
     free = [fields.get("MemAvailable") or fields.get("MemFree") or _system_bytes("SC_AVPHYS_PAGES", host)]
@@ -73,7 +73,7 @@ def check_memory(host: Host) -> Iterator[Finding]:
             name="cgroup limit",
             found=f"{format_bytes(found.limit_bytes)} of {format_bytes(found.total_bytes)}",
             status="note",
-            remedy="A rank that passes it is killed by SIGKILL; raise it (docker --memory, MemoryMax of the unit).",
+            remedy="A rank that exceeds it is killed by SIGKILL; raise it (docker --memory, MemoryMax of the unit).",
             topic="a-rank-is-killed-by-sigkill",
         )
     yield _judge_shared_memory(host)
@@ -108,7 +108,7 @@ def _judge_shared_memory(host: Host) -> Finding:
     finding = Finding(area="memory", name=name, found=f"{format_bytes(free)} free of {format_bytes(total)} in /dev/shm")
     if free > _DOCKER_SHM_BYTES:
         return finding
-    remedy = "Workers of a DataLoader hand batches over there: docker run --shm-size=2g, or num_workers=0."
+    remedy = "Workers of a DataLoader pass batches through it: docker run --shm-size=2g, or num_workers=0."
     return finding.amended("note", remedy, "workers-of-a-dataloader-die")
 
 
@@ -117,11 +117,11 @@ def _judge_temporary_folder(host: Host) -> Finding:
     remedy = "Set TMPDIR to a folder with space that you may write to."
     wanted = host.environment.get("TMPDIR")
     try:
-        # Python takes another folder when TMPDIR is of no use, without a word.
+        # Python silently takes another folder if TMPDIR is unusable.
         place = Path(wanted) if wanted and _is_writable(Path(wanted)) else Path(tempfile.gettempdir())
         total, free = host.space(place)
     except OSError as error:
-        found = f"none can be written to ({error.strerror or error})"
+        found = f"none is writable ({error.strerror or error})"
         return Finding(area="memory", name=name, found=found, status="problem", remedy=remedy, topic=topic)
     text = f"{format_bytes(free)} free of {format_bytes(total)} in {place}"
     if wanted and place != Path(wanted):
@@ -158,7 +158,7 @@ def _meminfo(host: Host) -> dict[str, int]:
 
 
 def _system_bytes(pages: str, host: Host) -> int | None:
-    """What the C library says, for the machine at hand only (macOS has no /proc)."""
+    """The C library's value, for this machine only (macOS has no /proc)."""
     if host.root != Path("/") or not hasattr(os, "sysconf"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Which network cards are here, how fast are they, and which would messages between nodes take?
+"""Network cards of this machine, their speeds, and which of them messages between nodes would use.
 
-Ethernet: ``/sys/class/net/NAME`` with ``speed`` (Mbit/s, −1 if not known), ``operstate`` and ``device`` (absent for
+Ethernet: ``/sys/class/net/NAME`` with ``speed`` (Mbit/s, −1 if unknown), ``operstate`` and ``device`` (absent for
 virtual interfaces). InfiniBand and RoCE: ``/sys/class/infiniband/NAME/ports/N`` with ``rate`` (as in
 ``400 Gb/sec (4X NDR)``), ``state`` (``4: ACTIVE``) and ``link_layer``. Source: the kernel's
 Documentation/ABI/testing/sysfs-class-net and ABI/stable/sysfs-class-infiniband.
@@ -21,7 +21,7 @@ _LOOPBACK = "lo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
-    """A network card, or one port of it; ``bytes_per_s`` (per direction) is None where the system does not tell."""
+    """A network card, or one port of it; ``bytes_per_s`` (per direction) is None if the system does not report it."""
 
     name: str
     kind: str
@@ -45,10 +45,10 @@ def find_fabric(host: Host) -> tuple[Nic, ...]:
 
 
 def choose_nics(host: Host) -> tuple[Nic, ...]:
-    """The equal cards that messages between nodes take: the fastest that are up, InfiniBand and RoCE first.
+    """The equal cards for messages between nodes: the fastest that are up, InfiniBand and RoCE first.
 
-    A card whose speed is not told is chosen only if no other is up; virtual interfaces never are. Of bonded or
-    partly used cards nothing is known here: the result is a first guess to be looked at.
+    A card of unknown speed is chosen only if no other is up; virtual interfaces never are. Bonded or partly used cards
+    are not recognised: the result is a first guess to be checked.
     """
     for candidates in (find_fabric(host), find_interfaces(host)):
         ready = [nic for nic in candidates if nic.up and not nic.virtual]
@@ -67,17 +67,17 @@ def parse_rate(text: str) -> float | None:
 
 
 def check_nics(host: Host) -> Iterator[Finding]:
-    """One line per physical card that is there, and one if there is none."""
+    """One finding per physical card, and one if no card is found."""
     nics = [nic for nic in (*find_fabric(host), *find_interfaces(host)) if not nic.virtual]
     if not nics:
         known = bool(host.names("/sys/class/net"))
-        yield Finding(area="links", name="network card", found="none but virtual ones" if known else "not known")
+        yield Finding(area="links", name="network card", found="only virtual ones" if known else "not known")
     for nic in nics:
         speed = "speed not known" if nic.bytes_per_s is None else f"{format_bytes(nic.bytes_per_s)}/s"
         down = "" if nic.up else ", down"
         finding = Finding(area="links", name="network card", found=f"{nic.name}: {nic.kind}, {speed}{down}")
         if nic.kind != "Ethernet" and not nic.up:
-            remedy = "A port of the fast network is down: look at cable, switch and subnet manager (ibstat)."
+            remedy = "A port of the fast network is down: check cable, switch and subnet manager (ibstat)."
             finding = finding.amended("note", remedy, "the-network-is-slower-than-its-cards")
         yield finding
 

@@ -1,4 +1,4 @@
-"""Processes that were started by us, and end with what they were started for."""
+"""End processes together with the block that started them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiprocessing.process import BaseProcess
 
 @contextlib.contextmanager
 def reaping(processes: Sequence[BaseProcess], grace_s: float) -> Iterator[None]:
-    """End all processes when the block is left, gently first: those that then live for so long are killed."""
+    """End all processes at the end of the block, gently first: after ``grace_s`` the remaining ones are killed."""
     try:
         yield
     finally:

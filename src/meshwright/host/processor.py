@@ -1,4 +1,4 @@
-"""Which processor is here, and how many of its cores may this process use?
+"""The processor of this machine, and the number of its cores that this process may use.
 
 cores = min(cores that the affinity mask allows, whole cores of the cgroup's quota). Two hardware threads of one core
 count once: they share its arithmetic units. Sources: proc(5) for ``Cpus_allowed_list``; the kernel's
@@ -23,7 +23,7 @@ class Processor:
     """The processor as this process may use it.
 
     ``num_cores`` are whole cores after affinity and quota (at least one), ``quota`` is the number of cores that the
-    cgroup grants (None: no quota), ``num_numa_nodes`` is None where the system does not tell.
+    cgroup grants (None: no quota), ``num_numa_nodes`` is None if the system does not report it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Processor:
 
 
 def find_processor(host: Host) -> Processor:
-    """Read name, cores, affinity, quota and NUMA nodes; what is not told falls back to what Python knows."""
+    """Read name, cores, affinity, quota and NUMA nodes; missing facts fall back to Python's."""
     allowed = parse_list(_status_field(host, "Cpus_allowed_list"))
     num_threads = _count_threads(host)
     if not allowed:
@@ -62,7 +62,7 @@ def find_processor(host: Host) -> Processor:
 
 
 def processor_name(host: Host) -> str:
-    """The processor's name for people: from /proc/cpuinfo, else what Python knows."""
+    """The processor's name for people: from /proc/cpuinfo, else from Python."""
     lines = (host.read("/proc/cpuinfo") or "").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
     return next(filter(None, names), "") or platform.processor() or platform.machine() or "not known"
@@ -88,7 +88,7 @@ _NUMA_FOLDER = "/sys/devices/system/node"
 
 
 def parse_list(text: str) -> list[int]:
-    """The kernel's lists of numbers: ``0-3,8`` → 0, 1, 2, 3, 8; an odd text gives no numbers."""
+    """Parse the kernel's lists of numbers: ``0-3,8`` → 0, 1, 2, 3, 8; an invalid text gives an empty list."""
     numbers: list[int] = []
     try:
         for part in filter(None, text.split(",")):
@@ -113,7 +113,7 @@ def _count_threads(host: Host) -> int:
 
 
 def _find_quota(host: Host) -> float | None:
-    """The smallest quota of the process's cgroup and those above it, in cores."""
+    """The smallest quota among the process's cgroup and those above it, in cores."""
     quotas = []
     for folder in cgroup_folders(host, ""):
         granted, _, period = (host.read(f"{folder}/cpu.max") or "").partition(" ")

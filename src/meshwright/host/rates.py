@@ -1,6 +1,6 @@
-"""What was timed on this machine for its description: rates of a device and the link between two processes.
+"""Measured rates for the description of this machine: rates of a device, and the link between two processes.
 
-The timing itself needs torch and stands in `meshwright.measurement`; whoever describes a machine is handed this.
+The timing needs torch and is in `meshwright.measurement`; its results are passed to the functions of `describe`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Can processes here reach each other, and can other hosts be reached?
+"""Check whether processes here can reach each other, and whether other hosts can be reached.
 
-A run meets at ``MASTER_ADDR:MASTER_PORT`` (a TCP store on rank 0's host) and then opens sockets between all ranks, on
-the interface that holds the host name's address or that ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME`` name. Each
-check tries a part of that with real sockets and a time limit.
+The ranks of a run meet at ``MASTER_ADDR:MASTER_PORT`` (a TCP store on rank 0's host) and then open sockets between all
+ranks, on the interface with the host name's address or the one that ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``
+name. Each check tests a part of that with real sockets and a time limit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\s\[\]]+))
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``host:port`` or ``[::1]:port``; ValueError for anything else."""
+    """Parse ``host:port`` or ``[::1]:port``; ValueError for anything else."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ValueError(
-            f"{text[:80]!r} is no address. Expected HOST:PORT with a port from 1 to 65535, for instance node1:29500."
+            f"{text[:80]!r} is not an address. Expected HOST:PORT with a port from 1 to 65535, such as node1:29500."
         )
     return match["six"] or match["host"], int(match["port"])
 
@@ -42,9 +42,9 @@ def find_address(name: str) -> str | None:
 
 
 def can_bind(address: str, port: int = 0) -> str | None:
-    """None if a server could listen there, else why not."""
+    """None if a server can listen there, else the reason why not."""
     try:
-        # As TCPStore does: a port that a finished run left in TIME_WAIT is free.
+        # As in TCPStore: a port that a finished run left in TIME_WAIT is free.
         with socket.create_server((address, port), reuse_port=False):
             return None
     except (OSError, OverflowError, UnicodeError) as error:
@@ -52,7 +52,7 @@ def can_bind(address: str, port: int = 0) -> str | None:
 
 
 def check_loopback(_host: Host) -> Iterator[Finding]:
-    """A byte from one socket to another on this host, over 127.0.0.1."""
+    """Send a byte from one socket to another on this host, over 127.0.0.1."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             server.settimeout(_CONNECT_TIMEOUT_S)
@@ -66,12 +66,12 @@ def check_loopback(_host: Host) -> Iterator[Finding]:
     except OSError as error:
         found, reached = f"sockets do not reach each other: {_reason(error)}", False
     finding = Finding(area="reach", name="loopback", found=found)
-    remedy = "Bring the loopback up (ip link set lo up) and let the firewall pass it."
+    remedy = "Bring the loopback up (ip link set lo up) and allow it in the firewall."
     yield finding if reached else finding.amended("problem", remedy, "no-ranks-meet")
 
 
 def check_host_name(host: Host) -> Iterator[Finding]:
-    """Does the host's own name lead to an address of this host that others could reach?"""
+    """Check that the host's own name resolves to an address of this host that others could reach."""
     address = find_address(host.name)
     remedy = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that other hosts reach."
     topic = "another-host-is-not-reached"
@@ -80,7 +80,7 @@ def check_host_name(host: Host) -> Iterator[Finding]:
         finding = Finding(area="reach", name="host name", found=found)
         yield finding.amended("note", f"Add it to /etc/hosts, or set {remedy}", topic)
     elif (reason := can_bind(address)) is not None:
-        found = f"{host.name!r} leads to {address}, which is no address of this host ({reason})"
+        found = f"{host.name!r} leads to {address}, which is not an address of this host ({reason})"
         finding = Finding(area="reach", name="host name", found=found)
         yield finding.amended("problem", f"Correct /etc/hosts, or set {remedy}", topic)
     else:
@@ -89,7 +89,7 @@ def check_host_name(host: Host) -> Iterator[Finding]:
 
 
 def check_rendezvous(host: Host) -> Iterator[Finding]:
-    """MASTER_ADDR and MASTER_PORT, if set: a port that is free here, or a name that can be resolved."""
+    """Check MASTER_ADDR and MASTER_PORT, if set: a port that is free here, or a name that resolves."""
     name, port_text = (host.environment.get(f"MASTER_{part}") for part in ("ADDR", "PORT"))
     if name is None and port_text is None:
         yield Finding(area="reach", name="MASTER_ADDR", found="not set (torchrun sets it)")
@@ -98,7 +98,7 @@ def check_rendezvous(host: Host) -> Iterator[Finding]:
     if name is None or port_text is None:
         yield _meeting_problem(where, "one without the other", "Set both or neither.")
     elif not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
-        yield _meeting_problem(where, "the port is none", "Choose a port from 1024 to 65535.")
+        yield _meeting_problem(where, "the port is not valid", "Choose a port from 1024 to 65535.")
     elif (address := find_address(name)) is None:
         yield _meeting_problem(where, f"{name!r} does not resolve", "Use an address, or add the name to /etc/hosts.")
     elif can_bind(address) is not None:
@@ -112,7 +112,7 @@ def check_rendezvous(host: Host) -> Iterator[Finding]:
 
 
 def check_interfaces(host: Host) -> Iterator[Finding]:
-    """Interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name must exist.
+    """Check that interfaces named by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME exist.
 
     gloo takes a list of exact names; NCCL a list of prefixes, exact after ``=``, excluded after ``^`` (NCCL user guide,
     environment variables).
@@ -145,7 +145,7 @@ def check_addresses(addresses: Sequence[tuple[str, int]]) -> Iterator[Finding]:
 
 
 def _try_connect(address: tuple[str, int]) -> str | None:
-    """None if something answers, else why not."""
+    """None if something answers, else the reason why not."""
 
     def connect() -> bool:
         with socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S):
@@ -165,7 +165,7 @@ def _names(wanted: str, there: str, *, exact: bool) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
-    # create_server puts its address behind the system's words; names that do not resolve have numbers below 0.
+    # create_server appends its address to the system's message; errors of name resolution have numbers below 0.
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

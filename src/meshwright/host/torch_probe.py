@@ -1,8 +1,8 @@
-"""What does torch say here, asked in processes of its own?
+"""Facts from torch, determined in separate processes.
 
-Importing torch takes seconds, and a broken driver can hang or kill the process that asks. So two child processes are
-asked (`meshwright.measurement.probe`), with a time limit: they meet over a TCP store, add two tensors up with gloo, and
-the first prints versions and devices, one JSON line each. What was printed before a death is kept.
+Importing torch takes seconds, and a broken driver can hang or kill the importing process. So two child processes run
+`meshwright.measurement.probe` with a time limit: they meet over a TCP store, add two tensors with gloo, and the first
+prints versions and devices, one JSON line each. Lines printed before a failure are kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from meshwright.host.reach import LOOPBACK, can_bind, find_address
 from meshwright.spec import format_bytes
 
 PROBE_TIMEOUT_S = 40.0
-# -P: a json.py in the user's folder is none of the probe's business.
+# -P: ignore a json.py in the user's folder.
 _PROBE = (sys.executable, "-P", "-W", "ignore", "-m", "meshwright.measurement.probe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """What the probe printed: ``build``, ``devices`` and, per address, how the two processes met; and how it ended."""
+    """Output of the probe: ``build``, ``devices`` and, per address, how the two processes met; and how it ended."""
 
     installed: bool
     build: dict[str, Any]
@@ -38,7 +38,7 @@ class TorchFacts:
 
 
 def ask_torch(host: Host, timeout_s: float = PROBE_TIMEOUT_S) -> TorchFacts:
-    """Run the probe; never raises for what goes wrong in it."""
+    """Run the probe; never raises for errors inside it."""
     if importlib.util.find_spec("torch") is None:
         return TorchFacts(installed=False, build={}, devices=(), pairs={})
     addresses = [LOOPBACK]
@@ -52,7 +52,7 @@ def ask_torch(host: Host, timeout_s: float = PROBE_TIMEOUT_S) -> TorchFacts:
 
 
 def read_probe(ran: Ran, timeout_s: float) -> TorchFacts:
-    """The facts in what the first process printed; lines that are none are left out."""
+    """Parse the output of the first process; lines that are not facts are ignored."""
     build: dict[str, Any] = {}
     devices: list[dict[str, Any]] = []
     pairs: dict[str, dict[str, Any]] = {}
@@ -77,7 +77,7 @@ def read_probe(ran: Ran, timeout_s: float) -> TorchFacts:
 
 
 def check_torch(host: Host, facts: TorchFacts) -> Iterator[Finding]:
-    """CUDA and NCCL of the build, the devices that torch sees, and whether import works at all."""
+    """CUDA and NCCL of the build, the devices that torch sees, and whether the import works at all."""
     if not facts.installed:
         return
     if facts.failure:
@@ -86,7 +86,7 @@ def check_torch(host: Host, facts: TorchFacts) -> Iterator[Finding]:
             name="torch",
             found=facts.failure,
             status="problem",
-            remedy="Try: python -c 'import torch'. If it fails, install torch again; if it hangs, look at the driver.",
+            remedy="Try: python -c 'import torch'. If it fails, install torch again; if it hangs, check the driver.",
             topic="torch-cannot-be-imported",
         )
     cuda, nccl = facts.build.get("cuda"), facts.build.get("nccl")
@@ -103,15 +103,15 @@ def check_torch(host: Host, facts: TorchFacts) -> Iterator[Finding]:
         yield Finding(
             area="devices",
             name="GPU of torch",
-            found=f"torch sees none: {hidden}" if hidden else "torch sees none, although there is a driver",
+            found=f"torch sees none: {hidden}" if hidden else "torch sees none, although a driver is loaded",
             status="problem" if host.environment.get("CUDA_VISIBLE_DEVICES") is None else "note",
-            remedy="Install a torch built for the driver's CUDA, and look at CUDA_VISIBLE_DEVICES.",
+            remedy="Install a torch built for the driver's CUDA, and check CUDA_VISIBLE_DEVICES.",
             topic="no-gpu-is-seen",
         )
 
 
 def check_pair(_host: Host, facts: TorchFacts) -> Iterator[Finding]:
-    """Did two processes meet over a TCP store and add up with gloo?"""
+    """Check that two processes met over a TCP store and added tensors with gloo."""
     if not facts.installed:
         yield Finding(
             area="reach",
@@ -136,7 +136,7 @@ def _pair_problem(name: str, found: str) -> Finding:
         name=name,
         found=found,
         status="problem",
-        remedy="Look at the host name, GLOO_SOCKET_IFNAME and firewalls; two ranks on one host must be able to meet.",
+        remedy="Check the host name, GLOO_SOCKET_IFNAME and firewalls; two ranks on one host must be able to meet.",
         topic="no-ranks-meet",
     )
 

@@ -1,7 +1,7 @@
-"""Are the programs here of versions that Meshwright is made for?
+"""Check that installed programs have versions that Meshwright supports.
 
-Ranges are read from the metadata of the installed package, never written down a second time. A core requirement out of
-its range is a problem, an extra's is a note: an extra that is not installed only takes its verbs away.
+Ranges are read from the metadata of the installed package, never written a second time. A core requirement outside of
+its range is a problem, an extra's is a note: without an extra only its commands are missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.host.findings import Finding
 from meshwright.host.host import Host
 
 PACKAGE = "meshwright"
-# Extras whose absence users notice, and what works without them.
+# Extras whose absence users notice, and what works without each.
 _WATCHED_EXTRAS = {
     "torch": "capture, measure and run need it; planning, simulating and showing stored graphs do not",
     "hf": "only models of Hugging Face need it",
@@ -26,10 +26,10 @@ _WATCHED_EXTRAS = {
 
 
 def check_versions(_host: Host) -> Iterator[Finding]:
-    """Python, Meshwright, its core requirements and the extras that users notice: those of this process."""
+    """Python, Meshwright, its core requirements and the extras that users notice, as in this process."""
     metadata = _metadata()
     python_range = metadata["Requires-Python"] if metadata is not None and "Requires-Python" in metadata else ""
-    # A build between two releases says so by a plus sign at the end, which is no part of any version.
+    # A build between two releases ends with a plus sign, which is not part of any version.
     yield judge_version("Python", platform.python_version().removesuffix("+"), SpecifierSet(python_range))
     yield Finding(area="versions", name="system", found=_system())
     if metadata is None:
@@ -51,7 +51,7 @@ def check_versions(_host: Host) -> Iterator[Finding]:
 
 
 def judge_version(name: str, version: str | None, span: SpecifierSet, extra: str = "") -> Finding:
-    """Compare an installed version (None: not installed) with its range; ``extra`` is what asks for it, if not core."""
+    """Compare an installed version (None: not installed) with its range; ``extra`` requires it, if it is not core."""
     install = f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install '{name}{span}'"
     topic = "a-package-is-missing-or-of-another-version"
     if version is None:
@@ -68,24 +68,24 @@ def judge_version(name: str, version: str | None, span: SpecifierSet, extra: str
     return Finding(
         area="versions",
         name=name,
-        found=f"{version}; Meshwright is made for {span}",
+        found=f"{version}; Meshwright supports {span}",
         status="note" if extra else "problem",
-        remedy="Run Meshwright with a Python of that range." if name == "Python" else f"Run: {install}",
+        remedy="Run Meshwright with a Python in that range." if name == "Python" else f"Run: {install}",
         topic=topic,
     )
 
 
 def _asking_extra(requirement: Requirement) -> str | None:
-    """The watched extra for which a requirement holds here; empty for the core's, None for any other."""
+    """The watched extra of a requirement that applies here; empty for the core's, None for any other."""
     marker = requirement.marker
     extras = ("", *_WATCHED_EXTRAS)
     return next((extra for extra in extras if marker is None or marker.evaluate({"extra": extra})), None)
 
 
 def lies_in_range(version: str, span: SpecifierSet) -> bool:
-    """Whether a version is in a range; local parts (``+cpu``) and ends such as ``rc1`` or ``a0`` do not count.
+    """Whether a version is in a range; local parts (``+cpu``) and suffixes such as ``rc1`` or ``a0`` do not count.
 
-    Builds of torch for one vendor's images are called ``2.13.0a0+5f8c9d2`` and are no earlier than 2.13.
+    Builds of torch for one vendor's images are called ``2.13.0a0+5f8c9d2`` and are not earlier than 2.13.
     """
     try:
         return span.contains(Version(version).base_version)

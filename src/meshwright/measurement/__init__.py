@@ -1,4 +1,4 @@
-"""Times ops, optimizer steps, transfers and batches of whole models on this machine, into the one measurement table."""
+"""Times ops, optimizer steps, transfers and batches of whole models on this machine, into one measurement table."""
 
 from meshwright.measurement.allocation import is_out_of_memory
 from meshwright.measurement.batches import measure_batches

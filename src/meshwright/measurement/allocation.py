@@ -1,15 +1,15 @@
-"""What an error of torch's says of the device: memory was lacking, or nothing runs there any more."""
+"""Classify errors of torch on a device: memory was lacking, or the device is unusable."""
 
 from __future__ import annotations
 
 import torch
 
-# Torch's allocator for processors has no error of its own (c10/core/impl/alloc_cpu.cpp), nor have NVIDIA's libraries,
+# torch's allocator for processors has no error of its own (c10/core/impl/alloc_cpu.cpp), nor have NVIDIA's libraries,
 # which allocate for themselves (CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED).
 _WORDS = ("can't allocate memory", "STATUS_ALLOC_FAILED")
 
 
-# Errors of CUDA that stay: every later call fails, too (cudaError_t in the CUDA runtime API).
+# Permanent errors of CUDA: every later call fails, too (cudaError_t in the CUDA runtime API).
 _FATAL = (
     "device-side assert",
     "illegal memory access",

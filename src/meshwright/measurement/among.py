@@ -1,11 +1,11 @@
-"""What an exchange adds to the computations that it stands between, on processors.
+"""The time that a collective adds to the computations around it, on processors.
 
-There the threads that compute and those that move data share cores and wait for each other's time slices: behind a
-computation an exchange begins later on one rank than on another, now and then it takes a slice longer, and what is
-still to be sent when a rank has what it waited for slows the next computation down. Timed by itself an exchange shows
-none of that. So it is
+There the threads that compute and those that move data share cores and wait for each other's time slices: after a
+computation a collective starts later on one rank than on another, occasionally it takes a slice longer, and the data
+still to be sent when a rank has its result slows the next computation down. Timing the collective by itself shows none
+of that. So the time is
 
-    (seconds of k times a computation and the exchange - seconds of k times the computation) / k
+    (seconds of k times a computation and the collective - seconds of k times the computation) / k
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch.distributed as dist
 from meshwright.measurement.transfers import Timing
 from meshwright.spec.measurements import MIN_SECONDS
 
-# About one slice of Linux' scheduler, and what a layer of a small model takes; of products of so many rows.
+# About one slice of Linux' scheduler, and the time of a layer of a small model; from products of this number of rows.
 _COMPUTE_S, _ROWS = 0.005, 256
-# k: what is left to be sent behind the last one is not seen.
+# k: the data left to be sent after the last one is not counted.
 _COUNT = 5
 
 
 class Computation:
-    """Products that take a processor about 5 ms; all ranks, which make one together, compute as many."""
+    """Products that take a processor about 5 ms; all ranks, which create one together, use the same number."""
 
     def __init__(self) -> None:
         self._factor = torch.full((_ROWS, _ROWS), 1 / _ROWS)
@@ -46,14 +46,14 @@ class Computation:
 
 
 def sample_seconds(once_s: float) -> float:
-    """What one sample of `time_among` takes, about, of an exchange that takes ``once_s``."""
+    """The approximate time of one sample of `time_among`, for a collective that takes ``once_s``."""
     return _COUNT * (2 * _COMPUTE_S + once_s)
 
 
 def time_among(action: Callable[[], object], computation: Computation, repeats: int) -> Timing:
-    """Time an exchange between computations: the mean of samples without the least and the greatest.
+    """Time a collective between computations: the mean of samples without the smallest and the largest.
 
-    All ranks of the world call it together, those that take no part in the exchange with an action of nothing.
+    All ranks of the world call it together; those that take no part in the collective pass an empty action.
     """
     samples = np.array([_sample(action, computation) for _ in range(repeats + 1)][1:])
     seconds, host_s = np.sort(samples, axis=0).T
@@ -68,7 +68,7 @@ def time_among(action: Callable[[], object], computation: Computation, repeats: 
 
 
 def _sample(action: Callable[[], object], computation: Computation) -> tuple[float, float]:
-    """Seconds, and those of the processor, that each exchange adds."""
+    """Seconds, and processor seconds, that each collective adds."""
 
     def both() -> None:
         computation()

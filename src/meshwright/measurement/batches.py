@@ -1,10 +1,10 @@
-"""How long does a whole model take for a batch of each size? Inference on one device, as a server runs it.
+"""Time a whole model on batches of each size: inference on one device, as a server runs it.
 
-All sizes are warmed up, then visited in turns, one batch of each at a time: what the machine does meanwhile hits all of
-them alike. A sample is the time of a call, on a GPU until it is done. Rounds end when there are enough or when the
-budget is spent, after three at the earliest.
+All sizes are warmed up, then visited in turns, one batch of each at a time, so that disturbances of the machine affect
+all of them alike. A sample is the time of a call, on a GPU until it is done. Rounds end when the number of repeats is
+reached or the budget is spent, after three at the earliest.
 
-How a batch of a size is made comes as an argument; this package may not import `zoo`.
+The function that makes a batch of a size is an argument; this package may not import `zoo`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.spec import BatchMeasurement, EventSink, MeasurementError, NullS
 Inputs = tuple[Any, ...] | dict[str, Any]
 
 _MIN_REPEATS = 3
-# The first call at a size fills the allocator and the caches of oneDNN or cuDNN, the second finds them filled.
+# The first call at a size fills the allocator and the caches of oneDNN or cuDNN, the second uses them.
 _WARM_UP = 2
 
 
@@ -43,24 +43,24 @@ def measure_batches(
 ) -> tuple[BatchMeasurement, ...]:
     """Time a model's inference on batches of each size, in ascending order.
 
-    The model is moved to the device and runs there in evaluation mode; afterwards its modules have the modes that they
-    had. On processors it runs with the threads that the caller has set. Where a size does not fit in memory, it and all
-    larger ones are left out, and ``events`` gets a metric ``left_out_batch_size`` for each. (Linux may promise memory
-    that it does not have, and then ends the process.)
+    The model is moved to the device and runs there in evaluation mode; afterwards its modules have their former modes.
+    On processors it runs with the threads that the caller has set. If a size does not fit in memory, it and all larger
+    ones are left out, and ``events`` gets a metric ``left_out_batch_size`` for each. (Linux may promise memory that it
+    does not have, and then ends the process.)
 
     Args:
         model: Takes any number of samples.
         make_inputs: Batch size → arguments of forward, a tuple or a dict.
         batch_sizes: In any order.
-        name: What the model is called in the table (`meshwright.spec.name_model`).
+        name: The model's name in the table (`meshwright.spec.name_model`).
         device: Torch's name of it.
-        budget_s: Seconds after which no further round begins, warming up apart.
+        budget_s: Seconds after which no further round starts, not counting the warm-up.
         repeats: Samples of each size, if the budget allows; fewer otherwise, but at least 3.
-        events: Where progress goes.
+        events: Receives progress.
 
     Raises:
         MeasurementError: For impossible sizes or fewer than 3 repetitions, if not even the smallest size fits in
-            memory, or with what the model raises.
+            memory, or for errors of the model.
     """
     _check(batch_sizes, repeats)
     sink, place = events or NullSink(), torch.device(device)
@@ -85,11 +85,11 @@ def measure_batches(
 def _check(batch_sizes: Sequence[int], repeats: int) -> None:
     if not batch_sizes or min(batch_sizes) < 1:
         raise MeasurementError(
-            f"Batches of {list(batch_sizes)} samples were to be timed; expected sizes of at least 1. Name such sizes."
+            f"Batches of {list(batch_sizes)} samples were given; expected sizes of at least 1. Give such sizes."
         )
     if repeats < _MIN_REPEATS:
         raise MeasurementError(
-            f"{repeats} repetitions were asked for; a typical time needs at least {_MIN_REPEATS}. Ask for more."
+            f"{repeats} repetitions were given; a typical time needs at least {_MIN_REPEATS}. Give more."
         )
 
 
@@ -101,7 +101,7 @@ def _warm_up(
     place: torch.device,
     sink: EventSink,
 ) -> dict[int, Inputs]:
-    """The batches of all sizes that fit in memory, each run often enough that its next call is a usual one."""
+    """The batches of all sizes that fit in memory, each run often enough that its next call is typical."""
     batches: dict[int, Inputs] = {}
     for position, size in enumerate(sizes):
         try:
@@ -128,7 +128,7 @@ def _warm_up(
 
 
 def _seconds(model: nn.Module, inputs: Inputs, place: torch.device) -> float:
-    """Of one call; what it returns is released after the clock was read."""
+    """Seconds of one call; its result is released after the clock was read."""
     finish(place)
     start = time.perf_counter()
     outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)

@@ -1,4 +1,4 @@
-"""What the clock itself takes: around one op of a forward, and at one autograd node of a backward.
+"""The cost of the clock itself: around one op of a forward, and at one autograd node of a backward.
 
 Measured on trivial ops: two readings in a row; a backward through a chain of views with and without hooks.
 """

@@ -1,12 +1,12 @@
-"""Times on a device that computes what the host issues: how long the device takes, and apart how long the host does.
+"""Times on a device that computes what the host issues: the device's time, and separately the host's time.
 
-    time     calls are captured in a CUDA graph, so that the host is not in the way, and the graph is replayed between
+    time     calls are captured in a CUDA graph, so that the host does not count, and the graph is replayed between
              two events: seconds of a call; calls that cannot be captured (they read a value of the device, or make
-             outputs of a size that their values decide) run between two events behind a kernel that only waits, so
-             that they are issued by the time the device comes to them
+             outputs of a size that their values determine) run between two events after a kernel that only waits, so
+             that they are issued by the time the device reaches them
     step     the same with events alone, and the seconds in which the host issues the call
 
-Everything runs on one stream beside the default one, what is prepared too: autograd runs a backward where its forward
+Everything runs on one stream other than the default one, preparation too: autograd runs a backward where its forward
 ran, and a graph captures one stream.
 """
 
@@ -24,20 +24,20 @@ import torch
 
 Call = Callable[[], object]
 
-# Calls in one graph: many short ones, so that starting the graph does not count.
+# Calls in one graph: many short ones, so that the start of the graph does not count.
 _SHORT_S, _SHORT_CALLS, _LONG_CALLS = 2e-3, 20, 3
-# No kernel takes less; a graph without one takes a share of what two events need.
+# No kernel takes less; a graph without a kernel takes a part of the time of two events.
 _NO_KERNEL_S = 5e-7
-# What a kernel that only waits lasts at most.
+# The longest duration of a kernel that only waits.
 _MOST_DELAY_S = 0.5
 _EMPTY = "CUDA Graph is empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Median seconds of a call on the device, (p90 - p10) / median, and how many calls were timed.
+    """Median seconds of a call on the device, (p90 - p10) / median, and the number of timed calls.
 
-    ``issue_s``: what the host took to issue one, 0 where that was not asked for.
+    ``issue_s``: the host's time to issue one, 0 if not measured.
     """
 
     seconds: float
@@ -53,22 +53,22 @@ class DeviceClock(Protocol):
     cache_bytes: int
 
     def side(self) -> AbstractContextManager[Any]:
-        """Within, calls are issued to the stream that is timed."""
+        """In the block, calls are issued to the stream that is timed."""
 
     def time(self, calls: Sequence[Call]) -> Sample:
-        """Seconds of a call, of several that are the same work on memory of their own, in turns."""
+        """Seconds of a call, from several calls of the same work on memory of their own, in turns."""
 
     def step(self, call: Call) -> Sample:
         """Seconds of a long call, and those of issuing it."""
 
     def loop(self, call: Call, count: int) -> float:
-        """Seconds of the host for one of so many calls, without a wait between them."""
+        """Seconds of the host per call, over ``count`` calls, without a wait between them."""
 
     def finish(self) -> None:
         """Wait until the device is done."""
 
     def release(self) -> None:
-        """Give memory back that nobody holds."""
+        """Release unused memory."""
 
 
 class CudaClock:
@@ -81,13 +81,13 @@ class CudaClock:
         self._stream: Any = torch.cuda.Stream(device)
 
     def side(self) -> AbstractContextManager[Any]:
-        """Within, calls are issued to the stream that is timed."""
+        """In the block, calls are issued to the stream that is timed."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
     def time(self, calls: Sequence[Call]) -> Sample:
-        """Seconds of a call by replays of a graph, by events where it cannot be captured."""
+        """Seconds of a call by replays of a graph, by events if it cannot be captured."""
         with self.side():
             for call in calls:
                 call()
@@ -122,7 +122,7 @@ class CudaClock:
             )
 
     def loop(self, call: Call, count: int) -> float:
-        """Seconds of the host for one of so many calls, without a wait between them."""
+        """Seconds of the host per call, over ``count`` calls, without a wait between them."""
         begun = time.perf_counter()
         for _ in range(count):
             call()
@@ -135,7 +135,7 @@ class CudaClock:
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give memory back that nobody holds."""
+        """Release unused memory."""
         torch.cuda.empty_cache()
 
     def _captured(self, call: Call) -> Any:
@@ -165,13 +165,13 @@ class CudaClock:
         return samples
 
     def _behind(self, call: Call) -> tuple[list[float], list[float]]:
-        """Seconds of the device and of the host for each of some calls behind a kernel that waits."""
+        """Seconds of the device and of the host for each of some calls after a kernel that waits."""
         samples: list[float] = []
         issued: list[float] = []
         for _ in range(self._repeats):
             self.finish()
             start, end = self._events()
-            # A GPU makes at most some 2e9 cycles a second.
+            # A GPU runs at most some 2e9 cycles per second.
             delay_s = min(2 * max(issued, default=_MOST_DELAY_S / 4), _MOST_DELAY_S)
             torch.cuda._sleep(int(2e9 * delay_s))
             start.record()

@@ -1,8 +1,8 @@
-"""How long the host takes to issue each op of a model to a device: in the order of the model, as its step runs them.
+"""Time the host's issuing of each op of a model to a device, in the order of the model, as in a training step.
 
-Layers are taken that hold every distinct op, one after the other. The device is waited for before each pass, so that
-its queue is never full, and never within one. A backward begins with its first node: that it is handed to autograd's
-thread is no op's time.
+Layers that together contain every distinct op run one after the other. Before each pass, and never within one, the
+device is waited for, so that its queue is never full. A backward starts with its first node: the time to pass it to
+autograd's thread is not counted for any op.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def measure_issue(
     surrounding: Callable[[], AbstractContextManager[Any]],
     events: EventSink | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of the host for forward and backward by key, the mean over an op's places.
+    """Median seconds of the host for forward and backward by key, the mean over an op's occurrences.
 
     Args:
-        segments: makers of pieces on the clock's device; each is dropped before the next is made.
+        segments: functions that create pieces on the clock's device; each is dropped before the next is created.
         clock: the device to wait for.
-        repeats: passes that count.
+        repeats: passes that are counted.
         surrounding: the context of a forward (torch's autocast, or none).
-        events: where progress goes.
+        events: receives progress.
     """
     sink, found = events or NullSink(), defaultdict(list)
     for done, make in enumerate(segments):

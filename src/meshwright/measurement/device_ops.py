@@ -1,11 +1,11 @@
-"""How long each distinct op takes on a device: alone, forward and backward, with tensors of its own.
+"""Time each distinct op on a device: alone, forward and backward, with tensors of its own.
 
-    forward      on inputs that are read again and again, as the op before has just written them
-    backward     one call of autograd for all gradients that are wanted; what the forward kept is read in turns from as
-                 many copies as exceed the device's cache, since a model comes back to it long after
-    accumulate   each gradient of a parameter added to one that is there
+    forward      on inputs that are read again and again, as if the op before had just written them
+    backward     one call of autograd for all needed gradients; saved tensors are read in turns from several copies
+                 that exceed the device's cache, since a model reads them long after its forward
+    accumulate   each gradient of a parameter added to an existing one
 
-No op needs the rest of the model, so that a model of any size is timed on one device. Rows are handed on as they come.
+No op needs the rest of the model, so that a model of any size is timed on one device. Rows are written as they come.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshwright.measurement.device_clock import DeviceClock, Sample
 from meshwright.spec import EventSink, MeasurementError, NullSink, OpMeasurement
 from meshwright.spec.measurements import MoveKey
 
-# Copies of what a backward reads, at most, and together as many times the cache as leave nothing of one in it.
+# Largest number of copies of a backward's inputs, and their size in caches, so that no copy stays in the cache.
 _MOST_COPIES, _CACHES = 8, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """A tensor to be made: ``bound`` is above all its values where it holds whole numbers."""
+    """A tensor to create: ``bound`` is above all its values if it holds integers."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
@@ -38,10 +38,10 @@ class InputSpec:
     bound: int = 2
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Noise of this form on a device."""
+        """Random values of this form on a device."""
         dtype = getattr(torch, self.dtype)
         strides = self.strides or _contiguous(self.shape)
-        # What was expanded is one element along those dims.
+        # Expanded dims have one element in memory.
         held = [1 if stride == 0 else size for size, stride in zip(self.shape, strides, strict=True)]
         value = torch.empty_strided(held, strides, dtype=dtype, device=device)
         if dtype.is_floating_point or dtype.is_complex:
@@ -51,7 +51,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOp:
-    """An op to be timed: ``module(*feeds)`` returns its outputs. ``key``: its row in the table.
+    """An op to time: ``module(*feeds)`` returns its outputs. ``key``: its row in the table.
 
     ``state``: the dtypes of the module's parameters and buffers, by name. ``differentiable``: which outputs get a
     gradient. ``is_view``: the forward starts no kernel. ``is_in_place``: it writes into its first input.
@@ -74,10 +74,10 @@ def measure_device_ops(
     issued: Mapping[str, tuple[float, float]] | None = None,
     events: EventSink | None = None,
 ) -> dict[str, str]:
-    """Time ops one after the other and hand each row to ``write``; returns what was left out and why, by key.
+    """Time ops one after the other and pass each row to ``write``; return the reasons for omitted ops, by key.
 
-    ``issued``: seconds of the host for forward and backward by key, as far as they are known.
-    Raises MeasurementError where an op leaves the device unusable.
+    ``issued``: known seconds of the host for forward and backward, by key.
+    Raises MeasurementError if an op leaves the device unusable.
     """
     sink, chosen = events or NullSink(), list(ops)
     left_out = {}
@@ -110,11 +110,11 @@ def measure_device_ops(
 
 
 def refuse_fatal(error: Exception, what: str, clock: DeviceClock) -> None:
-    """Raise MeasurementError for an error after which nothing runs on the device any more."""
+    """Raise MeasurementError for an error after which the device is unusable."""
     if is_fatal(error):
         raise MeasurementError(
-            f"{what} left {clock.device} unusable ({str(error).strip().partition(chr(10))[0][:200]}). What was timed "
-            "before is in the table; report it, and measure again on a machine where it runs."
+            f"{what} left {clock.device} unusable ({str(error).strip().partition(chr(10))[0][:200]}). Times measured "
+            "before are in the table; report it, and measure again on a machine where it runs."
         ) from error
 
 
@@ -161,11 +161,11 @@ class _Copy:
         self._feeds = self._enter()
 
     def forward(self) -> Any:
-        """Run the op; what it returns is dropped."""
+        """Run the op; its result is dropped."""
         return self.module(*self._feeds)
 
     def keep(self) -> None:
-        """Run the op and keep what its backward needs."""
+        """Run the op and keep the tensors for its backward."""
         self._feeds = self._enter()
         outputs = self.module(*self._feeds)
         chosen = zip(outputs, self._differentiable, strict=True)
@@ -173,7 +173,7 @@ class _Copy:
         self._seeds = [torch.ones_like(value) for value in self._outputs]
 
     def backward(self) -> Any:
-        """Run the backward of what was kept; it is kept on."""
+        """Run the backward of the kept tensors, which stay."""
         return torch.autograd.grad(self._outputs, self.wanted, self._seeds, retain_graph=True, allow_unused=True)
 
     def _enter(self) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ class _Copy:
 
 
 class _Entry(torch.autograd.Function):
-    """A value that another op has made, which may be written into; its backward starts no kernel."""
+    """The result of another op, which may be written into; its backward starts no kernel."""
 
     @staticmethod
     def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class _Entry(torch.autograd.Function):
 
 
 def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> DeviceOp:
-    """A conversion of so many elements from one type to another, or (``adds``) a sum into what is there."""
+    """A conversion of ``elements`` from one type to another, or (``adds``) adding them to existing values."""
     graph = fx.Graph()
     value = graph.placeholder("value")
     source = InputSpec(shape=(elements,), strides=None, dtype=read)
@@ -221,7 +221,7 @@ def materialised(module: fx.GraphModule, state: Mapping[str, str], device: torch
             value = nn.Parameter(value, requires_grad=held.requires_grad)
         else:
             value = torch.ones(held.shape, dtype=dtype, device=device)
-        # The new module's own owners of attributes, whose values it shared so far.
+        # The new module's own owners of attributes, whose values were shared so far.
         owner, _, leaf = name.rpartition(".")
         setattr(made.get_submodule(owner), leaf, value)
     return made

@@ -1,11 +1,10 @@
-"""How long optimizer steps take on a device, by the size of the tensors: torch's loop, over many at once, and fused.
+"""Time optimizer steps on a device, by the size of the tensors: torch's loop, over many at once, and fused.
 
-    seconds    of the device, behind a kernel that waits while the host issues the step
+    seconds    of the device, after a kernel that waits while the host issues the step
     issue_s    of the host
 
-And how long gradients take into an exchange bucket, tensor by tensor. Tensors of one size are so many that they
-exceed the cache of every GPU, but so few that a loop of all operations of an update fits the queue of a device (some
-1,000 launches).
+And time copies of gradients into a bucket, tensor by tensor. The number of tensors of one size is such that they exceed
+the cache of every GPU, but a loop of all operations of an update fits the queue of a device (some 1,000 launches).
 """
 
 from __future__ import annotations

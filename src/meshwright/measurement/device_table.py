@@ -1,10 +1,10 @@
 """A table of a device without a model: single operators on tensors of many sizes, each alone and without the host.
 
 Sizes are those of language and image models: rows of 768 to 11,008 elements, vocabularies, heads of attention, images
-of a ResNet, cells of a recurrent network. Types: bfloat16 and float16 (what ``amp``, ``mixed`` and ``amp-float16``
-compute in), float32, and what ``mixed`` adds: gradients of two bytes that become or are added to some of four. An
-operator is called again and again on the same inputs; what exceeds the device's memory, or what its libraries do not
-have, is left out.
+of a ResNet, cells of a recurrent network. Types: bfloat16 and float16 (in which ``amp``, ``mixed`` and ``amp-float16``
+compute), float32, and for ``mixed`` also gradients of two bytes that are converted or added to gradients of four. An
+operator is called repeatedly on the same inputs; operators that exceed the device's memory, or that its libraries do
+not have, are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.spec import EventSink, NullSink
 aten = torch.ops.aten
 
 DTYPES = ("bfloat16", "float16", "float32")
-# After so many seconds no further operator begins; a second call goes on.
+# After this number of seconds no further operator starts; a second call continues.
 BUDGET_S = 300.0
 
 
@@ -67,7 +67,7 @@ class TableSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """An operator on inputs of these shapes; ``prepare`` makes them and returns the call."""
+    """An operator on inputs of these shapes; ``prepare`` creates them and returns the call."""
 
     op: str
     dtype: str
@@ -86,9 +86,9 @@ def measure_device_table(
     budget_s: float = BUDGET_S,
     events: EventSink | None = None,
 ) -> dict[str, str]:
-    """Time all operators and hand on each row (columns of `device_row`, seconds, spread, number); what was left out.
+    """Time all operators and pass on each row (columns of `device_row`, seconds, spread, number); return omissions.
 
-    ``kept`` says of a row without seconds that it is known. After ``budget_s`` no further operator begins.
+    ``kept`` says whether a row, given without seconds, is already known. After ``budget_s`` no further operator starts.
     """
     sink, begun, left_out = events or NullSink(), time.monotonic(), {}
     cases = list(_cases(sizes or TableSizes(), dtypes, clock.device))
@@ -125,7 +125,7 @@ def _cases(sizes: TableSizes, dtypes: Sequence[str], device: torch.device) -> It
 
 
 class _Maker:
-    """Tensors of noise on a device."""
+    """Creates random tensors on a device."""
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         self.dtype, self.device = getattr(torch, dtype), device
@@ -134,16 +134,16 @@ class _Maker:
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
 
     def index(self, bound: int, *shape: int) -> torch.Tensor:
-        """Whole numbers below a bound."""
+        """Integers below a bound."""
         return torch.randint(bound, shape, device=self.device)
 
     @property
     def other(self) -> torch.dtype:
-        """What values are converted to."""
+        """The type to which values are converted."""
         return torch.float32 if self.dtype.itemsize == 2 else torch.bfloat16
 
 
-# Operator, shapes, what makes the inputs and returns the call, and the kernel where shapes do not tell.
+# Operator, shapes, a function that creates the inputs and returns the call, and the kernel if shapes leave it open.
 _Told = Iterator[tuple[Any, ...]]
 
 
@@ -392,7 +392,7 @@ def _recurrent(sizes: TableSizes, make: _Maker) -> _Told:
 
 
 def _backward_of(call: Callable[[], torch.Tensor], wanted: list[torch.Tensor]) -> Callable[[], object]:
-    """The backward of a call that was made once."""
+    """The backward of a call whose forward ran once."""
     output = call()
     seed = torch.ones_like(output)
     return lambda: torch.autograd.grad([output], wanted, [seed], retain_graph=True)

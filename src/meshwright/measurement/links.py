@@ -1,15 +1,15 @@
-"""How long every collective takes between the ranks at hand, by its bytes and by the place of its group.
+"""Time every collective between the available ranks, by its bytes and by the place of its group.
 
     places, of N ranks      the first r ranks alone;  all N / r groups of neighbours at once;  all N / r groups at
-    for every r that        stride N / r at once (as the two dimensions of a mesh lie in a cluster)
+    for every r that        stride N / r at once (the two dimensions of a mesh in a cluster)
     divides N
 
     send     half a round trip, ranks 0 and 1; all other ops within every group of a place, all groups together
 
-The seconds that are left are shared out evenly over the cells (op, place, size) that are left. A cell is repeated as
-often as its share allows; a size of which a few repetitions take several times that ends its series. Ranks agree on
-both, so that none waits alone. With GPUs the groups talk over NCCL, else over gloo, where short collectives are timed
-between computations (`among`).
+The remaining seconds are divided evenly among the remaining cells (op, place, size). A cell is repeated as often as its
+share allows; a size whose fewest repetitions take several times that share ends its series. Ranks agree on both, so
+that none waits alone. With GPUs the groups use NCCL, else gloo, where short collectives are timed between computations
+(`among`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ LINK_SIZES = tuple(4**exponent for exponent in range(2, 14))
 # With the start of the processes and the fit, under a minute.
 BUDGET_S = 30.0
 _MOST_REPEATS, _FEWEST_REPEATS = 20, 3
-# Fewest repetitions that would take so many times the share of their cell end the series: larger sizes take longer.
+# If the fewest repetitions take this multiple of the cell's share, the series ends: larger sizes take longer.
 _PATIENCE = 4.0
 _ELEMENT_BYTES = 4
-# Longer ones hide what processors do beside them.
+# Longer ones hide the other work of processors.
 _SHORT_S = 0.02
 
 Device = Literal["cpu", "cuda"]
@@ -64,7 +64,7 @@ class RankGroups:
 
 
 def list_places(num_ranks: int) -> list[RankGroups]:
-    """Every place of groups among so many ranks, at least two, each once."""
+    """Every place of groups among ``num_ranks`` ranks, at least two, each once."""
     places = []
     for size in (size for size in range(2, num_ranks + 1) if num_ranks % size == 0):
         count = num_ranks // size
@@ -84,9 +84,9 @@ def measure_links(
     timeout_s: float = 300.0,
     events: EventSink | None = None,
 ) -> Records:
-    """Rows of every collective among ``num_ranks`` new processes of this machine, one GPU each where there are so many.
+    """Rows of every collective among ``num_ranks`` new processes of this machine, one GPU each if enough exist.
 
-    Raises MeasurementError when a process fails or ``timeout_s`` passes.
+    Raises MeasurementError if a process fails or ``timeout_s`` passes.
     """
     device: Device = "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
     parts = run_ranks(
@@ -98,7 +98,7 @@ def measure_links(
 def measure_links_here(
     *, sizes: Sequence[int] = LINK_SIZES, budget_s: float = BUDGET_S, events: EventSink | None = None
 ) -> Records | None:
-    """As `measure_links`, but this process is one rank of torchrun's, on one machine or several; None but on rank 0."""
+    """As `measure_links`, but this process is a rank of torchrun, on one machine or several; None except on rank 0."""
     local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device: Device = "cuda" if torch.cuda.device_count() >= local_size else "cpu"
     if device == "cuda":
@@ -126,14 +126,14 @@ def _measure_rank(context: RankContext, sizes: tuple[int, ...], budget_s: float,
 def _time_places(
     sizes: tuple[int, ...], budget_s: float, device: Device, events: EventSink | None
 ) -> dict[_Cell, Timing]:
-    """What this rank took in every cell that it takes part in."""
+    """The times of this rank in every cell in which it takes part."""
     start, rank, places = time.monotonic(), dist.get_rank(), list_places(dist.get_world_size())
     backend = "nccl" if device == "cuda" else "gloo"
     groups = {place: _own_group(place, backend) for place in places}
     live = list(_series(places))
     computation = Computation() if device == "cpu" else None
     taken: dict[_Cell, Timing] = {}
-    # Size by size over all series, so that where time runs out all lack their largest sizes and none lacks all.
+    # Size by size over all series, so that if time runs out all lack their largest sizes and none is missing.
     for index, size in enumerate(sorted(sizes)):
         ended = []
         for done, (op, place) in enumerate(live):
@@ -167,7 +167,7 @@ def _time_places(
 
 
 def _own_group(place: RankGroups, backend: str) -> dist.ProcessGroup | None:
-    """The group of a place that this rank is in; every rank has to make every group."""
+    """The group of a place that contains this rank; every rank has to create every group."""
     made = [dist.new_group(list(ranks), backend=backend) for ranks in place.groups]
     return next((group for group, ranks in zip(made, place.groups, strict=True) if dist.get_rank() in ranks), None)
 
@@ -181,7 +181,7 @@ def _series(places: Sequence[RankGroups]) -> Iterator[tuple[TransferKind, RankGr
 def _prepare(
     op: TransferKind, num_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: Device
 ) -> tuple[Callable[[], object], int]:
-    """The call of one message, of nothing for ranks that only watch; and the bytes of its full tensor, rounded up."""
+    """The call of one message, an empty one for ranks that only watch; and the bytes of its full tensor, rounded up."""
     step = num_ranks * (num_ranks if op == "all_to_all" else 1)
     count = -(-num_bytes // (_ELEMENT_BYTES * step)) * step
     if group is None:
@@ -223,12 +223,12 @@ def _finish(device: Device) -> None:
 
 
 def _order(cell: _Cell) -> tuple[int, tuple[int, ...]]:
-    """As in `TransferKind`, then by place and size."""
+    """Sort key: the order of `TransferKind`, then place and size."""
     return get_args(TransferKind).index(cell[0]), cell[1:]
 
 
 def _records(parts: Sequence[dict[_Cell, Timing]], *, num_nodes: int, num_ranks: int, device: Device) -> Records:
-    """The mean over ranks of every cell; the processor's own seconds only where ranks share processors."""
+    """The mean over ranks of every cell; processor seconds only if ranks share processors."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     per_node = num_ranks // num_nodes
     rows = []

@@ -1,7 +1,7 @@
 """Measures a machine as its ranks will use it: the same work in all processes at once, sharing the memory.
 
-Everything goes into one table (`Measurements`): ops of the given model at the given batch sizes, optimizer steps, sends
-and sums. Figures of several ranks are averaged.
+All results go into one table (`Measurements`): ops of the given model at the given batch sizes, optimizer steps, sends
+and all-reduces. Figures of several ranks are averaged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MEMORY_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What every rank measures."""
+    """The request to every rank."""
 
     source: Callable[[int], OpSource] | None
     batch_sizes: tuple[int, ...]
@@ -66,7 +66,7 @@ def measure_machine(
     functools.partial of one); None measures no ops. Each batch size gets up to ``repeats`` repetitions, fewer if they
     would take longer than ``budget_s``. ``device`` is the device kind's name in cluster descriptions;
     ``overhead_s`` is the runtime's time per instruction, which the runtime measures.
-    Raises MeasurementError when a process fails or ``timeout_s`` passes.
+    Raises MeasurementError if a process fails or ``timeout_s`` passes.
     """
     if source is not None and not batch_sizes:
         raise MeasurementError("A model was given, but no batch sizes; name the microbatch sizes to measure.")
@@ -93,7 +93,7 @@ def measure_machine(
 
 
 class _Neighbours:
-    """The other ranks, met through the process group."""
+    """The other ranks, through the process group."""
 
     def wait(self) -> None:
         dist.barrier()

@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from meshwright.spec import MeasurementError, Measurements
 
-# How the conditions of timing whole models begin; others are those of everything else in a table.
+# The prefix of the conditions of timing whole models; others apply to the rest of a table.
 BATCH_CONDITIONS = "batches of "
 _SEPARATOR = "; "
 
 
 def merge_measurements(old: Measurements, new: Measurements) -> Measurements:
-    """Both tables in one, ``new`` deciding where both know something. Raises MeasurementError for unlike devices.
+    """Merge two tables; ``new`` replaces rows that both have. Raises MeasurementError for different devices.
 
-    Whole models are timed apart from the rest: what either table says of the conditions of that is kept, and a table of
-    them alone leaves the other conditions as they were.
+    Whole models are timed separately: the conditions of either table for them are kept, and a table with only them
+    leaves the other conditions unchanged.
     """
     if old.device != new.device:
         raise MeasurementError(
-            f"The tables were taken on devices {old.device!r} and {new.device!r}; one table holds one kind of device. "
+            f"The tables are for devices {old.device!r} and {new.device!r}; one table holds one kind of device. "
             "Keep them in two files."
         )
     return replace(

@@ -1,9 +1,9 @@
-"""How long each distinct op of a captured model takes inside a training step: forward, backward and accumulation.
+"""Time each distinct op of a captured model inside a training step: forward, backward and accumulation.
 
 Every repetition runs the model three times on one thread: as a whole (the check), op by op with fresh gradients, and op
-by op adding to gradients that are there. Times are averaged over the middle half of the repetitions, ordered by their
-total, so that they add up to a typical pass and neither a hiccup nor a lucky run decides; ops of one key are averaged
-over all their places in the model.
+by op adding to existing gradients. Times are averaged over the middle half of the repetitions, ordered by their total,
+so that they add up to a typical pass and neither a hiccup nor a lucky run decides; ops of one key are averaged over all
+their occurrences in the model.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Company(Protocol):
     """The other processes that measure at the same time."""
 
     def wait(self) -> None:
-        """Return when all have come here, so that all repeat the same work together."""
+        """Return when all have arrived here, so that all repeat the same work together."""
 
     def agree(self, count: int) -> int:
-        """The smallest of the counts that the processes give."""
+        """The smallest of the counts that the processes pass."""
 
 
 class Alone:
-    """No other processes."""
+    """A single process."""
 
     def wait(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing."""
 
     def agree(self, count: int) -> int:
         """The count itself."""
@@ -46,7 +46,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRun:
-    """Times of all distinct ops, and the check: whole passes timed without hooks beside the sums of their ops, in s."""
+    """Times of all distinct ops, and the check: whole passes without hooks and the sums of their ops, in seconds."""
 
     ops: tuple[OpMeasurement, ...]
     forward_s: float
@@ -78,11 +78,11 @@ def measure_ops(
     ``max_bytes``, GraphError for a batch size that the graph does not describe.
     """
     if repeats < _MIN_REPEATS:
-        raise MeasurementError(f"{repeats} repetitions were asked for; a typical time needs at least {_MIN_REPEATS}.")
+        raise MeasurementError(f"{repeats} repetitions were given; a typical time needs at least {_MIN_REPEATS}.")
     sink, others = events or NullSink(), company or Alone()
     segments = build_segments(source, batch_size, max_bytes=max_bytes)
     runners = [SegmentRunner(segment) for segment in segments]
-    # The first repetition only warms up the allocator and oneDNN's primitive cache, and shows how long one takes.
+    # The first repetition only warms up the allocator and oneDNN's primitive cache, and shows the time of one.
     start = time.perf_counter()
     _one_repetition(runners)
     affordable = int(budget_s / (time.perf_counter() - start))

@@ -1,7 +1,7 @@
-"""How long optimizer steps take, and how long gradients take into an exchange bucket, by the size of the tensors.
+"""Time optimizer steps, and copies of gradients into a bucket, by the size of the tensors.
 
 Each update is torch's own, as the runtime calls it (torch.optim with its default implementation; step, then clear the
-gradients). Tensors of one size are taken in such numbers that together they exceed a core's cache, as a model's do.
+gradients). The number of tensors of one size is such that together they exceed a core's cache, as a model's do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure_optimizers(
 
 
 def make_optimizer(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Torch's optimizer for a description of one, with its default implementation."""
+    """Torch's optimizer for an `Optimizer`, with its default implementation."""
     if optimizer.kind == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-4)
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if optimizer.momentum else 0.0)
@@ -81,7 +81,7 @@ def _row(
         before_repeat()
         start = time.perf_counter_ns()
         action()
-        if repeat:  # the first step makes the states
+        if repeat:  # the first step creates the states
             samples.append((time.perf_counter_ns() - start) / 1e9)
     return OptimizerMeasurement(
         kind=name,

@@ -1,8 +1,8 @@
-"""What torch is and sees here, as JSON lines: ``python -m meshwright.measurement.probe RANK ADDRESS:PORT ...``.
+"""Facts of torch on this machine, as JSON lines: ``python -m meshwright.measurement.probe RANK ADDRESS:PORT ...``.
 
 Two processes are started, with ranks 0 and 1; the first prints. They meet at each address over a TCP store, and gloo
 adds 1 and 2. Lines: ``{"build": ...}``, ``{"pair": ADDRESS, "error": ...}``, ``{"device": ...}``. `meshwright.host`
-reads them; it loads no torch and survives what happens here.
+reads them; it loads no torch and survives any failure here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _meet(rank: int, meeting: str) -> dict[str, Any]:
         total = torch.tensor([1.0 + rank])
         dist.all_reduce(total)
         dist.destroy_process_group()
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         return {"error": str(error).strip().partition("\n")[0] or type(error).__name__}
     return {} if total.item() == 3.0 else {"error": f"1 + 2 gave {total.item():g}"}
 
@@ -53,7 +53,7 @@ def _describe_build() -> dict[str, Any]:
 
 
 def _describe_devices() -> list[dict[str, Any]]:
-    """One line per CUDA device, or the reason why there is none although torch was built for CUDA."""
+    """One line per CUDA device, or the reason why none is usable although torch was built for CUDA."""
     if not torch.version.cuda:
         return []
     try:

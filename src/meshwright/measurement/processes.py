@@ -1,7 +1,7 @@
-"""Runs one function in several processes that share a gloo process group; none of them outlives the call.
+"""Runs one function in several processes that share a gloo process group; all of them end with the call.
 
 Each process has one thread and one core of its own (rank modulo cores). A process that fails or is killed ends the
-whole run at once, and its error is shown; so does the time limit. The ranks meet through a file, so no port is chosen.
+whole run at once, and its error is shown; so does the time limit. The ranks meet through a file, so no port is needed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from meshwright.spec import EventSink, MeasurementError, NullSink
 
 # Seconds that a process gets to end by itself when it is asked to.
 _GRACE_S = 2.0
-# A rank whose connection broke may report that before the system has reaped the one that was killed.
+# A rank with a broken connection may report that before the system has reaped the killed one.
 _KILLED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a function knows of its place: ``events`` of rank 0 reach the caller, those of other ranks are dropped."""
+    """The place of a function: ``events`` of rank 0 reach the caller, those of other ranks are dropped."""
 
     rank: int
     num_ranks: int
@@ -60,9 +60,9 @@ def run_ranks(
     timeout_s: float,
     events: EventSink | None = None,
 ) -> list[Any]:
-    """Call ``function(context, *arguments)`` in ``num_ranks`` new processes; returns their results by rank.
+    """Call ``function(context, *arguments)`` in ``num_ranks`` new processes; return their results by rank.
 
-    Function, arguments and results must be picklable. Raises MeasurementError when a rank fails or dies, or when
+    Function, arguments and results must be picklable. Raises MeasurementError if a rank fails or dies, or if
     ``timeout_s`` has passed.
     """
     deadline = time.monotonic() + timeout_s

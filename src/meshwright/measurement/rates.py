@@ -1,4 +1,4 @@
-"""How fast is a device of this machine at what every model does: matrix products, copies, and sends between ranks?
+"""Measure a device of this machine: matrix products, copies, and sends between ranks.
 
     rate of a dtype     2·m·k·n / t of an (m, k) × (k, n) product      copy     2·bytes / t, read and written
 
@@ -26,7 +26,7 @@ _CPU_SHAPE, _GPU_SHAPE = (768, 768, 3072), (8192, 8192, 8192)
 _CPU_DTYPES = ("float64", "float32", "bfloat16")
 _GPU_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _CPU_COPY_BYTES, _GPU_COPY_BYTES = 2**26, 2**30
-# No figure takes longer than this: some CPUs have no fast bfloat16, some GPUs no fast float64.
+# The time limit of a figure: some CPUs have no fast bfloat16, some GPUs no fast float64.
 _BUDGET_S = 1.0
 _FEWEST_REPEATS = 3
 
@@ -41,7 +41,7 @@ def measure_rates(
 ) -> Rates:
     """Time one device of this machine: ``cpu`` in ``num_ranks`` processes at once, or ``cuda:0`` in one.
 
-    Raises MeasurementError when a process fails or ``timeout_s`` passes.
+    Raises MeasurementError if a process fails or ``timeout_s`` passes.
     """
     num_ranks = num_ranks if device == "cpu" else 1
     parts = run_ranks(_measure_rank, device, repeats, num_ranks=num_ranks, timeout_s=timeout_s, events=events)
@@ -81,7 +81,7 @@ def _copy_rate(device: str, repeats: int) -> float:
 
 
 def _rounded(figures: Iterable[float]) -> float:
-    """The mean to four digits: more would not come again."""
+    """The mean to four digits: further ones are not reproducible."""
     return float(f"{statistics.mean(figures):.4g}")
 
 
@@ -97,7 +97,7 @@ def _measure_link(repeats: int, events: EventSink) -> Link | None:
 
 
 def _median_seconds(action: Callable[[], object], device: str, repeats: int) -> float:
-    """The median time of an action that every rank begins together."""
+    """The median time of an action that every rank starts together."""
     samples: list[float] = []
     action()
     dist.barrier()
@@ -113,6 +113,6 @@ def _median_seconds(action: Callable[[], object], device: str, repeats: int) -> 
 
 
 def finish(device: str | torch.device) -> None:
-    """Wait until a device has done what it was given; on processors it has."""
+    """Wait until a device has finished the issued work; on processors it has."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,10 +1,9 @@
-"""What is timed: runnable pieces of a captured graph with real tensors, and which table key each of their ops has.
+"""The pieces that are timed: runnable parts of a captured graph with real tensors, and the table key of each op.
 
-A model that fits in memory is one segment, run as a whole, so that every op finds the caches as a real step leaves
-them. Of a larger one, layers are taken in order, each that adds an op which no layer before it had: a repeated
-block is run once however often it occurs.
+A model that fits in memory is one segment, run as a whole, so that every op finds the caches as in a real step. Of a
+larger one, layers are taken in order, each that adds a new op: a repeated block runs once however often it occurs.
 
-The functions that cut a graph and make batches come as arguments (`OpSource`); this package may not import `capture`.
+The functions that cut a graph and make batches are arguments (`OpSource`); this package may not import `capture`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Cut = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], nn.Modu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSource:
-    """A captured model as far as timing needs it; ``batch(n)`` returns real ``graph.inputs`` for n samples."""
+    """A captured model with the functions for timing it; ``batch(n)`` returns real ``graph.inputs`` for n samples."""
 
     graph: Graph
     cut: Cut
@@ -46,9 +45,9 @@ class Segment:
 
 
 def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tuple[Segment, ...]:
-    """Segments that hold every distinct op of the graph, within ``max_bytes`` if the whole model would need more.
+    """Segments that contain every distinct op of the graph, within ``max_bytes`` if the whole model would need more.
 
-    Raises GraphError for a batch size that the graph does not describe, MeasurementError if even that is too large.
+    Raises GraphError for a batch size for which the graph is not valid, MeasurementError if even that is too large.
     """
     graph = source.graph
     graph.check_batch_size(batch_size)
@@ -66,7 +65,7 @@ def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tupl
 
 
 def covering_layers(graph: Graph, keys_of_ops: Sequence[str]) -> list[StageSlice]:
-    """Layers in order, each that has an op of a key that no layer before it had; ``keys_of_ops``: by op."""
+    """Layers in order, each with an op of a new key; ``keys_of_ops``: by op."""
     covered: set[str] = set()
     chosen = []
     for stage in slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))]):
@@ -78,7 +77,7 @@ def covering_layers(graph: Graph, keys_of_ops: Sequence[str]) -> list[StageSlice
 
 
 def _needed_bytes(graph: Graph, stage: StageSlice, batch_size: int) -> int:
-    """Parameters, as much again for gradients, buffers, and all values that the ops make and keep."""
+    """Bytes of parameters, the same again for gradients, buffers, and all values that the ops make and keep."""
     state = sum(graph.tensors[i].num_bytes(batch_size) for i in (*stage.parameters, *stage.parameters, *stage.buffers))
     made = {i for op in stage.ops for i in (*graph.ops[op].outputs, *graph.ops[op].saved)}
     return state + sum(graph.tensors[i].num_bytes(batch_size) for i in made if graph.tensors[i].storage == i)
@@ -121,7 +120,7 @@ def _segment(source: OpSource, stage: StageSlice, batch_size: int) -> Segment:
 
 
 def _invent(tensor: Tensor, batch_size: int, layout: torch.Tensor | None) -> torch.Tensor:
-    """A plausible value for what another layer would send: noise, or zeros where numbers are indices."""
+    """A plausible value for the input from another layer: noise, or zeros for indices."""
     shape = [extent.at(batch_size) for extent in tensor.shape]
     dtype = getattr(torch, tensor.dtype)
     value = torch.zeros(shape, dtype=dtype)
@@ -133,7 +132,7 @@ def _invent(tensor: Tensor, batch_size: int, layout: torch.Tensor | None) -> tor
 
 
 def _materialise(module: nn.Module) -> None:
-    """Give weights that were never allocated real memory and small random values."""
+    """Give unallocated weights real memory and small random values."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if _is_unreal(parameter):

@@ -1,9 +1,9 @@
 """One pass through a segment with a clock at every op: forward node by node, backward by autograd's hooks.
 
-Forward of an op = its call and the release of values whose last reader it is, as in the code that fx generates.
-Backward of an op = the time from one autograd node's end to the next one's, summed over the nodes that the op created;
-the gaps tile the whole backward, so nothing is lost between them. A parameter's AccumulateGrad belongs to the op that
-first uses it. What the clock itself takes is measured (`clock`) and subtracted.
+Forward of an op = its call and the release of values that it reads last, as in the code that fx generates. Backward of
+an op = the time from one autograd node's end to the next one's, summed over the nodes that the op created; the gaps
+cover the whole backward, so nothing is lost between them. A parameter's AccumulateGrad belongs to the op that uses it
+first. The cost of the clock itself is measured (`clock`) and subtracted.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class SegmentRunner:
         self._hooks: list[tuple[Any, int]] = []
 
     def clear_gradients(self) -> None:
-        """Forget all gradients, as an optimizer step does."""
+        """Clear all gradients, as an optimizer step does."""
         for tensor in (*self._segment.module.parameters(), *self._segment.feeds):
             tensor.grad = None
 
     def forward(self) -> float:
-        """Run the forward as a whole; seconds."""
+        """Run the forward as a whole; return seconds."""
         with torch.set_grad_enabled(self._segment.training):
             start = time.perf_counter_ns()
             results = self._segment.module(*self._segment.feeds)
@@ -61,7 +61,7 @@ class SegmentRunner:
         return seconds
 
     def backward(self) -> float:
-        """Run the backward of the last forward as a whole; seconds (0 without one)."""
+        """Run the backward of the last forward as a whole; return seconds (0 without one)."""
         results, self._results = self._results, []
         if not results:
             return 0.0
@@ -70,7 +70,7 @@ class SegmentRunner:
         return (time.perf_counter_ns() - start) / 1e9
 
     def timed_forward(self) -> NDArray[np.float64]:
-        """Run the forward op by op; seconds per op. The backward that follows must be `timed_backward`."""
+        """Run the forward op by op; return seconds per op. The following backward must be `timed_backward`."""
         overhead_ns = clock_overhead().forward_ns
         elapsed = np.zeros(len(self.names))
         env: dict[fx.Node, Any] = {}
@@ -93,9 +93,9 @@ class SegmentRunner:
         return elapsed
 
     def timed_backward(self, *, after_start: bool = False) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Run the backward with a clock at every autograd node; seconds per op, and the part that is AccumulateGrad.
+        """Run the backward with a clock at every autograd node; return seconds per op, and those of AccumulateGrad.
 
-        ``after_start``: from when the first node begins, which on a device is in another thread.
+        ``after_start``: count from the start of the first node, which on a device is in another thread.
         """
         total, accumulate = np.zeros(len(self.names)), np.zeros(len(self.names))
         hooks, self._hooks = self._hooks, []
@@ -123,7 +123,7 @@ class SegmentRunner:
         return total, accumulate
 
     def _timed_call(self, step: _Step, env: dict[fx.Node, Any], roots: list[tuple[Any, int]]) -> int:
-        """Call one node; nanoseconds of the call and of releasing what dies with it."""
+        """Call one node; return nanoseconds of the call and of releasing values after their last use."""
         node = step.node
         target = _callable(self._segment.module, node)
         args, kwargs = _look_up(node.args, env), _look_up(node.kwargs, env)
@@ -153,7 +153,7 @@ class SegmentRunner:
         slots = {name: slot for slot, name in enumerate(self.names)}
         steps, slot = [], 0
         for node in nodes:
-            # What is no op of its own belongs to the op whose value it reads (an item of a tuple), or which reads it
+            # A node that is not an op belongs to the op whose value it reads (an item of a tuple), or that reads it
             # (an attribute of the module).
             related = (*node.all_input_nodes, *node.users)
             slot = slots.get(node.name, next((slots[item.name] for item in related if item.name in slots), slot))
@@ -170,7 +170,7 @@ class SegmentRunner:
 
 
 def _created_nodes(roots: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
-    """Every autograd node with the op that created it: walking back from each op's results to what is already known."""
+    """Every autograd node with the op that created it: walk back from each op's results to known nodes."""
     known: set[Any] = set()
     created: list[tuple[Any, int]] = []
     for root, slot in roots:
@@ -190,7 +190,7 @@ def _look_up(arguments: Any, env: dict[fx.Node, Any]) -> Any:
 
 
 def _callable(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
-    """What to call with the node's arguments, doing what the code does that fx writes for the node."""
+    """The function to call with the node's arguments; it does what the code does that fx generates for the node."""
     target = str(node.target)
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]

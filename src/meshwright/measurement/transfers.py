@@ -1,4 +1,4 @@
-"""How long messages and sums take between the ranks of a process group, and how much processor time they cost.
+"""Time messages and sums between the ranks of a process group, and the processor time that they cost.
 
     send         half a round trip between ranks 0 and 1
     all-reduce   among the first k ranks, for each k, all starting together
@@ -21,7 +21,7 @@ from meshwright.spec import EventSink, NullSink, TransferMeasurement
 from meshwright.spec.measurements import TransferKind
 
 DEFAULT_SIZES = (4, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
-# Messages up to this size are timed in batches of this many.
+# Messages up to this size are timed in batches of this number.
 _SMALL_BYTES, BATCH = 2**16, 20
 _SEND_RANKS = 2
 
@@ -38,7 +38,7 @@ def measure_transfers(
     groups = {count: dist.new_group(list(range(count))) for count in range(2, world_size + 1)}
     rows = []
     for done, num_bytes in enumerate(sizes):
-        # One element of four bytes at least: gloo sums floats.
+        # At least one element of four bytes: gloo sums floats.
         buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32)
         if rank < _SEND_RANKS:
             rows.append(_time("send", buffer, round_trip, groups[_SEND_RANKS], repeats))
@@ -88,7 +88,7 @@ def _time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median seconds of a message, (p90 - p10) / median of them, seconds of the processor, and how many were timed."""
+    """Median seconds of a message, (p90 - p10) / median of them, processor seconds, and the number of messages."""
 
     seconds: float
     spread: float
@@ -105,9 +105,9 @@ def time_messages(
     meet: Callable[[], object],
     finish: Callable[[], object] = lambda: None,
 ) -> Timing:
-    """Time an action of ``messages`` messages, in batches, so that the meeting before small ones does not count.
+    """Time an action of ``messages`` messages, in batches, so that the barrier before small ones does not count.
 
-    ``meet`` makes all ranks begin together; ``finish`` waits until a device has done what it was told.
+    ``meet`` makes all ranks start together; ``finish`` waits until a device has finished its work.
     """
     samples = []
     for repeat in range(repeats + 1):

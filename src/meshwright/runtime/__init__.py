@@ -1,25 +1,24 @@
-"""Runs Programs on torch.distributed: the same instructions that the simulator estimates, with real tensors.
+"""Executes Programs on torch.distributed: the same instructions that the simulator estimates, with real tensors.
 
-opening         from a plan and a captured model to a rank that is ready, a `session`; it puts the others together
-holding         what a process has of a plan: modules, parameters, program
-models          what a process computes: the captured model, or its share in a team (`teams`); `recompute` runs parts
+opening         builds a `session` of one rank from a plan and a captured model, out of the other modules
+holding         a process's part of a plan: modules, parameters, program
+models          the model of a process: the captured model, or its share in a team (`teams`); `recompute` runs parts
                 of it again
-rank_program    what one rank issues, and when
-executor        issues it; `messages` hold what crosses between stages, `bucket_sums` what is summed, `pending` what
-                is under way
-steps           which section of it runs, batch by batch
-stage           forwards and backwards of one stage; `split_backward` where they come in two parts, `versions` where
-                weights change meanwhile, `repairs` what may be done about that
+rank_program    the instructions of one rank, in the order of issue
+executor        issues them; `messages` hold values between stages, `bucket_sums` the gradients to sum, `pending` the
+                works that are not finished
+steps           the section that runs for each batch
+stage           forwards and backwards of one stage; `split_backward` for backwards in two parts, `versions` if weights
+                change in between, `repairs` against stale gradients
 clipping        the norm of all gradients
-compiling       layers that torch compiles, `compile_ahead` before the first step
-fully_sharded   replicas that share out gradients and parameters, `sharded_optimizer` those that share out its states;
+compiling       layers that torch compiles; `compile_ahead` compiles them before the first step
+fully_sharded   replicas that shard gradients and parameters, `sharded_optimizer` replicas that shard optimizer states;
                 `ranges` makes modules of ranges of ops
-transport       sends, receives and sums, in `layouts` that both ends know; sums that follow others beside the
-                computations
-exchange        buckets of gradients; `waves` of what virtual workers changed
-coming          inputs that are still being made
-devices         what ranks compute on: GPUs by CUDA, or processors
-alike           what all processes begin with, and the buffers of replicas
+transport       sends, receives and sums, in `layouts` known to both ends; sums that follow others asynchronously
+exchange        buckets of gradients; `waves` of the changes of virtual workers
+coming          prefetched inputs
+devices         the devices of ranks: GPUs by CUDA, or processors
+alike           broadcasts of initial weights, and of the buffers of replicas
 stage_steps     the optimizer, stage by stage
 recorder        spans of all ranks on one clock
 """

@@ -1,6 +1,6 @@
-"""A number on which all ranks agree before an update: each adds its own part, and an all-reduce sums that up.
+"""A number on which all ranks agree before an update: an all-reduce sums the contributions of all ranks.
 
-The program issues the all-reduce (`program.exchange`), behind the sums of gradients.
+The program issues the all-reduce (`program.exchange`), after the sums of gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.runtime.transport import Transport
 
 
 class AgreedNumber(ABC):
-    """In the program the all-reduce of a bucket number ``index``; ``complete()`` makes gradients whole first."""
+    """A number that the program all-reduces as bucket ``index``; ``complete()`` first makes gradients complete."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class AgreedNumber(ABC):
         self._total = torch.zeros(1, dtype=dtype, device=device)
 
     def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
-        """Gradients are summed: take this process's part of the number, and sum it up over all ranks."""
+        """Add this process's contribution and sum it over all ranks, after the gradients were summed."""
         self._complete()
         self._total.zero_()
         self._add_own()
@@ -42,4 +42,4 @@ class AgreedNumber(ABC):
 
     @abstractmethod
     def _add_own(self) -> None:
-        """Add this process's part to the total."""
+        """Add this process's contribution to the total."""

@@ -1,8 +1,8 @@
-"""Processes that hold the same begin with the same, and replicas go on with the same buffers.
+"""Broadcasts: all processes start with equal weights, and replicas start each step with equal buffers.
 
-As DistributedDataParallel does it: process 0 tells the others its weights and buffers before the first step, and the
-first replica of a stage tells the others, before every step, the buffers that the stage's ops write (running
-statistics). What all have already, by a checksum, is not sent.
+As in DistributedDataParallel: process 0 broadcasts its weights and buffers before the first step, and the first replica
+of a stage broadcasts, before every step, the buffers that the stage's ops write (running statistics). Tensors whose
+checksums agree on all processes are not sent.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from meshwright.capture import Captured
 
-# As DistributedDataParallel's first broadcast; larger ones gain nothing.
+# The size of DistributedDataParallel's first broadcast; larger ones gain nothing.
 _PIECE_BYTES = 250 * 2**20
 
 
 def begin_alike(captured: Captured, device: torch.device) -> None:
-    """Take process 0's weights and buffers, unless all have the same. All processes call it together."""
+    """Copy process 0's weights and buffers to all, unless all have the same. All processes call it together."""
     if dist.get_backend() == "fake":
         return
     graph = captured.graph
@@ -35,22 +35,22 @@ def begin_alike(captured: Captured, device: torch.device) -> None:
 
 
 class BufferSync:
-    """Before a step, the buffers of each stage that replicas hold, as its first one has them.
+    """Before a step, broadcasts the buffers of each replicated stage from its first replica.
 
-    ``told`` are the buffers of a stage, the first process that has it, and all that have it.
+    ``told`` lists the buffers of a stage, the first process that has it, and all processes that have it.
     """
 
     def __init__(self, told: Sequence[tuple[Sequence[torch.Tensor], int, dist.ProcessGroup]]) -> None:
         self._told = [item for item in told if item[0]]
 
     def __call__(self) -> None:
-        """Tell, or be told."""
+        """Send the buffers, or receive them."""
         for buffers, first, group in self._told:
             _tell(buffers, first, group, buffers[0].device)
 
 
 def written_buffers(captured: Captured) -> frozenset[int]:
-    """The buffers, as tensor ids, in whose memory an op writes."""
+    """The buffers, as tensor ids, whose memory an op writes."""
     table = captured.table
     memory = {i: row.slot.storage if row.slot.storage >= 0 else -2 - i for i, row in enumerate(table.tensors)}
     written = {memory[i] for row in table.ops for i in row.written}
@@ -63,7 +63,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _tell(tensors: Sequence[torch.Tensor], first: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Broadcast tensors, those of a type together."""
+    """Broadcast tensors, those of one type together."""
     piece: list[torch.Tensor] = []
     for item in (*sorted(tensors, key=lambda tensor: str(tensor.dtype)), None):
         full = sum(other.nbytes for other in piece) >= _PIECE_BYTES

@@ -1,7 +1,7 @@
-"""When buckets fill, and when their sums leave: the exchange as the program has it.
+"""When buckets are full and when their sums are issued: the gradient reduction of the program.
 
-A sum may leave inside the backward that fills its bucket, as soon as that is ready: its mark is raised. Sums of a rank
-leave in the order of their stream, so that all ranks of a group sum the same bucket at a time.
+A sum may be issued inside the backward that fills its bucket, as soon as the bucket is ready: its mark is raised. Sums
+of a rank are issued in the order of their stream, so that all ranks of a group sum the same bucket at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meshwright.spec.instructions import (
 
 
 class BucketSums:
-    """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for those that leave at a mark.
+    """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for sums that are issued at a mark.
 
-    What is summed and is none of its buckets are numbers on which all ranks agree, by their indices.
+    Other sums are those of numbers on which all ranks agree, by their indices.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class BucketSums:
         agreements: Mapping[int, AgreedNumber],
     ) -> None:
         self._exchange, self._transport, self._issue, self._agreements = exchange, transport, issue, agreements
-        # What may leave inside the computation that runs, and which parts are ready but have not left.
+        # Sums that may be issued inside the running computation, and the parts that are ready but not yet issued.
         self._marked: deque[IssuedInstruction] = deque()
         self._ready: set[int] = set()
 
     def expect(self, marked: Collection[IssuedInstruction]) -> None:
-        """These may leave from now on."""
+        """Allow these sums to be issued from now on."""
         if marked:
             self._marked.extend(marked)
             self._let_go()
 
     def sum_up(self, part: int, group: tuple[int, ...], behind: Sequence[Work] | None = None) -> Sequence[Work]:
-        """Sum a part of a bucket over a group, behind other works."""
+        """Sum a part of a bucket over a group, after other works."""
         if part in self._agreements:
             return self._agreements[part].begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
@@ -59,27 +59,27 @@ class BucketSums:
         return self._transport.sum_over(values, group) if len(values) else []
 
     def scatter(self, bucket: int, group: tuple[int, ...]) -> Sequence[Work]:
-        """Sum a bucket over a group, each rank its part."""
+        """Reduce-scatter a bucket over a group."""
         return self._transport.share(self._sharded(bucket).scatter, group)
 
     def gather(self, bucket: int, group: tuple[int, ...]) -> Sequence[Work]:
-        """Bring the parameters of a bucket together, of which each rank of a group updated its part."""
+        """All-gather the parameters of a bucket; each rank of the group has updated its part."""
         self._ready.discard(bucket)
         return self._transport.share(self._sharded(bucket).gather, group)
 
     def merge(self) -> None:
-        """Take in the oldest sums."""
+        """Merge the oldest sums into the weights."""
         assert self._exchange is not None, "a rank that merges has buckets"
         self._exchange.merge()
 
     def restart(self) -> None:
-        """What was summed came to its end."""
+        """Reset after everything has ended."""
         if self._exchange is not None:
             self._exchange.restart()
 
     @contextmanager
     def filling(self, buckets: Collection[int]) -> Iterator[None]:
-        """The last backward of some buckets: they leave as soon as they are full."""
+        """The block is the last backward of some buckets: their sums are issued as soon as they are full."""
         if buckets and self._exchange is not None:
             self._exchange.begin(buckets, self._raise_mark)
         yield
@@ -87,7 +87,7 @@ class BucketSums:
             self._exchange.finish()
 
     def last_backwards(self, program: RankProgram) -> dict[int, tuple[int, ...]]:
-        """Buckets that are final with a computation, by its index: the last one before an update that adds to them."""
+        """Buckets that are final after a computation, by its index: the last one before an update that adds to them."""
         stages_of: Mapping[int, Collection[int]] = self._exchange.stages if self._exchange is not None else {}
         last: dict[int, int] = {}
         updated: set[int] = set()

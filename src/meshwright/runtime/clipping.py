@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients, wherever they lie: every parameter counts once.
+"""Gradient clipping by the global norm: every parameter counts once, wherever its gradient is.
 
-A rank adds up the squares of its gradients, each over the number of processes that hold it alike; the program's own
-all-reduce over all ranks (`program.exchange`) sums that up before the first update. All updates of the step are then
-multiplied with max_norm / (norm + 1e-6), at most 1, as torch's clip_grad_norm_ does it.
+A rank sums the squares of its gradients, each divided by the number of processes that hold a copy; the program's
+all-reduce over all ranks (`program.exchange`) sums them before the first update. All updates of the step are then
+multiplied by max_norm / (norm + 1e-6), at most 1, as in torch's clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.slices import StageSlice
 
-# What torch.nn.utils.clip_grad_norm_ adds to the norm.
+# torch.nn.utils.clip_grad_norm_ adds this to the norm.
 _EPSILON = 1e-6
 
 
 def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Placement:
     """The plan in which ranks agree on the norm of all gradients, if these are to be clipped.
 
-    Raises PlanError for a norm that is none, a plan that asks for one where none is given, or one that cannot clip.
+    Raises PlanError for a norm that is not positive, for a missing norm, and for a plan that cannot clip.
     """
     if max_norm is None:
         if isinstance(plan, Plan) and plan.exchange.clip_norm:
             raise PlanError("The plan clips gradients, but no norm was given. Give one: --clip-norm 1.0.")
         return plan
     if not max_norm > 0:
-        raise PlanError(f"Gradients were to be clipped to a norm of {max_norm}; expected more than 0.")
+        raise PlanError(f"A norm of {max_norm} to clip gradients was given; expected more than 0.")
     if isinstance(plan, Placement):
         raise PlanError("Gradients cannot be clipped under a placement yet. Leave the norm out, or plan by layers.")
     return replace(plan, exchange=replace(plan.exchange, clip_norm=True))
@@ -45,9 +45,9 @@ def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Plac
 def count_holders(
     stages: Sequence[StageSlice], plan: Plan | Placement, alike: Callable[[int], int], shared_out: Collection[int]
 ) -> dict[int, int]:
-    """By parameter, how many processes hold it, or the same share of it; of a team, ``alike(parameter)`` do.
+    """By parameter, the number of processes that hold a copy of it, or of the same shard; ``alike`` counts in a team.
 
-    Of those that are ``shared_out`` among replicas, each of a group of these has a part of its own.
+    Each replica of a group has its own shard of those in ``shared_out``.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for stage in stages:
@@ -64,10 +64,10 @@ def _num_groups(plan: Plan | Placement, num_replicas: int) -> int:
 
 
 class NormClip(AgreedNumber):
-    """The square of the norm of a step; other arguments as of `AgreedNumber`.
+    """The squared norm of a step's gradients; other arguments as in `AgreedNumber`.
 
-    ``holders``: by tensor id, how many processes hold a parameter (or the same share) alike. ``inverse()`` is what
-    gradients are still to be multiplied with before they are clipped.
+    ``holders``: by tensor id, the number of processes that hold a copy of a parameter (or of the same shard).
+    ``inverse()`` is the factor by which gradients are still to be multiplied before they are clipped.
     """
 
     def __init__(
@@ -92,6 +92,6 @@ class NormClip(AgreedNumber):
                 self._total += share * own_part(parameter.grad).double().square().sum()
 
     def coefficient(self) -> torch.Tensor:
-        """What to multiply gradients with, behind `begin` and its works."""
+        """The factor for gradients, available after `begin` and its works."""
         norm = self._total[0].sqrt() * self._inverse()
         return (self._max_norm / (norm + _EPSILON)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""Inputs of microbatches that are still being made: whoever needs one waits for it."""
+"""Prefetched inputs of microbatches: a stage that needs one waits until it is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Prefetched(NamedTuple):
-    """Tensors of a microbatch (graph inputs in order), and when they were made, by this process's clock."""
+    """Tensors of a microbatch (graph inputs in order), and the span of their loading, by this process's clock."""
 
     tensors: tuple[torch.Tensor, ...]
     start_ns: int
@@ -18,21 +18,21 @@ class Prefetched(NamedTuple):
 
 
 class Loading:
-    """A microbatch that is awaited as transfers are; ``span`` is when it was made, once it is there."""
+    """A microbatch that can be awaited like a transfer; ``span`` is when it was loaded, once it is."""
 
     def __init__(self, wait: Callable[[], Prefetched]) -> None:
         self._wait = wait
         self.span: tuple[int, int] | None = None
 
     def wait(self) -> None:
-        """Come back when it is there."""
+        """Return when it is loaded."""
         made = self._wait()
         self.span = made.start_ns, made.end_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Coming(Sequence[Sequence[torch.Tensor]]):
-    """What a stage reads of each microbatch of a batch: ``take(m)`` waits for one, ``choose`` finds the stage's own."""
+    """The inputs of a stage for each microbatch: ``take(m)`` waits for one, ``choose`` selects the stage's own."""
 
     size: int
     take: Callable[[int], Prefetched]
@@ -45,5 +45,5 @@ class Coming(Sequence[Sequence[torch.Tensor]]):
         return self.choose(self.take(microbatch).tensors)
 
     def loading(self, microbatch: int) -> Loading:
-        """To wait for a microbatch ahead of its use."""
+        """A handle to wait for a microbatch before its use."""
         return Loading(lambda: self.take(microbatch))

@@ -1,8 +1,8 @@
 """Compile the layers of a rank before its first step: one microbatch of zeros, forward and backward, in every stage.
 
-All ranks compile at the same time, instead of one after the other as a first microbatch reaches them. Nothing is sent
-between stages; replicas that share parameters out gather them together, as in a step. Afterwards weights, buffers and
-random numbers are as they were, and there are no gradients.
+All ranks compile at the same time, instead of one after the other as the first microbatch reaches them. Nothing is sent
+between stages; replicas that shard parameters gather them together, as in a step. Afterwards weights, buffers and
+random state are as before, and parameters have no gradients.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compile_ahead(
         item.data.copy_(value)
     write_generator(device, generator)
     if device.type == "cuda":
-        # What the compiler held on to would count as the run's.
+        # Memory that the compiler held would count as the run's.
         torch.cuda.empty_cache()
 
 

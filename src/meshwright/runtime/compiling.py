@@ -1,11 +1,11 @@
 """Layers of a stage that torch compiles, each on its own (`spec.compiled_units`).
 
-The ops of a unit become a graph that is given everything it reads, parameters too. So units that are alike share one
-compilation, hooks of parameters and FSDP2's gathers stay outside of it, and a backward that reaches the end of a unit
-has the gradients of all its parameters. Code is kept on disk by torch (``TORCHINDUCTOR_CACHE_DIR``), so that the next
-run finds it there. Random numbers are drawn as torch draws them without compiling.
+The ops of a unit become a graph that receives everything it reads as arguments, parameters too. So equal units share
+one compilation, hooks of parameters and FSDP2's gathers stay outside of it, and a backward that reaches the end of a
+unit has the gradients of all its parameters. torch keeps the code on disk (``TORCHINDUCTOR_CACHE_DIR``), where the next
+run finds it. Random numbers are drawn as in torch without compiling.
 
-What torch cannot compile runs as it is, and `Compilation.left_out` says why.
+Units that torch cannot compile run eagerly, and `Compilation.left_out` gives the reasons.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LONGEST_REASON = 200
 
 @dataclass(slots=True)
 class Compilation:
-    """What became of the units of a process.
+    """The state of the compiled units of a process.
 
     ``num_units`` of ``num_codes`` kinds, of which ``done`` are compiled or refused, in ``seconds``; ``left_out``: the
-    units that run as they are, by the reason; ``refused``: why all do. ``on_progress`` is called with ``done`` after
-    each.
+    number of units that run eagerly, by reason; ``refused``: the reason if all do. ``on_progress`` is called with
+    ``done`` after each.
     """
 
     num_units: int = 0
@@ -59,15 +59,15 @@ class Compilation:
 
     @property
     def num_codes(self) -> int:
-        """Units that differ."""
+        """Number of different units."""
         return len(self.codes)
 
     def code_of(
         self, body: fx.GraphModule, given: object, *, draws_random: bool, again: RecomputedRange | None = None
     ) -> _Code:
-        """The code of a unit that reads tensors of such shapes and types; the same for units that are alike.
+        """The code of a unit for tensors of such shapes and types; the same object for equal units.
 
-        ``again``: by which it is computed again in the backward.
+        ``again``: the range by which the unit is recomputed in the backward.
         """
         key = _likeness(body), given, again is not None
         if key not in self.codes:
@@ -78,9 +78,9 @@ class Compilation:
 
 
 class _Code:
-    """A unit's graph, compiled at its first call, backward included: what cannot be compiled is known then.
+    """A unit's graph, compiled at its first call, backward included, so that a failure is known then.
 
-    Units of other strides than the first are compiled when they come.
+    Calls with other strides than the first are compiled when they come.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class _Code:
         self.num_units = 0
 
     def __call__(self, *given: torch.Tensor) -> Any:
-        """What the unit makes."""
+        """Compute the unit."""
         return self._call(*given)
 
     def _first(self, *given: torch.Tensor) -> Any:
         begin = time.perf_counter()
         try:
             with (
-                # Torch looks at gradients of what is given, which a backward does not leave there.
+                # torch reads the gradients of the arguments, which a backward does not leave there.
                 warnings.catch_warnings(action="ignore", category=UserWarning),
                 _without_note(),
                 inductor_config.patch(custom_partitioner_fn=UnitPartitioner()),
@@ -130,7 +130,7 @@ class _Code:
 
 @contextmanager
 def _without_note() -> Iterator[None]:
-    """Torch notes that what runs again in part may not write in place: nothing that is kept is written to (`keeps`)."""
+    """Suppress torch's warning about in-place writes in partly recomputed ranges: kept values are never written."""
     log = logging.getLogger("torch._higher_order_ops.wrap")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -141,7 +141,7 @@ def _without_note() -> Iterator[None]:
 
 
 def _again(unit: RecomputedRange, number: int) -> Callable[..., Any]:
-    """A unit under checkpoint, which torch compiles with it: its backward begins with the unit's ops."""
+    """A unit under checkpoint, which torch compiles with it: its backward starts with the unit's ops."""
     body = unit.body
 
     def run(*given: torch.Tensor) -> Any:
@@ -151,7 +151,7 @@ def _again(unit: RecomputedRange, number: int) -> Callable[..., Any]:
             return checkpoint(body, *given, use_reentrant=False)
         return checkpoint_compiled(body, given) if torch.compiler.is_compiling() else unit(*given)
 
-    # Torch counts compilations by code, and stops after a few: each unit has a code of its own.
+    # torch counts compilations by code, and stops after a few: each unit has its own code object.
     run.__code__ = run.__code__.replace(co_name=f"unit_{number}")
     return run
 
@@ -164,14 +164,14 @@ class CompiledUnit(torch.nn.Module):
         self._code = code
 
     def forward(self, *given: torch.Tensor) -> Any:
-        """What the unit makes."""
+        """Compute the unit."""
         return self._code(*given)
 
 
 def compile_units(module: torch.nn.Module, graph: Graph, compilation: Compilation) -> torch.nn.Module:
     """Let torch compile the units of a stage's module, whose nodes name their ops (`ranges.note_ops`).
 
-    They are compiled when they are called first. A dry run compiles nothing.
+    Each is compiled at its first call. A dry run compiles nothing.
     """
     if not graph.compiled or detect_fake_mode() is not None:
         return module
@@ -185,7 +185,7 @@ def _compile_inside(module: fx.GraphModule, graph: Graph, compilation: Compilati
         nodes = [node for node in module.graph.nodes if (own := find_ops(node)) and start <= own[0] and own[1] < stop]
         ops = {op for node in nodes for op in _ops_of(node)}
         if all(graph.ops[op].replicable for op in ops):
-            # Of other stages' layers a stage computes a few ops again.
+            # A stage recomputes a few ops of other stages' layers.
             continue
         calls = {str(node.target): module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
         wrap = _wrapper(graph, sorted(ops), compilation)
@@ -213,12 +213,12 @@ def _ops_of(node: fx.Node) -> range:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node is more than a look at what is there."""
+    """Whether a node is more than a view or an element of an existing value."""
     return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
 
 
 def _likeness(body: fx.GraphModule) -> object:
-    """Equal for graphs of the same calls on inputs of the same kind; a graph with modules inside is like no other."""
+    """Equal for graphs of the same calls on inputs of the same kind; a graph with submodules equals no other."""
     place = {node: index for index, node in enumerate(body.graph.nodes)}
     rows: list[object] = []
     for node in body.graph.nodes:
@@ -231,14 +231,14 @@ def _likeness(body: fx.GraphModule) -> object:
 
 
 class _Place(int):
-    """A node in a printed argument, told from a number."""
+    """A node in a printed argument, distinguishable from a number."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what was wrong at first."""
+    """The first line of the original error."""
     while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

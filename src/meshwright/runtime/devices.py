@@ -1,4 +1,4 @@
-"""What the ranks of a plan compute on here: GPUs of CUDA, or processors."""
+"""The devices on which the ranks of a plan compute: GPUs of CUDA, or processors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright.spec.plan import Plan
 
 
 def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Backend:
-    """The type of device: the ``chosen`` one, or the one that the plan's cluster has.
+    """The type of device: the ``chosen`` one, or that of the plan's cluster.
 
-    Where the plan's cluster is not known here, it is CUDA if torch sees a GPU. Raises PlanError if it is CUDA and torch
+    If the plan's cluster is not known here, it is CUDA if torch sees a GPU. Raises PlanError if it is CUDA and torch
     sees no GPU.
     """
     if chosen not in (None, "cpu", "cuda"):
-        raise PlanError(f"Device {chosen!r} was given; expected cpu or cuda, which are those that plans run on.")
+        raise PlanError(f"Device {chosen!r} was given; expected cpu or cuda, the devices that plans run on.")
     planned = _planned_kinds(plan)
     if chosen is None:
         chosen = "cuda" if any(planned.values()) or (not planned and torch.cuda.is_available()) else "cpu"
@@ -37,7 +37,7 @@ def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Back
 
 
 def own_device(kind: Backend) -> torch.device:
-    """The device of this process: of a host's GPUs each rank has one.
+    """The device of this process: each rank has its own GPU of the host.
 
     Raises RunError if the host has fewer GPUs than ranks.
     """
@@ -55,7 +55,7 @@ def own_device(kind: Backend) -> torch.device:
 
 
 def _planned_kinds(plan: Plan | Placement) -> dict[str, bool]:
-    """The names of the kinds of devices that the plan was made for, and whether CUDA's libraries compute there."""
+    """The names of the kinds of devices that the plan was made for, and whether they use CUDA's libraries."""
     try:
         cluster = load_cluster(plan.cluster)
     except (MeshwrightError, OSError):

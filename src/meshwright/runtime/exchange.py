@@ -1,7 +1,7 @@
-"""Gradient buckets of one rank: gather what backwards make, sum it, let the optimizer read the sums.
+"""Gradient buckets of one rank: collect the gradients of backwards, sum them, let the optimizer read the sums.
 
 In the first backward of a step each parameter's hook copies its gradient into the bucket's flat buffer (one pass over
-memory, while it is still in the cache), of which ``.grad`` is a view from then on: autograd adds further microbatches
+memory, while it is still in the cache); from then on ``.grad`` is a view of it: autograd adds further microbatches
 there, so that gradients are in memory once. In the last backward the mark of a bucket is raised when it is full.
 """
 
@@ -18,44 +18,44 @@ from meshwright.runtime.precisions import gradient_type
 
 
 class Exchange(Protocol):
-    """What a rank sums with others, in buckets: whole, or in parts (`program.parts`)."""
+    """The buckets that a rank sums with others: whole, or in parts (`program.parts`)."""
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The memory that it holds."""
+        """The memory of the buckets."""
 
     @property
     def stages(self) -> Mapping[int, Collection[int]]:
-        """The stages whose gradients a bucket takes in their last backward, by its index."""
+        """The stages whose gradients a bucket collects in their last backward, by its index."""
 
     def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
         """The last backward of these buckets starts; ``on_ready`` is called with parts when they can be summed."""
 
     def finish(self) -> None:
-        """The last backward is over."""
+        """End the last backward."""
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """What to sum, in place, for a part now."""
+        """The tensor to sum now, in place, for a part."""
 
     def merge(self) -> None:
-        """Take in the oldest sums."""
+        """Merge the oldest sums into the weights."""
 
     def restart(self) -> None:
-        """What was summed came to its end; the weights are where it begins again."""
+        """Reset after everything has ended; the current weights are the new start."""
 
     def close(self) -> None:
-        """Leave the user's parameters as they were."""
+        """Restore the user's parameters."""
 
 
 class BucketBuffer:
-    """One bucket: its flat buffer, of a ``multiple`` of some elements, and a view per parameter."""
+    """One bucket: its flat buffer, padded to a ``multiple`` of elements, and a view per parameter."""
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], multiple: int = 1) -> None:
         self.index = bucket.index
         self.stages = bucket.stages
         self.parameters = list(parameters)
         total = sum(parameter.numel() for parameter in self.parameters)
-        # Where gradients are summed inside of backwards, the replicas of a stage meet in a bucket of none.
+        # If gradients are summed inside of backwards, the replicas of a stage synchronise in an empty bucket.
         first = self.parameters[0] if self.parameters else torch.empty(0)
         self.flat = torch.zeros(-(-total // multiple) * multiple, dtype=gradient_type(first), device=first.device)
         self.views = [
@@ -70,9 +70,9 @@ class BucketBuffer:
 
 
 class BucketExchange:
-    """Fills the buckets of a rank; they are ready in order, once a bucket and all before are full.
+    """Fills the buckets of a rank; they are ready in order, once a bucket and all before it are full.
 
-    Of a rank with several stages each has buckets of its own; those that stages share are final with the last of them.
+    On a rank with several stages each has its own buckets; those that stages share are final with the last of them.
     """
 
     def __init__(self, buckets: Sequence[BucketBuffer], parts: Parts) -> None:
@@ -116,7 +116,7 @@ class BucketExchange:
             bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
-        """The last backward is over: parameters that it did not reach contribute what they have, or zero."""
+        """End the last backward: parameters that it did not reach contribute what they have, or zero."""
         for bucket in self._filling[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not bucket.views[place]:
@@ -130,10 +130,10 @@ class BucketExchange:
         return self._to_sum[part]
 
     def merge(self) -> None:
-        """Gradients are summed where the optimizer reads them: there is nothing to take in."""
+        """Do nothing: gradients are summed where the optimizer reads them."""
 
     def restart(self) -> None:
-        """Nothing lasts longer than a step."""
+        """Do nothing: no state lasts longer than a step."""
 
     def close(self) -> None:
         """Remove the hooks from the user's parameters."""
@@ -158,7 +158,7 @@ class BucketExchange:
         if parameter.grad is None:
             view.zero_()
             if len(bucket.stages) == 1:
-                # All replicas run the same ops, so none of them has a gradient: the optimizer is to see that.
+                # All replicas run the same ops, so no replica has a gradient: the optimizer must see that.
                 return
         else:
             view.copy_(parameter.grad)

@@ -1,9 +1,9 @@
-"""The executor: interprets one rank's share of a Program with real tensors on torch.distributed.
+"""The executor: interprets one rank's part of a Program with real tensors on torch.distributed.
 
-One thread issues everything, in the order that `rank_program` worked out: computations run here and now, transfers
-and sums are asynchronous, and a computation waits for what it needs. The executor decides nothing: order, partners,
-buckets and microbatches come from the program, tensors and parts from the captured graph. Which section runs when, and
-with which batches, `steps` says.
+One thread issues everything, in the order computed by `rank_program`: computations run synchronously, transfers and
+sums are asynchronous, and a computation waits for what it needs. The executor decides nothing: order, partners, buckets
+and microbatches come from the program, tensors and parts from the captured graph. `steps` chooses the sections to run
+and their batches.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Outputs = dict[int, list[Output]]
 
 
 class Visit(NamedTuple):
-    """A section at a place: its microbatches and the versions of the weights are counted on from its columns'.
+    """A section at a place: its microbatches and weight versions are offsets to those in its columns.
 
     ``first_step`` is the step whose batch has microbatch 0.
     """
@@ -80,7 +80,7 @@ class Visit(NamedTuple):
 
 @dataclass(slots=True)
 class _Bound:
-    """A computation as calls. ``microbatch`` of a forward, else -1."""
+    """A computation as calls. ``microbatch`` is that of a forward, else -1."""
 
     item: Computed
     run: Callable[[], None]
@@ -91,12 +91,12 @@ class _Bound:
 class Executor:
     """Runs the sections of a program on one rank.
 
-    ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
-    gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
-    parameters. ``loss_scale`` multiplies each microbatch's loss: 1 / their number for the mean over a step; ``scale``,
-    too, so that gradients stay in the range of float16. ``agreements`` are numbers by the index of their sum.
-    ``hosting`` does what the host does. Arguments are what `runtime.opening` makes of a plan; use that unless you bring
-    your own parts.
+    ``runners`` run the rank's ``stages``, in the same order; values between stages of one rank are not sent.
+    ``layouts`` gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates the
+    stage's parameters and clears their gradients. ``loss_scale`` multiplies each microbatch's loss: 1 / their number
+    for the mean over a step; ``scale`` as well, to keep gradients in the range of float16. ``agreements`` are the
+    agreed numbers by the index of their sum. ``hosting`` does the host's work. `runtime.opening` makes these arguments
+    from a plan; use it unless you bring your own parts.
     """
 
     def __init__(
@@ -152,16 +152,16 @@ class Executor:
         self._made: defaultdict[int, list[Output]] = defaultdict(list)
 
     def feed(self, batch: int, inputs: Mapping[int, Inputs]) -> None:
-        """Give batch number ``batch``: ``inputs[s][m]`` are the graph inputs that stage s reads of its microbatch m."""
+        """Add batch number ``batch``: ``inputs[s][m]`` are the graph inputs that stage s reads of its microbatch m."""
         self._batches[batch] = inputs
 
     def release(self) -> None:
-        """Forget batches before that of the last forward."""
+        """Drop the batches before that of the last forward."""
         for batch in [batch for batch in self._batches if batch < self._reached // self._num_microbatches]:
             del self._batches[batch]
 
     def restart(self) -> None:
-        """Begin again with microbatch 0 and version 0, after everything came to its end."""
+        """Start again with microbatch 0 and version 0, after everything has ended."""
         self._batches.clear()
         self._reached = 0
         self._sums.restart()
@@ -169,7 +169,7 @@ class Executor:
             runner.restart()
 
     def begin(self, visit: Visit) -> None:
-        """Enter a section, and issue what waits for nothing in it."""
+        """Enter a section, and issue its instructions that wait for nothing."""
         self._visit, self._position = visit, 0
         self._pending.begin(visit.place, visit.section)
         if self._hosting is not None:
@@ -179,7 +179,7 @@ class Executor:
             self._issue(item, issue)
 
     def go_on(self, end: int | None = None) -> bool:
-        """Run the section on, up to a forward of a microbatch from ``end`` on; whether it is done."""
+        """Continue the section, up to a forward of a microbatch from ``end`` on; return whether it is done."""
         saved = read_generator(self._device) if self._draws_random else None
         computations = self._computations[self._visit.section]
         on = self._visit.microbatches_on
@@ -194,17 +194,17 @@ class Executor:
         return self._position == len(computations)
 
     def settle(self, place: int | None = None) -> None:
-        """Wait for everything that was issued, or for what was up to a place."""
+        """Wait for everything that was issued, or for all that was issued up to a place."""
         self._pending.settle(place)
         if place is None:
             self._messages.settled()
 
     def end_step(self) -> None:
-        """Wait for what was issued, but for what computations of the next section wait for themselves."""
+        """Wait for all that was issued, except for works that the next section waits for itself."""
         self._pending.settle(but=self._awaited_late)
         self._messages.settled()
         if self._scale is not None:
-            # A rank that updates nothing moves its scale as the others do.
+            # A rank that updates nothing moves its scale like the others.
             self._scale.skips()
 
     def take_outputs(self) -> Outputs:
@@ -302,7 +302,7 @@ class Executor:
         self._pending.add(Key(self._visit.place, item.index), works, start)
 
     def _complete_gradients(self, item: Computed, place: int) -> None:
-        """Tell the host that a computation begins; before the first update, complete what it waits for."""
+        """Signal the start of a computation to the host; before the first update, complete the gradients."""
         assert self._hosting is not None, "there is a host"
         readiness = self._hosting.readiness
         readiness.computing(item.index)
@@ -314,7 +314,7 @@ class Executor:
             readiness.complete()
 
     def _before(self, item: IssuedInstruction) -> Sequence[Work] | None:
-        """What a collective follows by itself; None for most."""
+        """The works after which a collective is started without blocking; None for most."""
         if not item.behind:
             return None
         return [work for index in item.behind for work in self._pending.works(Key(self._visit.place, index))]
@@ -340,14 +340,14 @@ class Executor:
                 self._messages.hand_on(stage, channel.target, microbatch, runner.leaving(channel, self._outputs))
         for tensor in facts.outputs:
             value = self._outputs[tensor].detach()
-            # With a backward, what was received goes back to a pool, and an output may be a view of it.
+            # With a backward, received tensors return to a pool, and an output may be a view of one.
             self._made[tensor].append(Output(step, value.clone() if facts.has_backward else value))
         if not facts.has_backward:
             self._messages.forget(stage, microbatch)
 
     @property
     def _seed_gradient(self) -> float:
-        """The gradient of a loss by itself."""
+        """The gradient of a loss with respect to itself."""
         return self._loss_scale * (self._scale.value if self._scale is not None else 1.0)
 
     def _backward(self, stage: int, microbatch: int, final: Collection[int]) -> None:

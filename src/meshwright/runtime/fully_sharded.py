@@ -1,20 +1,20 @@
-"""Replicas of a stage that share out gradients and parameters (ZeRO 2 and 3): torch's FSDP2, told by the plan.
+"""Replicas of a stage that shard gradients and parameters (ZeRO 2 and 3): torch's FSDP2, configured by the plan.
 
-What is gathered together is a unit (`program.sharding.zero`): each becomes a module of its own, which holds its
-parameters; the module of the stage holds those of the root unit. What the simulator counts on is set here, and not left
-to torch's defaults:
+Parameters that are gathered together form a unit (`program.sharding.zero`): each becomes a module of its own, which
+holds its parameters; the module of the stage holds those of the root unit. The behaviour that the simulator assumes is
+set here, and not left to torch's defaults:
 
-    zero 3     units are let go behind their forward, and gathered again in the backward, each ahead of the unit whose
-               backward comes before its own
+    zero 3     units are freed after their forward, and gathered again in the backward, each before the backward of the
+               unit that precedes its own
     zero 2     units stay until their backward; in both the root unit does
-    sums       gradients are added up over the replicas behind each microbatch's backward, and not divided: losses have
-               their share of the mean already
-    hybrid     with a shard size this happens in groups of replicas, on a mesh of two dims; groups sum what their
-               members keep in the last backward before an update (`StageRunner.backward`)
-    types      with master weights, these are what a rank has parts of; parameters are gathered in their own type,
-               and gradients summed in theirs
+    sums       gradients are summed over the replicas after each microbatch's backward, and not divided: losses are
+               already weighted for the mean
+    hybrid     with a shard size this happens in groups of replicas, on a mesh of two dims; groups sum their members'
+               shards in the last backward before an update (`StageRunner.backward`)
+    types      with master weights, the shards are master weights; parameters are gathered in their own type, and
+               gradients summed in theirs
 
-What several stages hold stays whole, and is summed in buckets.
+Parameters of several stages stay whole, and are summed in buckets.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist
 def replica_meshes(
     plan: Plan, grid: TeamPosition, groups: Mapping[tuple[int, ...], dist.ProcessGroup], device: torch.device
 ) -> dict[tuple[int, ...], DeviceMesh]:
-    """The meshes on which this process shares out stages, by the ranks of the plan. All processes call it together.
+    """The meshes on which this process shards stages, by the ranks of the plan. All processes call it together.
 
-    ``groups`` as of `replica_groups`. Meshes have one dim, or where there are several groups of replicas that share,
-    those at the same places first.
+    ``groups`` as from `replica_groups`. Meshes have one dim; with several groups of replicas that shard, a first dim
+    joins those at the same places.
     """
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     with unset_fake_temporarily():
@@ -74,7 +74,7 @@ def replica_meshes(
 
 
 def _own_group(groups: Sequence[tuple[int, ...]], grid: TeamPosition) -> dist.ProcessGroup:
-    """That of this process, or the last one where it is in none; all are made."""
+    """The group of this process, or the last one if it is in none; all groups are created."""
     made = [(ranks, grid.new_group(ranks)) for ranks in groups]
     return next((group for ranks, group in made if grid.rank in ranks), made[-1][1])
 
@@ -90,10 +90,10 @@ def share_out(
     numbers: Numbers,
     offload: Offload = ON_DEVICE,
 ) -> Mapping[int, torch.nn.Parameter]:
-    """Share out the parameters of a stage's module but those ``kept``; returns, by tensor id, the own parts.
+    """Shard the parameters of a stage's module except those ``kept``; return, by tensor id, the own shards.
 
-    ``let_go``: units are let go behind their forward (zero 3); ``offload``: where they are between passes, and the
-    master weights. Raises PlanError for what FSDP2 cannot share out.
+    ``let_go``: units are freed after their forward (zero 3); ``offload``: where they are between passes, and the
+    master weights. Raises PlanError for parameters that FSDP2 cannot shard.
     """
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     root, units = find_units(graph, stage, set(kept))
@@ -107,13 +107,13 @@ def share_out(
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     values, gradients = getattr(torch, numbers.values), getattr(torch, numbers.gradients)
     if offload.optimizer != "device":
-        # Master weights, where there are some, lie with the optimizer.
+        # Master weights, if any, are with the optimizer.
         policy = MixedPrecisionPolicy(
             reduce_dtype=gradients if gradients is not values else None, cast_forward_inputs=False
         )
     elif numbers.master and graph.mode == "training":
         master = getattr(torch, numbers.master)
-        # A process's parts of the parameters are its master weights.
+        # A process's shards of the parameters are its master weights.
         replace_held(
             [module],
             lambda value: (
@@ -133,7 +133,7 @@ def share_out(
         each.set_force_sum_reduction_for_comms(True)
         each.set_modules_to_backward_prefetch(before if let_go else [])
         if before and offload.parameters == "host" and item is not module:
-            # Copies of a unit begin with the unit before it.
+            # Prefetches of a unit start with the unit before it.
             before[0].set_modules_to_forward_prefetch([each])
         before = [each]
     return {i: item.get_parameter(graph.tensors[i].name) for parameters, item in gathered for i in parameters}
@@ -150,13 +150,13 @@ def _fully_shard(
         return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, **options)
     except (ValueError, NotImplementedError) as error:
         raise PlanError(
-            f"The plan shares out parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "
+            f"The plan shards parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "
             "the parameter, or plan with --zero 1 or 0."
         ) from None
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor that may be shared out."""
+    """The part of a tensor that this process has, if it is sharded; else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -172,8 +172,8 @@ def _enclose_unit(
             continue
         if ops[0] < first or ops[1] > last:
             raise PlanError(
-                f"The plan computes ops {ops[0]}:{ops[1] + 1} again, and gathers the parameters of ops "
-                f"{first}:{last + 1} for themselves (ZeRO). Compute whole layers again, or parts of one."
+                f"The plan recomputes ops {ops[0]}:{ops[1] + 1}, and gathers the parameters of ops "
+                f"{first}:{last + 1} separately (ZeRO). Recompute whole layers, or parts of one."
             )
         nodes.append(node)
     names = {graph.tensors[i].name for i in unit.parameters}

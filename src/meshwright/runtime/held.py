@@ -1,4 +1,4 @@
-"""Other tensors in the place of those that modules hold."""
+"""Replace the tensors that modules hold."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 
 def replace_held(modules: Iterable[torch.nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put what ``change`` makes of parameters and buffers in their place, of each once.
+    """Replace parameters and buffers, each once, by the results of ``change``.
 
-    What several modules hold stays one tensor. A parameter's substitute becomes one with the same ``requires_grad``.
+    A tensor that several modules hold stays one tensor. A parameter's substitute becomes a parameter with the same
+    ``requires_grad``.
     """
-    # With what was there, so that no id is given to another tensor meanwhile.
+    # Keeps the originals alive, so that no id is given to another tensor meanwhile.
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in [item for whole in modules for item in whole.modules()]:
         for table in (module._parameters, module._buffers):
@@ -24,6 +25,6 @@ def replace_held(modules: Iterable[torch.nn.Module], change: Callable[[torch.Ten
                     if isinstance(value, torch.nn.Parameter) and not isinstance(found, torch.nn.Parameter):
                         found = torch.nn.Parameter(found, requires_grad=value.requires_grad)
                     made[id(value)] = value, found
-                    # A module may stand in several places, where its substitutes are met again.
+                    # A module may occur in several places, where its substitutes are met again.
                     made[id(found)] = found, found
                 table[name] = made[id(value)][1]  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What one process has of a plan: its stages' modules, parameters and program, or its parts of them."""
+"""The part of a plan that one process has: its stages' modules, parameters and program, or its shares of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from meshwright.spec.slices import StageSlice
 
 
 class Holding(NamedTuple):
-    """What a process has of a plan: its ``stages`` of ``all_stages``, what it issues for them, and their modules.
+    """A process's part of a plan: its ``stages`` of ``all_stages``, their instructions, and their modules.
 
-    ``parameters`` are those of the modules by tensor id; ``cut``, before replicas shared them out. ``sync_buffers``
-    has replicas begin a step with the same buffers.
+    ``parameters`` are those of the modules by tensor id; ``cut`` are those before replicas sharded them.
+    ``sync_buffers`` makes the buffers of replicas equal before a step.
     """
 
     model: Model
@@ -46,18 +46,18 @@ class Holding(NamedTuple):
 
     @property
     def plan(self) -> Plan | Placement:
-        """The plan as the process follows it."""
+        """The plan as this process follows it."""
         return self.model.plan
 
     def replaced(self, updated: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor | None]:
-        """By the id of a parameter of the user's, what is updated in its place; None for what others update."""
+        """By the id of a user's parameter, the tensor that is updated instead; None if other processes update it."""
         last = {id(given): updated.get(i) for i, given in self.cut.items() if updated.get(i) is not given}
         first = {user: last.get(id(own), own) for user, own in self.model.replaced.items()}
         return {**last, **first}
 
 
 def take_holding(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Holding:
-    """Cut out what this process holds. Raises PlanError for what cannot be run so. All processes call it together."""
+    """Cut out this process's part. Raises PlanError if it cannot be run. All processes call it together."""
     model = make_model(captured, plan, grid, device)
     program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
     if model.graph.compiled and program.splits_backwards:
@@ -92,12 +92,12 @@ def _join_replicas(
     grid: TeamPosition,
     device: torch.device,
 ) -> tuple[dict[int, torch.nn.Parameter], BufferSync]:
-    """This rank's parts, by tensor id, of what replicas share out, and what they tell each other before a step."""
+    """This rank's shards, by tensor id, of the tensors that replicas shard, and the broadcasts before a step."""
     plan = model.plan
     if not isinstance(plan, Plan):
         return {}, BufferSync(())
     shares_out = plan.exchange.zero >= 2
-    # Replicas that never flush run each at its own pace.
+    # The replicas of an asynchronous schedule each run at their own pace.
     written = frozenset[int]() if plan.is_asynchronous else written_buffers(captured)
     groups = replica_groups(plan, grid) if shares_out or written else {}
     replicated = [
@@ -130,17 +130,17 @@ def _join_replicas(
 
 
 def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgram]:
-    """What a rank issues in each section of a program."""
+    """The instructions of a rank in each section of a program."""
     names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
     return {name: arrange_rank(program, getattr(program, name), rank) for name in names}
 
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device; parameters stay the user's own. For fake ones, of a dry run, others are made."""
+    """A tensor on a device; parameters stay the user's own objects. Fake ones, of a dry run, are made anew."""
     if value.device == device:
         return value
     if detect_fake_mode() is not None:
-        # Not `to`: torch computes with the values of small fake tensors, as counters, where it knows them.
+        # Not `to`: torch computes with the known values of small fake tensors, such as counters.
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if not isinstance(value, torch.nn.Parameter):
         return value.to(device)

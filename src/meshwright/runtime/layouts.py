@@ -1,6 +1,6 @@
-"""Wire layouts: shape, strides and dtype of everything that crosses between stages, known before the first step.
+"""Wire layouts: shape, strides and dtype of every tensor sent between stages, known before the first step.
 
-They are read off one run of the captured graph with fake tensors, so both ends of a channel agree without exchanging
+They are taken from one run of the captured graph with fake tensors, so both ends of a channel agree without exchanging
 metadata.
 """
 
@@ -35,8 +35,8 @@ def channel_layouts(
 ) -> dict[tuple[int, int, str], tuple[WireLayout, ...]]:
     """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
 
-    ``make_module(tensors)`` makes what computes tensors of the graph from its inputs. ``channels_last``: images are
-    given so.
+    ``make_module(tensors)`` makes a module that computes tensors of the graph from its inputs. ``channels_last``:
+    images are passed in that layout.
     """
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
@@ -61,10 +61,10 @@ def takes_channels_last(
     device: torch.device,
     autocast: torch.dtype | None = None,
 ) -> bool:
-    """Whether a graph with convolutions computes the same of images whose channels are last.
+    """Whether a graph with convolutions computes the same if images are in the channels-last layout.
 
-    Compiled convolutions are several times as fast so, and each unit would convert what it is given. A captured view
-    may not fit the other strides, and some ops read memory in its order.
+    Compiled convolutions are several times as fast with it, and each unit would otherwise convert its input. A captured
+    view may not fit the other strides, and some ops read memory in its order.
     """
     kinds = [op.kind for op in graph.ops]
     if not any("conv" in kind for kind in kinds) or any(kind.startswith(_BY_MEMORY) for kind in kinds):
@@ -85,9 +85,9 @@ def _fake_values(
     *,
     channels_last: bool,
 ) -> list[WireLayout]:
-    # In a dry run all tensors are fake already, and modes do not mix.
+    # In a dry run all tensors are already fake, and modes cannot be mixed.
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        # What is elsewhere, or was never allocated.
+        # Tensors on another device, or never allocated.
         replace_held(
             [module], lambda value: value if value.device == device else torch.empty_like(value, device=device)
         )
@@ -99,7 +99,7 @@ def _fake_values(
             )
             for tensor in graph.inputs
         ]
-        # A copy that preserves the format is dense: expanded dims (stride 0) do not travel.
+        # A copy that preserves the format is dense: expanded dims (stride 0) are not sent.
         with autocasting(device, autocast):
             made = module(*(map(laid_out, inputs) if channels_last else inputs))
         values = [value.clone(memory_format=torch.preserve_format) for value in made]

@@ -1,9 +1,9 @@
-"""Scaled losses, as gradients of float16 need them: the scale, and whether all ranks may update.
+"""Scaled losses for float16 gradients: the scale, and whether all ranks may update.
 
-Losses are multiplied by the scale, so that gradients of small values do not vanish in float16. Before the first update
-of a step a rank divides its gradients by it and notes whether one is not finite; the program's own all-reduce over all
-ranks (`program.exchange`) adds that up. If any is not, all ranks leave the step out and halve the scale; after 2,000
-steps in a row it is doubled (torch.amp.GradScaler: its defaults).
+Losses are multiplied by the scale, so that small gradients do not vanish in float16. Before the first update of a step
+a rank divides its gradients by the scale and notes whether one is not finite; the program's all-reduce over all ranks
+(`program.exchange`) sums these flags. If any is set, all ranks skip the step and halve the scale; after 2,000 steps in
+a row it is doubled (defaults of torch.amp.GradScaler).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
 
 
 class LossScale(AgreedNumber):
-    """The scale of a run, and of a step the ranks on which a gradient is not finite; arguments as of `AgreedNumber`.
+    """The scale of a run, and per step the number of ranks with a gradient that is not finite.
 
-    ``unscales``: gradients are divided by the scale here; else who updates multiplies them with the ``inverse``.
+    Arguments as in `AgreedNumber`. ``unscales``: gradients are divided by the scale here; otherwise the updater
+    multiplies them by the ``inverse``.
     """
 
     def __init__(
@@ -40,20 +41,20 @@ class LossScale(AgreedNumber):
     ) -> None:
         super().__init__(index, complete, grid, transport, torch.float32, device)
         self.value, self._unscales = _START, unscales
-        # What gradients of the step are still to be multiplied with, where that is not done here.
+        # The factor that the step's gradients still need, if they are not divided here.
         self.inverse = 1.0
         self._num_good = 0
         self._parameters = [item for item in parameters.values() if item.requires_grad]
-        # Whether a number was agreed on that has not moved the scale yet.
+        # Whether a number was agreed on that has not yet changed the scale.
         self._is_open = self._skips = False
 
     def _add_own(self) -> None:
         """Divide this process's gradients by the scale, and note whether one is not finite."""
-        # Gradients that are copied meanwhile stay as they are: a product with 1 writes the same bits.
+        # Gradients that are copied meanwhile do not change: a product with 1 writes the same bits.
         self.inverse = 1.0 if self._unscales else 1.0 / self.value
         factor = 1.0 / self.value if self._unscales else 1.0
         own = [own_part(item.grad) for item in self._parameters if item.grad is not None]
-        # Gradients may lie on the host.
+        # Gradients may be on the host.
         for device in dict.fromkeys(item.device for item in own):
             found, inverse = torch.zeros(1, device=device), torch.full((1,), factor, device=device)
             gradients = [item for item in own if item.device == device]
@@ -62,7 +63,7 @@ class LossScale(AgreedNumber):
         self._is_open = True
 
     def skips(self) -> bool:
-        """Whether the step is left out; behind `begin` and its works. The first call of a step moves the scale."""
+        """Whether the step is skipped; available after `begin` and its works. A step's first call updates the scale."""
         if self._is_open:
             self._is_open = False
             # Fake tensors, of a dry run, have no values.
@@ -75,9 +76,9 @@ class LossScale(AgreedNumber):
         return self._skips
 
     def state(self) -> dict[str, float]:
-        """The scale, and steps since it was moved."""
+        """The scale, and the number of steps since it changed."""
         return {"value": self.value, "num_good": self._num_good}
 
     def take_state(self, state: Mapping[str, float]) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         self.value, self._num_good = float(state["value"]), int(state["num_good"])

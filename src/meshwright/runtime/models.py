@@ -1,4 +1,4 @@
-"""The model as the runtime asks for it: as a process has it whose ops are whole, or shared out (`teams`)."""
+"""The model of a process as the runtime uses it: with whole ops, or with sharded ones (`teams`)."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from meshwright.spec.slices import StageSlice
 
 
 class Model(Protocol):
-    """What a process computes on its device; ``plan`` and ``graph`` are its own, ``whole`` is the graph of all.
+    """The computations of a process on its device; ``plan`` and ``graph`` are its own, ``whole`` is the full graph.
 
     Tensors of the whole graph have the same ids in both.
     """
 
     @property
     def plan(self) -> Plan | Placement:
-        """The plan as this process follows it: one that splits nothing."""
+        """The plan as this process follows it, without splits."""
 
     @property
     def graph(self) -> Graph:
-        """What it computes."""
+        """The graph of this process."""
 
     @property
     def whole(self) -> Graph:
-        """What all compute together."""
+        """The graph of all processes together."""
 
     @property
     def compilation(self) -> Compilation:
-        """What became of the layers that are compiled."""
+        """The state of the compiled layers."""
 
     @property
     def loss_share(self) -> float:
-        """What to multiply each process's loss with, so that those of a team add up to the loss."""
+        """The factor for each process's loss, so that those of a team add up to the loss."""
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
-        """By the id of a parameter of the user's, the share that stands for it here."""
+        """By the id of a user's parameter, the shard that replaces it here."""
 
     def eager(self) -> Self:
-        """The model whose layers run as they are, where backwards come in two parts."""
+        """The model with eager layers, for backwards in two parts."""
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """What computes ``fetches`` from ``feeds`` by some ops."""
+        """A module that computes ``fetches`` from ``feeds`` by some ops."""
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """What computes tensors from all inputs of the graph, run for shapes and strides alone."""
+        """A module that computes tensors from all inputs of the graph, run for shapes and strides alone."""
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        """What this process reads of a graph input for one microbatch."""
+        """This process's part of a graph input for one microbatch."""
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Sum the gradients (by parameter) of which each process of the team has a part, before an update."""
+        """Sum, before an update, the gradients (by parameter) of which each process of the team has a part."""
 
     def is_split(self, tensor: int) -> bool:
         """Whether the processes of a team have different parts of a tensor."""
 
     def alike(self, tensor: int) -> int:
-        """How many processes of a team have the same of a tensor."""
+        """The number of processes of a team that have the same part of a tensor."""
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
-        """The whole of a tensor from what they have."""
+        """The whole tensor from the parts of a team's processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """A process whose ops are whole."""
+    """The model of a process with whole ops."""
 
     plan: Plan | Placement
     graph: Graph
@@ -87,42 +87,42 @@ class WholeModel:
 
     @property
     def whole(self) -> Graph:
-        """The graph is that of all."""
+        """The captured graph."""
         return self.captured.graph
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
-        """Parameters are the user's own."""
+        """Empty: parameters are the user's own."""
         return {}
 
     def eager(self) -> Self:
-        """The model whose layers run as they are."""
+        """The model with eager layers."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """The part of the captured model."""
+        """A part of the captured model."""
         size = self.plan.microbatch_size
         made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """The part that makes them."""
+        """The part that computes ``fetches``."""
         size = self.plan.microbatch_size
         return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:  # noqa: ARG002 - nothing is split
-        """All of it."""
+        """The whole input."""
         return value
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Gradients are whole."""
+        """Do nothing: gradients are whole."""
 
     def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split
-        """Nothing is."""
+        """False."""
         return False
 
     def alike(self, tensor: int) -> int:  # noqa: ARG002 - nothing is split
-        """The only one."""
+        """1."""
         return 1
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
@@ -131,7 +131,7 @@ class WholeModel:
 
 
 def make_model(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Model:
-    """The model of this process, on its device. Raises PlanError for a split that cannot be run."""
+    """The model of this process, on its device. Raises PlanError for a sharding that cannot be run."""
     if isinstance(plan, Plan) and not plan.sharding.is_whole:
         return local_model(captured, plan, grid, device)
     if isinstance(plan, Plan):

@@ -1,12 +1,12 @@
-"""From a plan (or a placement) and a captured model to a session: all parts of a rank, put together.
+"""Builds a session from a plan (or a placement) and a captured model: all parts of a rank.
 
-The program that the simulator would also read, this rank's stages cut from the graph, their parameters on the device,
-the process groups, the buckets, the updates, and the executor.
+These are the program that the simulator would also read, this rank's stages cut from the graph, their parameters on the
+device, the process groups, the buckets, the updates, and the executor.
 
-A placement must keep together what writes to the same memory (`check_placed_writes`). The planner goes by names
-(`planner.op_tasks`), for a graph does not say what an op writes. A captured model does (`capture.writes`): memory that
-is written must be in one stage, from its first maker to its last write, and for good where it is state. A placement
-that breaks this would compute other numbers than one process, so it is refused.
+A placement must keep together the ops that write to the same memory (`check_placed_writes`). The planner uses names
+(`planner.op_tasks`), as a graph does not list the writes of an op. A captured model does (`capture.writes`): all
+ops that use written memory, up to its last write, must be in one stage; for state, also those after it. A placement
+that breaks this rule would compute other numbers than one process, so it is refused.
 """
 
 from __future__ import annotations
@@ -89,14 +89,13 @@ def open_session(
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
-    ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
-    is done about gradients that are stale, ``clip_norm`` the norm that all gradients together have at most, ``device``
-    where it computes, by default the one that the plan's cluster has, and then the process group is joined. ``events``
-    receive the progress of compiling. ``offload_folder`` is where states lie that are on drives, by default that of
-    temporary files. A plan in
-    ``mixed`` or ``bfloat16`` is one of the graph of the model that was cast (`training.precision`). Raises PlanError if
-    the plan does not fit the graph, these or the number of processes, splits what cannot be run in shares, or parts
-    what writes to the same memory.
+    ``optimizer`` is one over the model's parameters, or a function that makes one from those of the rank's stages.
+    ``repair`` is the remedy for stale gradients, ``clip_norm`` the largest norm of all gradients together, ``device``
+    the device to compute on; by default it is that of the plan's cluster, and the process group is joined. ``events``
+    receives the progress of compiling. ``offload_folder`` is the folder for states on drives, by default that of
+    temporary files. A plan in ``mixed`` or ``bfloat16`` is for the graph of the cast model (`training.precision`).
+    Raises PlanError if the plan does not match the graph, these arguments or the number of processes, if it splits ops
+    that cannot be sharded, or separates ops that write to the same memory.
     """
     check_repair(plan, repair)
     plan = with_clipping(plan, clip_norm)
@@ -146,7 +145,7 @@ def open_session(
         return Executor(
             rank_programs=arranged,
             num_microbatches=num_microbatches,
-            # Where stages update at different times, each takes the mean itself (`_make_updates`).
+            # If stages update at different times, each computes the mean itself (`_make_updates`).
             loss_scale=1.0 if _updates_by_stage(plan) else 1.0 / num_microbatches,
             stages=share.stages,
             runners=runners,
@@ -198,7 +197,7 @@ def _check_fit(captured: Captured, plan: Plan | Placement) -> None:
 
 
 def _take_place(plan: Plan | Placement) -> TeamPosition:
-    """This process's place in the plan. Raises PlanError unless as many processes were started as it has devices."""
+    """This process's place in the plan. Raises PlanError unless one process was started for each of its devices."""
     sharding = plan.sharding if isinstance(plan, Plan) else UNSHARDED
     num_processes = plan.num_ranks * sharding.width
     if num_processes != dist.get_world_size():
@@ -219,19 +218,19 @@ def _check_software() -> None:
     for process, other in enumerate(found):
         if other != found[0]:
             raise RunError(
-                f"Rank {process} runs {other}, rank 0 runs {found[0]}: programs that differ cannot be trusted to do "
-                "the same. Install the same versions on all hosts (constraints.txt has those that are tested)."
+                f"Rank {process} runs {other}, rank 0 runs {found[0]}; expected equal versions on all ranks. "
+                "Install the same versions on all hosts (constraints.txt has those that are tested)."
             )
 
 
 def _shorten(plan: Plan | Placement, count: int) -> Plan:
-    """The plan with fewer microbatches of the same size. Raises PlanError if it cannot have them."""
+    """The plan with fewer microbatches of the same size. Raises PlanError if that is not possible."""
     whole = plan.num_microbatches
     advice = f"Give batches of {plan.workload.global_batch} samples only (DataLoader: drop_last=True)."
     if isinstance(plan, Placement) or plan.is_asynchronous or any(stage.shares for stage in plan.stages):
         raise PlanError(
-            f"A batch of {count} microbatches was given; expected the {whole} of the plan: placements, schedules that "
-            f"never flush and unequal shares have no shorter steps. {advice}"
+            f"A batch of {count} microbatches was given; expected the {whole} of the plan: placements, asynchronous "
+            f"schedules and unequal shares have no shorter steps. {advice}"
         )
     size = plan.workload.global_batch // whole
     try:
@@ -239,7 +238,7 @@ def _shorten(plan: Plan | Placement, count: int) -> Plan:
         check_runnable(shorter)
     except PlanError as error:
         raise PlanError(
-            f"A batch of {count} microbatches was given, where the plan has {whole}: {error} {advice}"
+            f"A batch of {count} microbatches was given, but the plan has {whole}: {error} {advice}"
         ) from None
     return shorter
 
@@ -251,7 +250,7 @@ def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, ra
 
 
 def _make_exchange(share: Holding, grid: TeamPosition) -> Exchange | None:
-    """What this rank sums with others; None if nothing."""
+    """The buckets that this rank sums with others; None if it has none."""
     plan, held = share.plan, {stage.index for stage in share.stages}
     if not isinstance(plan, Plan):
         return None
@@ -284,7 +283,7 @@ def _make_agreements(
     device: torch.device,
     hosted: Hosted | None,
 ) -> tuple[LossScale | None, NormClip | None]:
-    """On what all ranks agree before an update, in this order: the scale of the loss, and the norm of all gradients."""
+    """The numbers on which all ranks agree before an update: the scale of the loss, and the norm of all gradients."""
     plan = share.plan
     if not isinstance(plan, Plan):
         return None, None
@@ -306,7 +305,7 @@ def _make_agreements(
 
 
 def _complete_gradients(share: Holding, updated: Mapping[int, torch.nn.Parameter], device: torch.device) -> None:
-    """Sum gradients of which the processes of a team have parts; of those on the host on the device."""
+    """Sum, on the device, the gradients of which the processes of a team have parts."""
     own, partial_ones = _gradients(updated), find_partial(share.model.graph)
     for stage in share.stages:
         here = {i: own[i].to(device) for i in stage.parameters if i in own and i in partial_ones}
@@ -316,25 +315,25 @@ def _complete_gradients(share: Holding, updated: Mapping[int, torch.nn.Parameter
 
 
 def _gradients(parameters: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor]:
-    """What this process has of gradients, by parameter; of those that have one."""
+    """This process's parts of the existing gradients, by parameter."""
     return {i: own_part(item.grad) for i, item in parameters.items() if item.grad is not None}
 
 
 def _make_parts(share: Holding, ahead: Mapping[int, int]) -> tuple[Part, ...]:
-    """Each stage's module as its program calls it: backwards in two parts, or weights of several versions."""
+    """Each stage's module as its program calls it: with backwards in two parts, or weights of several versions."""
     doing = _stages_doing(share.arranged)
     found: list[Part] = []
     for stage, module in zip(share.stages, share.modules, strict=True):
         if stage.index in doing[BackwardInput]:
             if any(isinstance(item, RecomputedRange) for item in module.modules()):
                 raise PlanError(
-                    "The plan computes parts again under a schedule whose backwards come in two parts, each of which "
-                    "would run them again; such a plan can only be simulated. Choose 1f1b, or compute nothing again."
+                    "The plan recomputes parts under a schedule with backwards in two parts, each of which would "
+                    "recompute them; such a plan can only be simulated. Choose 1f1b, or recompute nothing."
                 )
             if isinstance(module, FSDPModule):
                 raise PlanError(
-                    "The plan shares out gradients (ZeRO 2 or 3) under a schedule whose backwards come in two parts, "
-                    "of which FSDP2 knows one; such a plan can only be simulated. Choose 1f1b, or --zero 1 or 0."
+                    "The plan shards gradients (ZeRO 2 or 3) under a schedule with backwards in two parts, which "
+                    "FSDP2 does not support; such a plan can only be simulated. Choose 1f1b, or --zero 1 or 0."
                 )
             found.append(SplitPart(module))
         elif stage.index in doing[Stash]:
@@ -362,7 +361,7 @@ def _make_updates(
     trainable = [parameter for parameter in masters.updated.values() if parameter.requires_grad]
     shards_optimizer = isinstance(plan, Plan) and plan.exchange.shard_optimizer
     if shards_optimizer and not isinstance(optimizer, torch.optim.Optimizer):
-        # Functions look at parameters, as at the number of their dims, which pieces have not.
+        # Functions may use properties of parameters, such as their number of dims, which pieces do not have.
         optimizer = optimizer([item for item in share.cut.values() if item.requires_grad]) or optimizer
     own = own_optimizer(optimizer, trainable, share.replaced(masters.updated))
     if shards_optimizer:
@@ -377,7 +376,7 @@ def _make_updates(
         _stages_doing(share.arranged)[OptimizerStep],
         scales,
         rate=lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
-        # Before all ranks agree on something of gradients, all are completed.
+        # All gradients are completed before all ranks agree on a number.
         sum_parts=lambda stage: (
             model.sum_parts(share.all_stages[stage], _gradients(updated)) if clip is None and scale is None else None
         ),
@@ -392,7 +391,7 @@ def _updates_by_stage(plan: Plan | Placement) -> bool:
 
 
 def _stages_doing(arranged: Mapping[SectionName, RankProgram]) -> Mapping[type[Instruction], tuple[int, ...]]:
-    """The stages that a rank computes some kind of instruction for, in the order in which they come."""
+    """The stages for which a rank executes some kind of instruction, in the order of execution."""
     found: defaultdict[type[Instruction], dict[int, None]] = defaultdict(dict)
     for section in arranged.values():
         for item in section.computations:
@@ -404,7 +403,7 @@ _HELD = ("input", "parameter", "buffer", "constant")
 
 
 def check_placed_writes(captured: Captured, placement: Placement) -> None:
-    """Raise PlanError if the placement does not fit the graph, or parts ops that write to the same memory."""
+    """Raise PlanError if the placement does not match the graph, or separates ops that write to the same memory."""
     check_placement(placement, captured.graph)
     table = captured.table
     memory = [row.slot.storage if row.slot.storage >= 0 else -2 - i for i, row in enumerate(table.tensors)]

@@ -1,8 +1,7 @@
-"""What the executor itself costs: seconds of the host per instruction, on a stage that has next to nothing to compute.
+"""The cost of the executor itself: seconds of the host per instruction, for a stage with almost no computation.
 
-The stage adds one number to one number; a step is many forwards and backwards of it on a single rank, so the figure
-holds the executor's loop, the tape and torch's own call into autograd, but no transfer (those are measured with the
-transfers).
+The stage adds two numbers; a step is many forwards and backwards of it on a single rank, so the figure includes the
+executor's loop, the tape and torch's call into autograd, but no transfer (those are measured with the transfers).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a compiled unit keeps for its backward: torch's choice, but for masks of what it hands on.
+"""The saved tensors of a compiled unit: torch's choice, except for masks of the unit's outputs.
 
-A unit that ends with a rectifier could keep a mask of a byte for each element, which torch prefers to the output of
-four. But the output is kept anyway, by the unit that reads it; and on CPUs inductor writes such masks slowly: a tiny
+A unit that ends with a ReLU could save a mask of one byte per element, which torch prefers to the output of four bytes.
+But the output is saved anyway, by the unit that reads it; and on CPUs inductor writes such masks slowly: a tiny
 residual network trained at half the speed (2026-11-28, two cores).
 """
 
@@ -34,5 +34,5 @@ class UnitPartitioner(CustomPartitionerFn):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """A name for the cache of compiled code, which is another one when what is done here changes."""
+        """The key for the cache of compiled code; it changes when this module changes."""
         return "meshwright.runtime.partitioning/1"

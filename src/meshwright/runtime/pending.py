@@ -1,4 +1,4 @@
-"""What was issued and not waited for yet: sends, receives and sums, by where in the run they were issued."""
+"""Works that are issued and not yet waited for: sends, receives and sums, by the place of their section in the run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from meshwright.runtime.recorder import Moment, Recorder
 
 
 class Work(Protocol):
-    """What goes on beside the computations."""
+    """An asynchronous operation."""
 
     def wait(self) -> object:
-        """Come back when it is done."""
+        """Return when it is done."""
 
 
 @runtime_checkable
 class Timed(Protocol):
-    """Work whose maker knows when it was done."""
+    """Work whose maker records when it was done."""
 
     span: tuple[int, int] | None
 
 
 class WaitedOnce:
-    """Work that several wait for: gloo copies a scattered sum into its place again with every wait.
+    """Work with several waiters: gloo would copy a scattered sum into its place again at every wait.
 
-    ``ended`` is when the first of them saw it done, by this process's clock.
+    ``ended`` is when the first of them found it done, by this process's clock.
     """
 
     def __init__(self, work: Work) -> None:
@@ -37,7 +37,7 @@ class WaitedOnce:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Come back when it is done."""
+        """Return when it is done."""
         with self._lock:
             if self._work is not None:
                 self._work.wait()
@@ -45,14 +45,14 @@ class WaitedOnce:
 
 
 class Key(NamedTuple):
-    """A place among the sections that run, and an instruction of the section there."""
+    """The place of a section in the run, and an instruction of that section."""
 
     place: int
     instruction: int
 
 
 class Pending:
-    """Waits for what was issued, each once, and records when it was seen done."""
+    """Waits for each issued instruction once, and records when it was found done."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -60,7 +60,7 @@ class Pending:
         self._sections: dict[int, SectionName] = {}
 
     def begin(self, place: int, section: SectionName) -> None:
-        """A section begins at a place."""
+        """Enter a section at a place."""
         self._sections[place] = section
 
     def section_at(self, place: int) -> SectionName | None:
@@ -68,32 +68,32 @@ class Pending:
         return self._sections.get(place)
 
     def add(self, key: Key, works: Sequence[Work], start: Moment) -> None:
-        """Something was issued, at a moment of the recorder's."""
+        """Add the works of an issued instruction, with the recorder's start."""
         self._works[key] = works, start
 
     def works(self, key: Key) -> Sequence[Work]:
-        """What was issued and may be under way; nothing of what was waited for."""
+        """The works of an instruction that may be in progress; empty after they were waited for."""
         return self._works[key][0] if key in self._works else ()
 
     def wait(self, key: Key) -> None:
-        """Wait for something; at once if that was done before."""
+        """Wait for an instruction; returns at once if that was done before."""
         if key in self._works:
             works, start = self._works.pop(key)
             for work in works:
                 work.wait()
             if self._recorder.active:
-                # Of what is made beside, the maker knows when.
+                # Some works record themselves when they were done.
                 known = next((work.span for work in works if isinstance(work, Timed)), None)
                 ended = next((work.ended for work in works if isinstance(work, WaitedOnce)), None)
                 self.record(key, *(known or (start, ended)))
 
     def record(self, key: Key, start: Moment, end: Moment | None = None) -> None:
-        """A span from ``start`` to ``end``, or to now. Steps are repetitions of the body; other sections have none."""
+        """Record a span from ``start`` to ``end``, or to now, if it is in the body, whose repetitions are the steps."""
         if self._sections[key.place] == "body":
             self._recorder.add(key.instruction, key.place, start, self._recorder.now() if end is None else end)
 
     def settle(self, place: int | None = None, but: Collection[int] = ()) -> None:
-        """Wait for everything, or for what was issued up to a place; ``but`` for some instructions."""
+        """Wait for all works, or for those issued up to a place; ``but`` excludes some instructions."""
         for key in [key for key in self._works if place is None or key.place <= place]:
             if key.instruction not in but:
                 self.wait(key)

@@ -1,13 +1,13 @@
-"""The types of a plan's precision as the runtime has them: gradients, and the weights that an optimizer goes on with.
+"""The types of a plan's precision in the runtime: gradients, and master weights.
 
-    gradients   a parameter's ``grad_dtype`` says in which type autograd makes and adds up its gradient
-    products    of float32 matrices, by TF32 or not, are as the precision says while a step runs (`multiplying`)
-    masters     of a parameter that computes in two bytes the optimizer updates a float32 copy; it reads the gradient
-                as it is summed, and what it made is copied back into the parameter (Megatron-LM:
+    gradients   a parameter's ``grad_dtype`` is the type in which autograd makes and accumulates its gradient
+    products    of float32 matrices use TF32 or not, as the precision says, while a step runs (`multiplying`)
+    masters     for a parameter of two bytes per element the optimizer updates a float32 copy; it reads the gradient
+                as summed, and its result is copied back into the parameter (Megatron-LM:
                 optimizer/optimizer.py, Float16OptimizerWithFloat16Params)
 
-Masters start as copies of the parameters, with their digits. Under ZeRO 2 and 3 the float32 shards of the weights are
-the masters (`fully_sharded`).
+Masters start as exact copies of the parameters. Under ZeRO 2 and 3 the float32 shards of the weights are the masters
+(`fully_sharded`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from meshwright.spec.precision import SIMULATED_ONLY, Numbers
 
 
 def check_precision(plan: Plan | Placement, device: torch.device | None = None) -> None:
-    """Raise PlanError for a precision that cannot be run so, or that the device, a GPU, has no arithmetic for."""
+    """Raise PlanError for a precision that cannot be run under this plan, or that the GPU does not support."""
     numbers, training = plan.workload.numbers, plan.workload.kind == "training"
     if plan.workload.precision in SIMULATED_ONLY:
         raise PlanError(
             f"The plan computes in {plan.workload.precision}, which can only be simulated. Plan with another precision "
-            "to run, as mixed or amp-float16."
+            "to run, such as mixed or amp-float16."
         )
     if training and numbers.scales_loss and isinstance(plan, Placement):
         raise PlanError(
-            f"A placement was to train in {plan.workload.precision}, whose losses are scaled; such can only be "
+            f"A placement cannot train in {plan.workload.precision}, whose losses are scaled; it can only be "
             "simulated. Place ops with --precision amp, or plan by layers."
         )
     if training and numbers.master and isinstance(plan, Plan) and plan.schedule == WAVES:
         raise PlanError(
-            f"The schedule {WAVES} sums what weights changed by, and {plan.workload.precision} has two sets of them; "
+            f"The schedule {WAVES} sums the changes of weights, but {plan.workload.precision} has two copies of them; "
             "such a plan can only be simulated. Plan with --precision amp, bfloat16 or float32."
         )
     if "bfloat16" not in (numbers.values, numbers.autocast) or device is None or device.type != "cuda":
@@ -60,9 +60,9 @@ def autocast_type(plan: Plan | Placement) -> torch.dtype | None:
 
 @contextmanager
 def multiplying(numbers: Numbers) -> Iterator[None]:
-    """Within, GPUs multiply matrices of float32 as the precision says; behind it, as before.
+    """In the block, GPUs multiply float32 matrices as the precision says; afterwards as before.
 
-    Convolutions and recurrent layers stay with the process's setting for cuDNN, by torch's default TF32.
+    Convolutions and recurrent layers keep the process's setting for cuDNN, by default TF32.
     """
     setting = torch.backends.cuda.matmul
     before, wanted = setting.fp32_precision, "tf32" if numbers.products == "tf32" else "ieee"
@@ -77,9 +77,9 @@ def multiplying(numbers: Numbers) -> Iterator[None]:
 
 
 def set_gradient_types(parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
-    """Let autograd make the gradients of parameters in the type that the precision says.
+    """Let autograd make the gradients of parameters in the type of the precision.
 
-    Raises PlanError for a torch that cannot.
+    Raises PlanError for a version of torch that does not support it.
     """
     for parameter in parameters.values():
         if parameter.requires_grad and parameter.dtype is _dtype(numbers.values) and not isinstance(parameter, DTensor):
@@ -87,12 +87,12 @@ def set_gradient_types(parameters: Mapping[int, torch.nn.Parameter], numbers: Nu
 
 
 def set_gradient_type(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Let a tensor have gradients of another type than its own. Raises PlanError for a torch that cannot."""
+    """Let a tensor have gradients of another type than its own. Raises PlanError if torch does not support it."""
     if dtype is None or dtype is gradient_type(parameter):
         return
     if not hasattr(parameter, "grad_dtype"):
         raise PlanError(
-            f"torch {torch.__version__} adds up gradients in the type of their parameters alone; the plan has "
+            f"torch {torch.__version__} accumulates gradients only in the type of their parameters; the plan has "
             f"{parameter.dtype} and {dtype}. Install torch 2.13, or plan with --grad-dtype bfloat16."
         )
     parameter.grad_dtype = dtype
@@ -104,7 +104,7 @@ def gradient_type(parameter: torch.Tensor) -> torch.dtype:
 
 
 class Masters:
-    """Float32 master weights, by tensor id; ``updated``: what the optimizer updates, masters or the parameters."""
+    """Float32 master weights, by tensor id; ``updated``: the optimizer's tensors, masters or the parameters."""
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
         self.updated = dict(parameters)
@@ -118,7 +118,7 @@ class Masters:
 
     @contextmanager
     def stepping(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Gives masters the gradients of their parameters, for an optimizer step; afterwards copies masters back."""
+        """Give masters the gradients of their parameters, for an optimizer step; afterwards copy masters back."""
         pairs = [(item, self._of[id(item)]) for item in parameters if item.grad is not None and id(item) in self._of]
         for parameter, master in pairs:
             assert parameter.grad is not None, "others were left out"
@@ -135,7 +135,7 @@ class Masters:
         return {str(tensor): master.detach() for tensor, master in self.masters.items()}
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         with torch.no_grad():
             for tensor, master in self.masters.items():
                 master.copy_(state[str(tensor)])

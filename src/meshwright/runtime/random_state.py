@@ -1,4 +1,4 @@
-"""Random state as an operand: one seed per (run, step, microbatch), carried along the stages that draw random numbers.
+"""Random state as an operand: one seed per (run, step, microbatch), passed along the stages that draw random numbers.
 
 A serial loop that calls ``torch.manual_seed(microbatch_seed(run_seed, step, microbatch))`` before each microbatch
 draws the same numbers as any pipeline, whatever its cut, schedule or ranks.
@@ -13,7 +13,7 @@ _MASK = 2**64 - 1
 
 
 def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
-    """A 63-bit seed; near inputs give unrelated seeds (finaliser of splitmix64: Steele, Lea, Flood 2014)."""
+    """A 63-bit seed; similar inputs give unrelated seeds (finaliser of splitmix64: Steele, Lea, Flood 2014)."""
     value = 0
     for part in (run_seed, step, microbatch):
         value = (value + part + 0x9E3779B97F4A7C15) & _MASK
@@ -24,7 +24,7 @@ def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Start the device's generator from a seed."""
+    """Seed the device's generator."""
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
     else:
@@ -32,13 +32,13 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 
 def read_generator(device: torch.device) -> torch.Tensor:
-    """State of the device's generator, as a uint8 tensor on that device (so that it can travel)."""
+    """State of the device's generator, as a uint8 tensor on that device, so that it can be sent."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return torch.empty_like(state, device=device).copy_(state)
 
 
 def write_generator(device: torch.device, state: torch.Tensor) -> None:
-    """Set the device's generator to a state that `read_generator` gave; a fake one, of a dry run, says nothing."""
+    """Set the device's generator to a state from `read_generator`; fake tensors of a dry run are ignored."""
     if isinstance(state, FakeTensor):
         return
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Ranges of a stage's ops as modules of their own, which its graph calls in their place."""
+"""Ranges of a stage's ops as separate modules, which its graph calls in their place."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import fx
 
-# Where a node's first and last op are noted.
+# The key of a node's first and last op in its metadata.
 _OPS = "meshwright_ops"
 
 
 def note_ops(module: fx.GraphModule, ops: Sequence[int]) -> None:
-    """Note at each node the op that it computes, or takes an element of; a part has one call for each op, in order."""
+    """Note at each node its op, or the op of which it takes an element; a part has one call per op, in order."""
     left = iter(sorted(ops))
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_module"):
@@ -27,7 +27,7 @@ def note_ops(module: fx.GraphModule, ops: Sequence[int]) -> None:
 
 
 def find_ops(node: fx.Node) -> tuple[int, int] | None:
-    """The first and the last op that a node stands for; None for inputs, parameters and outputs."""
+    """The first and the last op of a node; None for inputs, parameters and outputs."""
     found: tuple[int, int] | None = node.meta.get(_OPS)
     return found
 
@@ -39,7 +39,7 @@ def enclose(
     wrap: Callable[[fx.GraphModule], torch.nn.Module],
     own: Collection[str],
 ) -> None:
-    """Put nodes into a module ``wrap(body)`` called ``name``; of what it reads, attributes in ``own`` are its own."""
+    """Move nodes into a module ``wrap(body)`` called ``name``; attributes in ``own`` that it reads become its own."""
     inside = set(nodes)
     read = dict.fromkeys(item for node in nodes for item in node.all_input_nodes if item not in inside)
     held = [item for item in read if item.op == "get_attr" and str(item.target) in own]

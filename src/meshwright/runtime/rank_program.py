@@ -1,9 +1,9 @@
-"""One rank's share of a program, arranged for a single issuing thread.
+"""The instructions of one rank, arranged for a single issuing thread.
 
-The compute stream gives the order. Everything else is asynchronous, and when it may be issued is known beforehand: a
-transfer or collective follows the last of its own rank's computations that it waits for (or a mark inside it), and
-comes after its predecessor in its stream. What it waits for on other ranks is brought about by the communication
-itself. What stands in the streams of the host runs in threads of its own, each when what it waits for has happened.
+The compute stream determines the order. Everything else is asynchronous, and the moment of issue is known beforehand: a
+transfer or collective follows the last of its own rank's computations that it waits for (or a mark inside it), and its
+predecessor in its stream. Waits for other ranks are satisfied by the communication itself. Instructions in the host's
+streams run in threads of their own, each when its waits have happened.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshwright.spec.program import Program, Section
 SectionName = Literal["prologue", "body", "epilogue"]
 
 _BEFORE_ALL = -1
-# What late waits call the sections that others can wait for.
+# The names of the sections that late waits refer to.
 _LATE_SECTIONS: tuple[SectionName, ...] = ("prologue", "body")
-# What the host does beside the computations.
+# Streams of the host in parallel with the computations.
 _HOST_STREAMS: tuple[StreamName, ...] = ("down", "host", "up", "drives")
 
 
 class MarkKey(NamedTuple):
-    """A mark that a computation raises for a bucket, or a piece, that is ready."""
+    """A mark that a computation raises when a bucket, or a piece, is ready."""
 
     instruction: int
     number: int
@@ -37,9 +37,9 @@ class MarkKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostItem:
-    """An instruction of the host, in a stream of some ``name``.
+    """An instruction of the host, in a stream called ``name``.
 
-    ``awaits`` are others of its rank, of any stream; of computations it may wait for ``marks``.
+    ``awaits`` are instructions of its rank in any stream; it may also wait for ``marks`` inside computations.
     """
 
     index: int
@@ -54,8 +54,8 @@ class HostItem:
 class IssuedInstruction:
     """An asynchronous instruction: its id in the program, its row, and the ranks that take part.
 
-    ``awaits``: others of its kind of stream that must be done first. ``behind``: those in an earlier lane, which it
-    follows by itself.
+    ``awaits``: asynchronous instructions that must be done first. ``behind``: those in an earlier lane, after which it
+    starts without blocking.
     """
 
     index: int
@@ -68,7 +68,7 @@ class IssuedInstruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateWait:
-    """A wait for ``index`` of another section, ``lag`` sections earlier; only if ``section`` stands there then."""
+    """A wait for ``index`` of another section, ``lag`` sections earlier; skipped unless that section is ``section``."""
 
     section: SectionName
     index: int
@@ -93,9 +93,9 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """What one rank issues in one run of a section: ``first`` at once, then the computations in order.
+    """The instructions of one rank in one run of a section: ``first`` at once, then the computations in order.
 
-    ``beside`` is what its host does.
+    ``beside`` are those of its host.
     """
 
     rank: int
@@ -109,7 +109,7 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
     if len(section.join_instruction):
         first = section.instruction(int(section.join_instruction[0]))
         raise ProgramError(
-            f"{first} goes on when {section.join_need[0]} of its waits have happened. Such joins can be simulated; a "
+            f"{first} continues when {section.join_need[0]} of its waits have happened. Such joins can be simulated; a "
             "run needs a program in which every instruction waits for all."
         )
     streams = program.streams_of(rank)
@@ -151,7 +151,7 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
 
 
 def _beside(program: Program, section: Section, stream: int) -> list[HostItem]:
-    """What the host does in one of its streams, in order."""
+    """The instructions of one stream of the host, in order."""
     count, found = section.num_instructions, []
     for index in section.stream_range(stream):
         waits = section.waits_of(index).tolist()
@@ -213,7 +213,7 @@ def _late_waits(section: Section) -> dict[int, tuple[LateWait, ...]]:
 
 
 def _in_turn(program: Program, section: Section, streams: Sequence[int]) -> Iterator[int]:
-    """What is issued, stream by stream; what is in further lanes of the exchange directly behind what it follows."""
+    """Issued instructions, stream by stream; those in further lanes of the exchange directly follow what they await."""
     lanes = [stream for stream in streams if program.streams[stream].name == "exchange"]
     for stream in streams:
         if stream in lanes[:1]:
@@ -223,7 +223,7 @@ def _in_turn(program: Program, section: Section, streams: Sequence[int]) -> Iter
 
 
 def _merge(section: Section, lanes: Sequence[deque[int]]) -> Iterator[int]:
-    """Lanes in one order, in which nothing stands before what it waits for; later lanes as early as can be."""
+    """Merge lanes into one order in which every instruction follows its waits; later lanes as early as possible."""
     left = {index for lane in lanes for index in lane}
     while left:
         for lane in reversed(lanes):
@@ -236,7 +236,7 @@ def _merge(section: Section, lanes: Sequence[deque[int]]) -> Iterator[int]:
 
 
 def bucket_of(instruction: Instruction) -> int:
-    """The bucket, or the part of one, at whose mark an instruction leaves."""
+    """The bucket, or the part of one, at whose mark an instruction is issued."""
     assert isinstance(instruction, AllReduce | ReduceScatter), "marks are of buckets"
     return instruction.bucket
 

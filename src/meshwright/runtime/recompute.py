@@ -1,14 +1,14 @@
-"""Parts of a stage that run again in the backward instead of keeping what it reads.
+"""Recompute (activation checkpointing): ranges of a stage's ops that run again in the backward.
 
-Each range of ops becomes a module of its own, called under torch's checkpoint: it keeps its inputs alone, and runs
-again, with the random numbers that it drew, as soon as its backward asks for a value; it ends with the last one that is
-asked for. Parameters are among its inputs, so that a backward meets the version that the forward read. Buffers are its
-own, and running again leaves them as they are.
+Each range of ops becomes a module of its own, called under torch's checkpoint: it saves only its inputs, and runs
+again, with the same random numbers, as soon as its backward needs a value; it stops after the last needed one.
+Parameters are among its inputs, so that a backward uses the version that the forward read. Buffers belong to the
+module, and running again does not change them.
 
-Results of ops that are kept are saved by torch's selective checkpointing: `Kept` calls say which of the kernels inside
-are meant, all but views and copies of inputs, which are made again. Conversions between the processes of a team keep
-theirs themselves, so that nothing is exchanged twice. Where activations go to the host, kept results do, too; this is
-the one place that knows where selective checkpointing has them.
+Results of kept ops are saved by torch's selective checkpointing: `Kept` calls mark the kernels whose results are kept,
+all but views and copies of inputs, which are recomputed. Conversions between the processes of a team keep their results
+themselves, so that nothing is sent twice. If activations go to the host, kept results do, too; only this module uses
+the place where selective checkpointing stores them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.recompute import kept_within
 
 _aten = torch.ops.aten
-# Kernels that copy what they are given, or make room for it.
+# Kernels that copy their arguments, or allocate memory for a copy.
 _COPIES = frozenset(
     {
         _aten._to_copy.default,
@@ -44,14 +44,14 @@ _COPIES = frozenset(
     }
 )
 
-# Marks kernels whose results are kept, for torch's compiler.
+# Marks kernels with kept results, for torch's compiler.
 _NOTE = "meshwright_kept"
 
 
 def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
-    """The module of a stage's ``ops``, with those in the graph's ranges computed again.
+    """The module of a stage's ``ops``, in which the graph's ranges are recomputed.
 
-    Raises PlanError for a range that writes to what is made outside of it, or that reads what is written later.
+    Raises PlanError for a range that writes to a tensor made outside of it, or reads a tensor that is written later.
     """
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     note_ops(module, ops)
@@ -68,7 +68,7 @@ def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int])
 
 
 class RecomputedRange(torch.nn.Module):
-    """A range of ops under checkpoint, some of which (``kept``) keep their results."""
+    """A range of ops under checkpoint; the ops ``kept`` keep their results."""
 
     def __init__(self, body: fx.GraphModule, kept: Collection[int] = ()) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ class RecomputedRange(torch.nn.Module):
         return self._keeping is not None
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """What the range makes."""
+        """The outputs of the range."""
         if not torch.is_grad_enabled():
             return self.body(*inputs)
-        # Past hooks of modules, whose kernels selective checkpointing would count.
+        # Bypasses hooks of modules, whose kernels selective checkpointing would count.
         return checkpoint(self.body.forward, *inputs, use_reentrant=False, context_fn=self._contexts)
 
     def copy_kept(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Hand kept results to ``pack`` behind a forward, and take them from ``unpack`` when the range runs again."""
+        """Pass kept results to ``pack`` after a forward, and take them from ``unpack`` when the range runs again."""
         if self._keeping is not None:
             self._keeping.pack, self._keeping.unpack = pack, unpack
 
@@ -98,7 +98,7 @@ class RecomputedRange(torch.nn.Module):
 
 
 def checkpoint_compiled(body: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-    """A range under checkpoint, for torch to compile. Notes at `Kept` calls mark the kernels whose results are kept."""
+    """A range under checkpoint, for torch to compile. Notes at `Kept` calls mark the kernels with kept results."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_noted)
     return checkpoint(body, *given, use_reentrant=False, context_fn=contexts)
 
@@ -114,10 +114,10 @@ def _policy_of(kernel: Any, *, is_kept: bool) -> CheckpointPolicy:
 
 
 class _Keeping:
-    """What the kept ops of a range know of each other.
+    """The shared state of the kept ops of a range.
 
-    ``is_on``: such an op computes, whose kernels are meant. ``results`` are those of conversions between processes, of
-    the call that runs, in their order; ``runs_again``: they are taken from there. ``pack`` and ``unpack`` as of
+    ``is_on``: such an op is running, so that its kernels are marked. ``results`` are those of conversions between
+    processes in the current call, in order; ``runs_again``: they are taken from there. ``pack`` and ``unpack`` as in
     `RecomputedRange.copy_kept`.
     """
 
@@ -131,14 +131,14 @@ class _Keeping:
     def contexts(
         self, untouched: AbstractContextManager[None]
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of one call: around its forward, and around what runs again of it."""
+        """The contexts of one call: for its forward, and for running it again."""
         results: list[torch.Tensor] = []
-        # In-place kernels inside of an op, as that which adds a bias, are among those that are kept.
+        # In-place kernels inside an op, such as one that adds a bias, are kept with it.
         forward, again = create_selective_checkpoint_contexts(self._policy, allow_cache_entry_mutation=True)
         return self._within(forward, nullcontext(), results, False), self._within(again, untouched, results, True)
 
     def _replace(self, mode: Any, results: list[Any], change: Callable[[Any], Any] | None) -> None:
-        """Put something else in the place of what was kept in one call."""
+        """Replace the kept results of one call."""
         if change is None:
             return
         results[:] = map(change, results)
@@ -172,15 +172,15 @@ class _Keeping:
 
 
 class Kept:
-    """An op whose result is kept, as a function: hooks of a module would call kernels of their own."""
+    """An op with a kept result, as a function: hooks of a module would call kernels of their own."""
 
     def __init__(self, call: Callable[..., Any], keeping: _Keeping, name: str) -> None:
         self.call, self._keeping = call, keeping
-        # By which a graph's code calls it.
+        # The name by which a graph's code calls it.
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, /, *given: Any, **options: Any) -> Any:
-        """What the op makes, of arguments that may be named ``self``."""
+        """The op's result; arguments may be named ``self``."""
         if torch.compiler.is_compiling():
             with traceback.annotate({_NOTE: True}):
                 return self.call(*given, **options)
@@ -192,14 +192,14 @@ class Kept:
 
 
 class KeptConversion(torch.nn.Module):
-    """A conversion between processes whose result is kept."""
+    """A conversion between processes with a kept result."""
 
     def __init__(self, convert: Convert, keeping: _Keeping) -> None:
         super().__init__()
         self._convert, self._keeping = convert, keeping
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is wanted."""
+        """The converted tensor."""
         if self._keeping.runs_again:
             return self._convert(value, self._keeping.results.pop(0))
         made: torch.Tensor = self._convert(value)
@@ -209,7 +209,7 @@ class KeptConversion(torch.nn.Module):
 
 
 def _mark_kept(body: fx.GraphModule, kept: Collection[int]) -> _Keeping:
-    """Let the kept ops of a range's graph keep what they make."""
+    """Mark the kept ops in a range's graph."""
     keeping = _Keeping()
     for node in list(body.graph.nodes):
         own = find_ops(node)
@@ -230,7 +230,7 @@ def _mark_kept(body: fx.GraphModule, kept: Collection[int]) -> _Keeping:
 
 @contextmanager
 def _untouched(buffers: list[torch.Tensor]) -> Iterator[None]:
-    """Buffers are afterwards as they were; past autograd, which has no part in them."""
+    """Restore buffers after the block, without autograd's notice."""
     kept = [item.clone() for item in buffers]
     try:
         yield
@@ -240,7 +240,7 @@ def _untouched(buffers: list[torch.Tensor]) -> Iterator[None]:
 
 
 def _check_writes(graph: Graph, number: int, ops: set[int]) -> None:
-    """Raise PlanError if running again would write twice, or read what was written since."""
+    """Raise PlanError if running again would write twice, or read a value that was written since."""
     start, stop = graph.recompute[number]
     made = {graph.tensors[i].storage for op in ops for i in graph.ops[op].outputs if graph.tensors[i].storage == i}
     given = {graph.tensors[i].storage for op in ops for i in graph.ops[op].inputs} - made
@@ -249,13 +249,13 @@ def _check_writes(graph: Graph, number: int, ops: set[int]) -> None:
             continue
         storage = graph.tensors[item.inputs[0]].storage
         target = graph.tensors[storage]
-        # Whole numbers are counters, which nothing is computed from.
+        # Integers are counters, from which nothing is computed.
         if storage not in given or (op not in ops and op < stop) or not target.dtype.startswith("float"):
             continue
         if op not in ops and target.role in ("buffer", "parameter"):
             continue
         raise PlanError(
-            f"The plan computes ops {start}:{stop} again, of which some read {target.name!r}, which {item.name!r} "
-            "writes in place: running them again would read what was written. Choose other ranges, or compute nothing "
-            "again."
+            f"The plan recomputes ops {start}:{stop}, some of which read {target.name!r}, which {item.name!r} "
+            "writes in place: running them again would read the new value. Choose other ranges, or recompute "
+            "nothing."
         )

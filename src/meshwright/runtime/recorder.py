@@ -1,8 +1,8 @@
-"""Measured spans → Timeline, on one clock for all ranks.
+"""Turns measured spans into a Timeline, on one clock for all ranks.
 
-Computation spans run from call to return. Communication spans run from issue to the moment the rank saw them done,
-which is when something waited for them: their ends are upper bounds. On a GPU, CUDA events in the stream of
-computations take these times, and nothing waits for them until the spans are read.
+Computation spans run from call to return. Communication spans run from issue to the moment when the rank found them
+done, which is when something waited for them: their ends are upper bounds. On a GPU, CUDA events in the compute stream
+take these times, and nothing waits for them until the spans are read.
 
 Clocks: rank r asks rank 0 for its time, several times; the answer of the fastest round trip, taken at its middle,
 gives the offset (Cristian 1989). Its error is at most half that round trip.
@@ -27,7 +27,7 @@ _PICOSECONDS_PER_NANOSECOND = 1000
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
-# A moment: nanoseconds of the host's clock, or an event that is still to come on a GPU's stream.
+# A moment: nanoseconds of the host's clock, or an event on a GPU's stream that may be in the future.
 Moment = int | torch.cuda.Event
 
 
@@ -43,7 +43,7 @@ class Recorder:
         self._end_step = sys.maxsize
 
     def start(self, first_step: int = 0) -> None:
-        """Drop what was recorded and record from a step on; what goes on from steps before belongs to none."""
+        """Drop the recorded spans and record from a step on; work continued from earlier steps belongs to none."""
         self._rows = []
         self._first_step, self._end_step = first_step, sys.maxsize
         if self._device.type == "cuda":
@@ -53,11 +53,11 @@ class Recorder:
         self.active = True
 
     def stop(self, end_step: int) -> None:
-        """Record no step from this one on; what goes on from those before still belongs to them."""
+        """Record no step from this one on; work continued from earlier steps still belongs to them."""
         self._end_step = end_step
 
     def now(self) -> Moment:
-        """This moment in the order of the computations."""
+        """The current moment in the order of the computations."""
         return _event() if self.active and self._device.type == "cuda" else time.perf_counter_ns()
 
     def add(self, index: int, step: int, start: Moment, end: Moment) -> None:
@@ -66,7 +66,7 @@ class Recorder:
             self._rows.append((index, step, start, end))
 
     def rows(self) -> np.ndarray:
-        """What was recorded, shape (spans, 4); waits for a GPU."""
+        """The recorded spans, shape (spans, 4); waits for a GPU."""
         if self._origin is not None:
             torch.cuda.synchronize(self._device)
         rows = [(index, step, self._time(start), self._time(end)) for index, step, start, end in self._rows]
@@ -121,7 +121,7 @@ def _answer_clock(other: int) -> None:
 
 
 class ProcessPeak(NamedTuple):
-    """The most bytes that a process had in use, and that its allocator had reserved (0 where there is none)."""
+    """The most bytes that a process had in use, and that its allocator had reserved (0 without such an allocator)."""
 
     in_use: int
     reserved: int

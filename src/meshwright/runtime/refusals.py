@@ -1,4 +1,4 @@
-"""Instructions that the simulator knows and the executor does not, or that stand in a stream that is not theirs."""
+"""Instructions that the simulator supports and the executor does not, or that are in the wrong stream."""
 
 from __future__ import annotations
 
@@ -37,20 +37,19 @@ from meshwright.spec.offload_instructions import (
     WriteStates,
 )
 
-# What stands in streams beside that of the computations.
+# Instructions in streams other than the compute stream.
 Beside = Send | Receive | Exchange | Load | Offloading
 
 
 def wrong_in_compute(instruction: Beside) -> ProgramError:
-    """The error for an instruction in a compute stream that stands beside it."""
+    """The error for an instruction that is in a compute stream but belongs in another."""
     return ProgramError(
-        f"{instruction} stands in a compute stream; communication, loading and what the host does have their own "
-        "streams."
+        f"{instruction} is in a compute stream; communication, loading and the host's work have their own streams."
     )
 
 
 def wrong_beside(instruction: Instruction) -> ProgramError:
-    """The error for an instruction beside the compute stream that the executor does not issue."""
+    """The error for an instruction outside the compute stream that the executor does not issue."""
     match instruction:
         case Push() | Sum() | Pull():
             return ProgramError(
@@ -80,6 +79,6 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
             | SavedDown()
             | SavedUp()
         ):
-            return ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
+            return ProgramError(f"{instruction} is in the wrong stream. Build the program again.")
         case _:
             assert_never(instruction)

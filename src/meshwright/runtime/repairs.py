@@ -1,4 +1,4 @@
-"""Two repairs of training with delayed gradients, as choices beside a plan that never flushes.
+"""Two optional repairs of training with delayed gradients under an asynchronous plan.
 
 A gradient that was computed with version v of a stage's weights makes version v + 1 + d: its staleness is d updates.
 
@@ -30,7 +30,7 @@ REPAIRS: tuple[RepairKind, ...] = get_args(RepairKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """What is done about staleness; ``fade_updates`` of a discount, 0 if it does not fade."""
+    """The remedy for staleness; ``fade_updates`` is for a discount, 0 if it does not fade."""
 
     kind: RepairKind
     fade_updates: int = 0
@@ -43,11 +43,11 @@ class Repair:
         if self.fade_updates < 0 or (self.fade_updates and self.kind != "discount"):
             raise PlanError(
                 f"{self.fade_updates} updates until the repair {self.kind} has faded were given; expected 0 or more "
-                "of a discount, and none of others."
+                "for a discount, and 0 for others."
             )
 
     def rate(self, staleness: int, num_updates: int) -> float:
-        """What the learning rate is multiplied with after so many updates."""
+        """The factor of the learning rate after ``num_updates`` updates."""
         if self.kind != "discount" or staleness <= 1:
             return 1.0
         faded = min(num_updates / self.fade_updates, 1.0) if self.fade_updates else 0.0
@@ -55,16 +55,16 @@ class Repair:
 
 
 def check_repair(plan: Plan | Placement, repair: Repair | None) -> None:
-    """Raise PlanError if a plan that flushes is to be repaired."""
+    """Raise PlanError if a repair was given for a synchronous plan."""
     if repair is not None and not (isinstance(plan, Plan) and plan.is_asynchronous):
         what = f"the schedule {plan.schedule}" if isinstance(plan, Plan) else "a placement"
         raise PlanError(
-            f"The repair {repair.kind} was given for {what}, which flushes: its gradients are not stale. Leave it out."
+            f"The repair {repair.kind} was given for {what}, which is synchronous: no gradient is stale. Leave it out."
         )
 
 
 def find_staleness(body: RankProgram) -> dict[int, int]:
-    """Updates that come between a rank's gradients and what they were computed with, by stage; the most of any."""
+    """By stage, the largest number of updates between reading the weights of a gradient and applying it."""
     found: dict[int, int] = {}
     used: dict[int, list[int]] = {}
     for item in body.computations:

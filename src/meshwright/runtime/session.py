@@ -1,4 +1,4 @@
-"""What one rank holds while it works on a plan, and the process group that it is in."""
+"""The session: the state of one rank while it works on a plan, and its process group."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 from meshwright.spec.stage_plan import check_counts
 
-# What is known of steps and ranks travels between processors, whatever they compute on.
+# Metadata of steps and ranks is sent between processors, whatever device computes.
 _GROUP_BACKENDS: dict[Backend, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# A rank that waits longer than this for a message gives up: the other end is dead or stuck.
+# A rank that waits longer than this for a message stops: the other end is dead or stuck.
 COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each.
+    """The state of one rank while it works on a plan or a placement: its ``stages``, and the module of each.
 
-    ``plan`` is the whole plan, ``model`` what this process has of it; ``parts`` are the modules as the program calls
-    them. ``make_shorter`` makes steps of fewer microbatches, of which those at hand are kept. ``hosting`` is the host
-    where something is kept away from the device.
+    ``plan`` is the whole plan, ``model`` this process's part of it; ``parts`` are the modules as the program calls
+    them. ``make_shorter`` makes steps of fewer microbatches; those already made are kept. ``hosting`` is the host
+    if states are offloaded.
     """
 
     grid: TeamPosition
@@ -90,7 +90,7 @@ class Session:
         return count
 
     def microbatch_inputs(self, tensors: Sequence[torch.Tensor]) -> dict[int, Inputs]:
-        """Cut a global batch (graph inputs in order) into microbatches, for each stage what it reads.
+        """Cut a global batch (graph inputs in order) into microbatches, for each stage the inputs that it reads.
 
         Raises PlanError if the sizes do not fit.
         """
@@ -102,41 +102,41 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """The number of this process."""
         return self.grid.process
 
     @property
     def own_state(self) -> list[torch.Tensor]:
-        """Parameters, their master weights and buffers, as far as this process holds them on its device."""
+        """Parameters, their master weights and buffers that this process holds on its device."""
         buffers = [item for module in self.modules for item in module.buffers()]
         away = self.hosting.resident if self.hosting is not None else ()
         parameters = [item for i, item in self.parameters.items() if i not in away]
         return [own_part(item) for item in (*parameters, *self.updates.masters, *buffers)]
 
     def count_host_bytes(self) -> int:
-        """Bytes in use on the host for what is kept away from the device."""
+        """Bytes of host memory in use for offloaded states."""
         return self.hosting.memory.num_bytes if self.hosting is not None else 0
 
     @property
     def remark(self) -> str:
-        """What a user is to know of how the session runs; nothing if all is as planned."""
+        """A remark for the user on how the session runs; empty if all is as planned."""
         return self.hosting.remark if self.hosting is not None else ""
 
     @property
     def graph(self) -> Graph:
-        """What this process computes of the model."""
+        """The graph of this process."""
         return self.model.graph
 
     def run_step(self, step: int, tensors: Sequence[torch.Tensor]) -> Outputs:
-        """Run on with the global batch of a step (graph inputs in order); the outputs that this rank made.
+        """Run the global batch of a step (graph inputs in order); return the outputs that this rank made.
 
-        Under a schedule that never flushes they may be those of earlier steps; `finish` gives the last ones. Raises
+        Under an asynchronous schedule they may be those of earlier steps; `finish` returns the last ones. Raises
         PlanError if the sizes do not fit, RunError for a step out of order.
         """
         return self.run_microbatches(step, self.count_microbatches(tensors), self.microbatch_inputs(tensors))
 
     def run_microbatches(self, step: int, count: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """As `run_step`, with what each stage of this rank reads of each of ``count`` microbatches."""
+        """As `run_step`, with the inputs of each stage of this rank for each of ``count`` microbatches."""
         self.sync_buffers()
         with multiplying(self.plan.workload.numbers):
             if count == self.plan.num_microbatches:
@@ -162,7 +162,7 @@ class Session:
         return lambda tensors: [self.model.own_inputs(tensors[position[i]], i) for i in stage.inputs]
 
     def finish(self) -> Outputs:
-        """Run to its end what is under way; the outputs that this rank made. All ranks call it together.
+        """Finish all work in progress; return the outputs that this rank made. All ranks call it together.
 
         Raises RunError if fewer steps were run than a schedule takes to fill and empty its pipeline.
         """
@@ -170,7 +170,7 @@ class Session:
             return self.steps.finish()
 
     def close(self) -> None:
-        """Give the user's parameters back without hooks, and up what is kept away from the device."""
+        """Remove the hooks from the user's parameters, and release offloaded states."""
         if self.hosting is not None:
             self.hosting.close()
         if self.exchange is not None:
@@ -188,9 +188,9 @@ def _leave_group() -> None:
 
 
 def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
-    """Join the process group that torchrun set up (or stay in the one that is there); returns rank and device.
+    """Join the process group that torchrun set up (or keep the existing one); return rank and device.
 
-    Raises RunError if this process is no rank, or its group or host is not for that type of device.
+    Raises RunError if this process is not a rank, or its group or host does not fit that type of device.
     """
     device = own_device(kind)
     if device.type == "cuda":
@@ -230,9 +230,9 @@ def _split_batch(
     device: torch.device,
     count: int,
 ) -> Inputs:
-    """Microbatch m is rows ``m * size : (m + 1) * size`` of every input with a batch dim; others go whole to all.
+    """Microbatch m is rows ``m * size : (m + 1) * size`` of every input with a batch dim; other inputs are not cut.
 
-    Where inputs are split, this process gets its share.
+    If inputs are sharded, this process gets its share.
     """
     graph, size = model.whole, plan.workload.global_batch // plan.num_microbatches
     rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
@@ -243,7 +243,7 @@ def _split_batch(
         if is_batched and len(value) != count * size:
             raise PlanError(
                 f"Input {graph.tensors[tensor].name!r} has {len(value)} samples, another one has {count * size}; "
-                "expected as many of all. Look at what the batch is made of."
+                "expected the same number for all. Check how the batch is made."
             )
         for microbatch, row in enumerate(rows):
             given = value.narrow(0, microbatch * size, size) if is_batched else value
@@ -252,7 +252,7 @@ def _split_batch(
 
 
 def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors on a device; from pageable memory to a GPU by way of pinned memory, without waiting for it."""
+    """Tensors on a device; from pageable memory to a GPU through pinned memory, without waiting for it."""
     if device.type != "cuda":
         return tuple(item.to(device) for item in tensors)
     return tuple(
@@ -261,6 +261,6 @@ def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[to
 
 
 def _is_batched(graph: Graph, tensor: int) -> bool:
-    """Whether the first dim of a graph input is that of samples."""
+    """Whether the first dim of a graph input is the batch."""
     shape = graph.tensors[tensor].shape
     return bool(shape) and (shape[0].per_sample > 0 or shape[0].fixed == graph.batch_size)

@@ -1,8 +1,8 @@
-"""Replicas that share out optimizer states (ZeRO 1): each updates its part of every bucket.
+"""Replicas that shard optimizer states (ZeRO 1): each updates its part of every bucket.
 
-The parameters of a bucket lie in one flat buffer, padded to equal parts, as their gradients do. Sums of gradients are
-scattered, the optimizer updates the pieces of parameters that lie in the own part, and the parts are gathered again
-while the next step begins. An update must treat each element by itself: whether the optimizer's does is tried.
+The parameters of a bucket are in one flat buffer, padded to equal parts, as their gradients are. Gradients are
+reduce-scattered, the optimizer updates the pieces of parameters in its own part, and the parts are all-gathered while
+the next step starts. An update must treat each element by itself: the optimizer is tested for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 class ShardedBucket(BucketBuffer):
     """A bucket of which this rank has the part at a ``place`` among ``count``.
 
-    ``pieces`` are what of its parameters lies in that, by tensor id; ``values`` all of them, flat.
+    ``pieces`` are the parts of its parameters in that, by tensor id; ``values`` is the flat buffer of all.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], place: int, count: int) -> None:
@@ -34,7 +34,7 @@ class ShardedBucket(BucketBuffer):
         self.values = torch.zeros_like(self.flat, dtype=parameters[0].dtype if parameters else None)
         size = len(self.flat) // count
         self.own_values = self.values.narrow(0, place * size, size)
-        # Sums take the place of the own gradients: NCCL allows that, and gloo sums in memory of its own.
+        # Sums overwrite the own gradients: NCCL allows that, and gloo sums in memory of its own.
         self.own_gradients = self.flat.narrow(0, place * size, size)
         self.pieces: dict[int, torch.nn.Parameter] = {}
         self._gradients: dict[int, torch.Tensor] = {}
@@ -51,18 +51,18 @@ class ShardedBucket(BucketBuffer):
                 self._gradients[tensor] = self.own_gradients[own.start : own.stop]
 
     def scatter(self, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """Sum up over the group, each its part."""
-        # A parameter that has no gradient has none on any replica.
+        """Reduce-scatter the gradients over the group."""
+        # A parameter without a gradient has none on any replica.
         absent = {i for i, parameter in zip(self.tensors, self.parameters, strict=True) if parameter.grad is None}
         for tensor, piece in self.pieces.items():
             piece.grad = self._gradients[tensor] if tensor not in absent else None
         return reduce_scatter_single(self.own_gradients, self.flat, group=group, async_op=True)
 
     def gather(self, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """Bring the updated parts of all together; gradients are done with."""
+        """All-gather the updated parts; gradients are no longer needed."""
         for parameter in self.parameters:
             parameter.grad = None
-        # Gathering into the memory that is sent is not allowed everywhere.
+        # Not every backend can gather into the memory that it sends.
         own = self.own_values.clone()
         return all_gather_single(self.values, own, group=group, async_op=True)
 
@@ -75,11 +75,11 @@ class ShardedBuckets(BucketExchange):
         self.sharded = {bucket.index: bucket for bucket in buckets}
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """What groups of replicas sum with each other: the own part of a bucket."""
+        """The tensor that groups of replicas sum with each other: the own part of a bucket."""
         return self.sharded[part].own_gradients
 
     def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
-        """What of a rank's parameters it updates, by tensor id: its pieces, and what is in no bucket."""
+        """The parts of a rank's parameters that it updates, by tensor id: its pieces, and parameters in no bucket."""
         shared = {id(parameter) for bucket in self.sharded.values() for parameter in bucket.parameters}
         own = {tensor: parameter for tensor, parameter in parameters.items() if id(parameter) not in shared}
         for bucket in self.sharded.values():
@@ -88,9 +88,9 @@ class ShardedBuckets(BucketExchange):
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise PlanError for an optimizer whose updates of a tensor are not those of its pieces, by trying some."""
+    """Raise PlanError if an optimizer updates a tensor differently than its pieces, tested on small tensors."""
     if optimizer is not None:
-        # In a dry run, too: what is tried are real tensors.
+        # In a dry run, too, the test uses real tensors.
         with unset_fake_temporarily():
             _try_pieces(optimizer)
 
@@ -114,14 +114,14 @@ def _try_pieces(optimizer: torch.optim.Optimizer) -> None:
                 item.step()
     except Exception as error:
         raise PlanError(
-            f"The plan shares out the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
-            f"{name} could not be tried on such: {error} Choose another optimizer, or plan with --zero 0."
+            f"The plan shards the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
+            f"{name} failed on such pieces: {error} Choose another optimizer, or plan with --zero 0."
         ) from None
     if not torch.allclose(
         torch.cat([piece.detach() for piece in pieces]), whole.detach().flatten(), rtol=1e-9, atol=0.0
     ):
         raise PlanError(
-            f"The plan shares out the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
-            f"{name} updates a tensor otherwise than its pieces. Choose an optimizer that treats each element by "
-            "itself, as AdamW does, or plan with --zero 0."
+            f"The plan shards the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
+            f"{name} updates a tensor differently than its pieces. Choose an optimizer that treats each element by "
+            "itself, such as AdamW, or plan with --zero 0."
         )

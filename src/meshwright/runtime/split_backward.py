@@ -1,9 +1,9 @@
-"""Backwards in two parts: gradients of what a stage received first, those of its parameters later.
+"""Backwards in two parts: first the gradients of a stage's received values, later those of its parameters.
 
 Every op of a part that reads a trainable parameter becomes an autograd node of its own (`_Later`), which runs the op
-on copies that are cut off from what came before. Its backward asks autograd for the gradients of its activations
-alone, so that no parameter's is computed, and notes where its small graph ends and what arrived there. `finish` goes
-on from those notes to the parameters. Nothing is computed twice: together both parts do what one backward does.
+on detached copies. Its backward computes only the gradients of its activations, and notes where its small graph ends
+and which gradients arrived there. `finish` continues from those notes to the parameters. Nothing is computed twice:
+together both parts do what one backward does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _CALLS = ("call_function", "call_module")
 
-# Where the backward of an op goes on towards its parameters, and the gradients that arrived there.
+# The place where the backward of an op continues to its parameters, and the gradients that arrived there.
 Notes = list[tuple[GradientEdge, torch.Tensor]]
 
 
 class SplitPart:
-    """Runs a part like the part itself; a backward then leaves notes of the microbatch, which `finish` goes on from."""
+    """Runs a part like the part itself; a backward leaves notes of the microbatch, from which `finish` continues."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         assert isinstance(part, fx.GraphModule), "parts are cut as graphs"
@@ -33,7 +33,7 @@ class SplitPart:
         self._trainable = [parameter for parameter in part.parameters() if parameter.requires_grad]
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The part's fetches; the backwards of its ops will note what they leave for later in a list of their own."""
+        """The part's fetches; the backwards of its ops write their notes into a list of this call."""
         self._sink.notes = []
         found: tuple[torch.Tensor, ...] = self._module(*values)
         return found
@@ -44,7 +44,7 @@ class SplitPart:
         return self._sink.notes
 
     def finish(self, notes: Notes) -> None:
-        """Add the gradients of the parameters that were left for later."""
+        """Add the gradients of the parameters that were postponed."""
         if notes:
             edges, gradients = zip(*notes, strict=True)
             torch.autograd.backward(edges, gradients, inputs=self._trainable)
@@ -53,7 +53,7 @@ class SplitPart:
 
 @dataclass(slots=True)
 class _Sink:
-    """Where ops that are called note what they leave for later."""
+    """The list into which ops write their notes."""
 
     notes: Notes
 
@@ -66,12 +66,12 @@ class _Slot(NamedTuple):
 
 
 class _LaterOp(torch.nn.Module):
-    """An op with parameters among its inputs: called with its other inputs, then those."""
+    """An op with parameters among its inputs: called with its other inputs, then the parameters."""
 
     def __init__(self, target: Callable[..., Any], args: Any, kwargs: Any, sink: _Sink) -> None:
         super().__init__()
         self._target, self._args, self._kwargs, self._sink = target, args, kwargs, sink
-        # Those of its values that the op writes in place.
+        # The values that the op writes in place.
         self.written = _written_slots(target, args, kwargs)
 
     def forward(self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
@@ -95,7 +95,7 @@ class _LaterOp(torch.nn.Module):
 
 
 class _Later(torch.autograd.Function):
-    """An op whose parameters' gradients are computed later."""
+    """An op with postponed gradients of its parameters."""
 
     @staticmethod
     def forward(
@@ -109,7 +109,7 @@ class _Later(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given = [value.detach().requires_grad_(value.requires_grad) for value in values]
         with torch.enable_grad():
-            # What is written in place must not be a leaf.
+            # A tensor that is written in place must not be a leaf.
             fresh = [value.clone() if place in op.written else value for place, value in enumerate(given)]
             made = op.run(fresh, weights)
         several = isinstance(made, list | tuple)
@@ -152,7 +152,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _defer(part: fx.GraphModule, sink: _Sink) -> fx.GraphModule:
-    """The part with ops that read trainable parameters, or values made of these alone, as `_LaterOp`."""
+    """The part in which ops that read trainable parameters, or values made only of these, are `_LaterOp`s."""
     trainable = {name for name, parameter in part.named_parameters() if parameter.requires_grad}
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
@@ -172,12 +172,12 @@ def _defer(part: fx.GraphModule, sink: _Sink) -> fx.GraphModule:
     for node in part.graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "output":
-            # A parameter that leaves as it is becomes a value like others.
+            # A parameter that is an output becomes a value like others.
             made |= {item: defer(torch.clone, (item,), {}, [item]) for item in inputs if item in weights}
         elif node.op == "get_attr":
             (weights if node.target in trainable else state).add(node)
         elif node.op in _CALLS and inputs and all(item in weights or item in state for item in inputs):
-            # Made of parameters alone, as their transposes are: it belongs to them.
+            # Made only of parameters, such as a transpose: it belongs to them.
             (weights if any(item in weights for item in inputs) else state).add(node)
         elif node.op in _CALLS and any(item in weights for item in inputs):
             target = part.get_submodule(node.target) if node.op == "call_module" else node.target
@@ -204,7 +204,7 @@ def _with_slots(item: Any, slots: dict[fx.Node, _Slot]) -> Any:
 
 
 def _written_slots(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Places, among an op's values, of those that its schema says are written."""
+    """Indices, among an op's values, of those that its schema marks as written."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return ()

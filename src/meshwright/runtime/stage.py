@@ -23,7 +23,7 @@ Part = torch.nn.Module | SplitPart | VersionedPart
 
 @dataclass(slots=True)
 class _Tape:
-    """What a microbatch keeps between its forward and its backward; ``notes``, between both parts of the latter."""
+    """Values that a microbatch keeps between its forward and its backward; ``notes``: between the backward's parts."""
 
     leaves: dict[int, torch.Tensor]
     outputs: dict[int, torch.Tensor]
@@ -34,9 +34,9 @@ class _Tape:
 class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
-    A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``autocast``: forwards run
-    under torch's autocast to that type. ``channels_last``: images that the graph is given are laid out so. ``saved``:
-    what layers keep is on the host until the backward.
+    A `SplitPart` can also run backwards in two parts, a `VersionedPart` older weights. ``autocast``: forwards run under
+    torch's autocast to that type. ``channels_last``: input images are converted to that layout. ``saved``: saved
+    activations are on the host until the backward.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StageRunner:
 
         ``inputs`` are this microbatch's graph inputs in the order of the stage; ``received`` maps a source stage to
         the channel's tensors, followed by the generator's state if the channel carries it. ``seed`` starts the
-        generator if no state arrives. ``version`` of the weights: of a `VersionedPart`.
+        generator if no state arrives. ``version`` of the weights: for a `VersionedPart`.
         """
         leaves: dict[int, torch.Tensor] = {}
         for channel in self._stage.incoming:
@@ -106,7 +106,7 @@ class StageRunner:
         """Run backward, adding to the parameters' gradients; returns the gradients to send, by source stage.
 
         ``received`` maps a target stage to the gradients of its channel; ``loss_scale`` is the loss's own. In the last
-        one before an update, groups of replicas that share states sum up with each other.
+        backward before an update, groups of replicas that shard states sum with each other.
         """
         if isinstance(self._part, FSDPModule) and is_last != self._sums_across:
             self._part.set_requires_all_reduce(is_last)
@@ -116,7 +116,7 @@ class StageRunner:
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """Add to the parameters' gradients what `backward_input` left; nothing if the part is not split."""
+        """Add the gradients that `backward_input` postponed; does nothing if the part is not split."""
         notes = self._notes.pop(microbatch)
         if isinstance(self._part, SplitPart):
             self._part.finish(notes)
@@ -124,7 +124,7 @@ class StageRunner:
     def backward_input(
         self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]], loss_scale: float
     ) -> dict[int, list[torch.Tensor]]:
-        """The gradients to send, as of `backward`. A part that is not split adds to its parameters' gradients, too."""
+        """The gradients to send, as in `backward`. A part that is not split adds to its parameters' gradients, too."""
         tape = self._tapes.pop(microbatch)
         gradients: dict[int, torch.Tensor] = {}
         for channel in self._stage.outgoing:
@@ -150,13 +150,13 @@ class StageRunner:
         """The versions of the stage's weights. Raises ProgramError if it has only one."""
         if not isinstance(self._part, VersionedPart):
             raise ProgramError(
-                f"Weights of stage {self._stage.index} were to be kept or given up, but it has one version of them. "
+                f"The program stashes or drops weights of stage {self._stage.index}, but it has one version of them. "
                 "Build the program again from its plan."
             )
         return self._part
 
     def updated(self) -> None:
-        """The optimizer made a new version of the stage's weights."""
+        """Note that the optimizer made a new version of the stage's weights."""
         if isinstance(self._part, VersionedPart):
             self._part.updated()
 
@@ -166,7 +166,7 @@ class StageRunner:
             self._part.restart()
 
     def leaving(self, channel: Channel, outputs: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What a channel carries right after a forward: its tensors, and the generator's state if it carries that."""
+        """The values of a channel after a forward: its tensors, and the generator's state if the channel carries it."""
         values = [outputs[tensor] for tensor in channel.tensors]
         return [*values, read_generator(self._device)] if channel.carries_rng else values
 
@@ -185,23 +185,23 @@ class StageRunner:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Torch's autocast to a type; nothing for none."""
+    """Torch's autocast to a type; a null context for None."""
     return torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
 
 
 def laid_out(value: torch.Tensor) -> torch.Tensor:
-    """A batch of images with its channels last; anything else as it is."""
+    """A batch of images in channels-last layout; any other tensor unchanged."""
     is_image = value.ndim == 4 and value.is_floating_point()
     return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
 
 def stage_feeds(stage: StageSlice) -> tuple[int, ...]:
-    """Tensor ids that the stage's part is fed with: its graph inputs, then what its channels bring, in order."""
+    """Ids of the part's inputs: the stage's graph inputs, then the tensors of its channels, in order."""
     return (*stage.inputs, *(tensor for channel in stage.incoming for tensor in channel.tensors))
 
 
 def stage_fetches(stage: StageSlice) -> tuple[int, ...]:
-    """Tensor ids that the stage's part returns: what leaves on its channels and the graph outputs, each once."""
+    """Ids of the part's results: the tensors sent on its channels and the graph outputs, each once."""
     sent = (tensor for channel in stage.outgoing for tensor in channel.tensors)
     return tuple(dict.fromkeys((*sent, *stage.outputs)))
 

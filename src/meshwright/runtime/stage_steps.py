@@ -1,4 +1,4 @@
-"""Updates of one stage after the other on a rank that has several, with the one optimizer that the user gave."""
+"""Updates stage by stage on a rank with several stages, with the one optimizer that the user gave."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OptimizerArgument = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]],
 class StageSteps:
     """Called with a stage, updates its parameters and clears their gradients.
 
-    Optimizers pass over parameters without a gradient; those of other stages are taken away meanwhile. What several
-    stages of the rank hold is updated with the first of them that is: its gradient has the parts of all by then.
-    ``stepping`` are the stages that the program has a step for; the last one takes what no other holds. ``scales``
-    multiply the gradients of a stage first, where they are not 1; ``rate(stage, updates)`` the learning rates, after
-    so many updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have parts;
-    ``clip()`` is what all gradients are multiplied with. ``masters`` are what the optimizer updates; ``scale`` says of
-    a step whether it is left out.
+    Optimizers skip parameters without a gradient, so the gradients of other stages are removed meanwhile. A parameter
+    of several stages of the rank is updated with the first of them: its gradient is complete by then. ``stepping`` are
+    the stages with a step in the program; the last one also updates parameters that no stage holds. ``scales`` multiply
+    the gradients of a stage first, if they are not 1; ``rate(stage, updates)`` multiplies the learning rates, after
+    that number of updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have
+    parts; ``clip()`` is the factor for all gradients. ``masters`` are the optimizer's tensors; ``scale`` says whether a
+    step is skipped.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class StageSteps:
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The master weights that the optimizer updates in place of parameters."""
+        """The master weights that the optimizer updates instead of parameters."""
         return [*self._masters.masters.values()]
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state, of parts where parameters are parts, and how often each stage was updated."""
+        """The optimizer's state, for shards if parameters are sharded, and the number of updates of each stage."""
         found = self._optimizer.state_dict() if self._optimizer is not None else {}
         return {
             "optimizer": tree_map_only(torch.Tensor, own_part, found),
@@ -103,12 +103,12 @@ class StageSteps:
         }
 
     def set_rate(self, rate: float) -> None:
-        """A learning rate for all parameters from now on."""
+        """Set the learning rate of all parameters."""
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             group["lr"] = rate
 
     def take_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         self._num_updates = {stage: state["num_updates"][str(stage)] for stage in self._num_updates}
         self._masters.take_state(state.get("masters", {}))
         if self._scale is not None:
@@ -122,7 +122,7 @@ class StageSteps:
 
 
 def _like(parameter: torch.Tensor, value: Any) -> Any:
-    """A state of a parameter that is shared out, as its optimizer keeps it."""
+    """A state of a sharded parameter, in the form that its optimizer keeps."""
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     return DTensor.from_local(
@@ -132,7 +132,7 @@ def _like(parameter: torch.Tensor, value: Any) -> Any:
 
 @contextmanager
 def _scaled_rates(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[None]:
-    """Other learning rates for one step; the user's own, which a scheduler may change, come back."""
+    """Scale the learning rates for one step; afterwards the user's own, which a scheduler may change, are restored."""
     if scale == 1.0:
         yield
         return
@@ -147,12 +147,12 @@ def _scaled_rates(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[No
 
 
 def _without_closure(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer. Raises PlanError for one whose steps compute the loss again, as L-BFGS's."""
+    """The optimizer. Raises PlanError for one whose steps recompute the loss, as L-BFGS's do."""
     closure = inspect.signature(optimizer.step).parameters.get("closure") if optimizer is not None else None
     if closure is not None and closure.default is closure.empty:
         raise PlanError(
-            f"The step of {type(optimizer).__name__} computes the loss again by a closure, while a plan computes it "
-            "once per step. Choose another optimizer, as AdamW."
+            f"The step of {type(optimizer).__name__} computes the loss again by a closure, but a plan computes it "
+            "once per step. Choose another optimizer, such as AdamW."
         )
     return optimizer
 
@@ -162,8 +162,8 @@ def own_optimizer(
 ) -> torch.optim.Optimizer | None:
     """An optimizer over this rank's parameters only; None if it has none to train.
 
-    ``replaced``: by the id of a parameter, the share that takes its place; None if this rank has none. Raises PlanError
-    if the optimizer lacks some.
+    ``replaced``: by the id of a parameter, the shard that replaces it; None if this rank has none. Raises PlanError
+    if parameters are missing from the optimizer.
     """
     if not parameters:
         return None
@@ -172,8 +172,8 @@ def own_optimizer(
     _without_closure(optimizer)
     if any(id(parameter) in replaced for parameter in optimizer.state):
         raise PlanError(
-            "The optimizer was given with state of parameters in whose place the plan has others: shares, or master "
-            "weights. Make a new optimizer, or plan without splitting ops and in --precision float32."
+            "The optimizer has state for parameters that the plan replaces by shards or master weights. "
+            "Make a new optimizer, or plan without splitting ops and in --precision float32."
         )
     own = {id(parameter) for parameter in parameters}
     groups = [

@@ -1,13 +1,13 @@
-"""Which sections of a program run when a global batch arrives: all of a step, or the next piece of an endless stream.
+"""Which sections of a program run when a global batch arrives: a whole step, or the next part of an endless stream.
 
-A program that flushes is its body, once per step. One that never flushes has W microbatches in its prologue and as many
-more that enter in its epilogue; with M of them in a global batch, that is A = W / M batches each.
+A synchronous program is its body, once per step. In an asynchronous one W microbatches enter in its prologue and W more
+in its epilogue; with M microbatches in a global batch, that is A = W / M batches each.
 
-    batch b < 2 A     the prologue, as far as the microbatches that are there allow
-    batch b >= 2 A    the body once more: it lets A batches enter that came before, so that none is missing
-    finish            the epilogue: what entered leaves, and the last A batches enter and leave
+    batch b < 2 A     the prologue, as far as the available microbatches allow
+    batch b >= 2 A    the body once more: A batches enter that came before, so that none is missing
+    finish            the epilogue: batches in the pipeline leave, and the last A batches enter and leave
 
-Nothing is waited for in between but what the program says: sends and sums of one repetition go on in the next.
+Only the waits of the program apply in between: sends and sums of one repetition continue in the next.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _PROLOGUE = -1
 class Steps(Protocol):
     """Runs a program batch by batch."""
 
-    # So many batches fill and empty the pipeline; a run takes as many or more.
+    # The number of batches that fill and empty the pipeline; a run has at least this number.
     num_filling: int
 
     @property
     def next_repetition(self) -> int:
-        """The repetition of the body that comes next, as the recorder numbers them."""
+        """The next repetition of the body, as the recorder numbers them."""
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Run on with the batch of a step: ``inputs[s][m]`` are what stage s reads of microbatch m, in its order."""
+        """Run the batch of a step: ``inputs[s][m]`` are the inputs of stage s for microbatch m, in its order."""
 
     def finish(self) -> Outputs:
-        """Run what is still under way to its end."""
+        """Finish all work in progress."""
 
 
 class FlushingSteps:
-    """Every batch is a step by itself; what the next one waits for may go on meanwhile."""
+    """Every batch is a step by itself; works that the next one waits for may continue meanwhile."""
 
     num_filling = 0
 
@@ -68,13 +68,13 @@ class FlushingSteps:
         return self._executor.take_outputs()
 
     def finish(self) -> Outputs:
-        """Wait for what the next step would wait for."""
+        """Wait for the works that the next step would wait for."""
         self._executor.settle()
         return {}
 
 
 class EndlessSteps:
-    """Batches enter one behind the other; the outputs of a call may be those of earlier batches.
+    """Batches enter one after the other; the outputs of a call may be those of earlier batches.
 
     Streams may follow each other: after `finish` the next batch fills the pipeline again.
     """
@@ -88,23 +88,23 @@ class EndlessSteps:
         self._first = 0
         self._fed = 0
         self._is_filled = False
-        # Places of streams that follow each other are numbered on.
+        # The places of consecutive streams are numbered consecutively.
         self._base = 0
 
     @property
     def next_repetition(self) -> int:
-        """That of the next batch, once the pipeline is full."""
+        """The repetition of the next batch, once the pipeline is full."""
         return self._base + max(self._fed - self.num_filling, 0)
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Let a batch in, and run what is due.
+        """Add a batch, and run what is due.
 
         Raises RunError for a step that does not follow the one before.
         """
         if self._fed and step != self._first + self._fed:
             raise RunError(
-                f"Step {step} was given behind step {self._first + self._fed - 1}, while minibatches are under way. "
-                "Number steps on, or call `finish` in between."
+                f"Step {step} was given after step {self._first + self._fed - 1}, while minibatches are in flight. "
+                "Number steps consecutively, or call `finish` in between."
             )
         if not self._fed:
             self._first = step
@@ -117,7 +117,7 @@ class EndlessSteps:
             place = self._fed - self.num_filling - 1
             self._executor.begin(self._visit(place))
             self._executor.go_on()
-            # The others have long received what was sent then: this frees memory that no answer has freed.
+            # The others have long received these sends: this frees memory that no answer has freed.
             self._executor.settle(self._base + place - self.num_filling // 2 - 1)
         self._executor.release()
         return self._executor.take_outputs()
@@ -125,7 +125,7 @@ class EndlessSteps:
     def finish(self) -> Outputs:
         """Empty the pipeline.
 
-        Raises RunError if fewer batches came than it takes to fill and empty it.
+        Raises RunError if fewer batches came than are needed to fill and empty it.
         """
         if not self._fed:
             return {}
@@ -133,8 +133,8 @@ class EndlessSteps:
         if repetitions < 0:
             raise RunError(
                 f"The pipeline was given {format_count(self._fed, 'step')}; expected at least {self.num_filling}, "
-                f"which this schedule takes to fill and to empty it. Run {-repetitions} more, then finish or save "
-                "again; what was saved before is whole."
+                f"which this schedule needs to fill and empty it. Run {-repetitions} more, then finish or save "
+                "again; what was saved before is complete."
             )
         self._executor.begin(self._visit(repetitions))
         self._executor.go_on()
@@ -145,7 +145,7 @@ class EndlessSteps:
         return self._executor.take_outputs()
 
     def _visit(self, place: int) -> Visit:
-        """The section at a place; sections are numbered as if the body came once, so one behind it is one less on."""
+        """The section at a place; sections are numbered as if the body came once, so one after it has lower offsets."""
         if place == _PROLOGUE:
             return Visit("prologue", self._base + place, self._first)
         name: SectionName = "epilogue" if place == self._fed - self.num_filling else "body"

@@ -1,12 +1,12 @@
 """Moves tensors between ranks: asynchronous sends, receives and sums over torch.distributed.
 
-Tensors travel with the strides that the receiving part expects (a later ``view`` may depend on them): the sender
-ships its storage order if its strides are those, else a copy that has them. Both ends know every layout beforehand,
-so no metadata travels. Received tensors live in buffers that are used again once the microbatch is done.
+Tensors are sent with the strides that the receiving part expects (a later ``view`` may depend on them): the sender
+sends its storage order if its strides are equal, else a copy with these strides. Both ends know every layout
+beforehand, so no metadata is sent. Received tensors use buffers that are reused after their microbatch.
 
-Some collectives begin when others are done, without holding up the thread that asks for them (`Behind`). On a GPU a
-CUDA stream of its own waits, in which the later one is issued; on processors a thread does, in the order in which it
-was asked. Such collectives have process groups of their own, so that no two threads issue in one of them.
+Some collectives start when others are done, without blocking the calling thread (`Behind`). On a GPU a separate CUDA
+stream waits, in which the later one is issued; on processors a thread waits, in the order of the calls. Such
+collectives have process groups of their own, so that no two threads issue in one of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.spec.instructions import SENDS, Opcode
 from meshwright.spec.program import Program
 
-# The description of groups in which instructions of the program sum.
+# The description of process groups for the program's sums.
 SUMS = "meshwright sums"
-# That of groups in which stages send to each other.
+# The description of process groups for messages between stages.
 MESSAGES = "meshwright messages"
 _TAGS = count(1)
 
@@ -51,13 +51,13 @@ class WireLayout:
 class Transport:
     """Sends, receives, and sums over groups; every call returns at once with works to wait for.
 
-    Ranks are those of the plan; where they are teams, each process deals with those at its own place (`teams`).
+    Ranks are those of the plan; if they are teams, each process communicates with those at its own place (`teams`).
     """
 
     def __init__(self, program: Program, device: torch.device, grid: TeamPosition) -> None:
         self._device = device
         self._grid = grid
-        # What one session still expects must not be answered by another: all ranks open theirs in the same order.
+        # Messages of one session must not be received by another: all ranks open their sessions in the same order.
         self._tag = next(_TAGS)
         self._free: defaultdict[WireLayout, list[torch.Tensor]] = defaultdict(list)
         self._groups, self._later_groups = (_make_groups(program, grid, is_first=first) for first in (True, False))
@@ -80,7 +80,7 @@ class Transport:
         return tensors, [_work(work) for work in works]
 
     def recycle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give received tensors back; nobody reads them any more."""
+        """Return received tensors to the pool, after their last use."""
         for item in tensors:
             self._free[WireLayout(tuple(item.shape), item.stride(), item.dtype)].append(item)
 
@@ -89,14 +89,14 @@ class Transport:
         return [_work(dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))]
 
     def sum_behind(self, before: Sequence[Work], tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[Work]:
-        """The same when other works are done, which are waited for beside the computations."""
+        """The same after other works are done, which are waited for asynchronously."""
         group = self._later_groups[ranks]
         return [self._behind.begin(before, lambda: _work(dist.all_reduce(tensor, group=group, async_op=True)))]
 
     def share(
         self, issue: Callable[[dist.ProcessGroup | None], dist.Work | None], ranks: tuple[int, ...]
     ) -> list[Work]:
-        """Issue something of the ranks of a group."""
+        """Issue a collective of the ranks of a group."""
         work = _work(issue(self._groups[ranks]))
         return [WaitedOnce(work) if self._device.type == "cpu" else work]
 
@@ -110,7 +110,7 @@ def _make_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
     """A process group for every set of ranks that sums; all processes make all groups, in the program's order.
 
-    Of the first lanes of streams, or of the others, whose sums begin behind those.
+    ``is_first``: for the first lanes of streams, else for the others, whose sums start after those.
     """
     in_lane = np.array([(stream.lane == 0) == is_first for stream in program.streams], np.bool_)
     reducing = {
@@ -132,8 +132,8 @@ def _make_groups(
 def _make_ways(program: Program, grid: TeamPosition) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A process group for each rank and one that it sends to; all processes make all, in the program's order.
 
-    NCCL runs what is issued in a group in order: two processes that send to each other before they receive would wait
-    for each other for ever.
+    NCCL executes the operations of a group in order: two processes that send to each other before they receive would
+    deadlock.
     """
     pairs = dict.fromkeys(
         program.groups[int(group)]
@@ -161,7 +161,7 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 
 class Behind:
-    """Begins works behind others, one after the other."""
+    """Starts works after others, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -169,12 +169,12 @@ class Behind:
         self._queue: SimpleQueue[_Following | None] | None = None
 
     def begin(self, before: Sequence[Work], issue: Callable[[], Work]) -> Work:
-        """What ``issue()`` makes, behind what is ``before`` it."""
+        """The work of ``issue()``, started after the works ``before`` it."""
         if dist.get_backend() == "fake":
             return issue()
         if self._device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(self._device)
-            # Whoever waited for one of them already did so in the current stream.
+            # A thread that waited for one of them already did so in the current stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 for work in before:
@@ -198,7 +198,7 @@ class _Following:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it."""
+        """Issue the work and wait for it."""
         try:
             for work in self._before:
                 work.wait()
@@ -209,7 +209,7 @@ class _Following:
             self._done.set()
 
     def wait(self) -> None:
-        """Come back when it is done. Raises what went wrong with it, or with what it follows."""
+        """Return when it is done. Raises its error, or that of a work before it."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -218,5 +218,5 @@ class _Following:
 def _serve(queue: SimpleQueue[_Following | None]) -> None:
     while (following := queue.get()) is not None:
         following.run()
-        # While the thread waits for the next one it holds nothing.
+        # The thread keeps no references while it waits for the next work.
         del following

@@ -1,13 +1,13 @@
-"""Weights of several versions: those that the optimizer goes on with, and copies of older ones that are still needed.
+"""Weights of several versions: the optimizer's current ones, and copies of older ones that are still needed.
 
 A microbatch runs forward and backward with weights of one version, while updates make newer ones. Nothing is copied
-for a microbatch: a forward reads the memory in which its version lies, and autograd keeps that. Only an update of a
-version that is needed further (`Stash`) moves the optimizer on to other memory, which a version that was given up
-(`Drop`) leaves behind; so a stage holds as many sets of its trainable weights as it has versions, and asks for no
-memory when all have been there once.
+for a microbatch: a forward reads the memory of its version, and autograd keeps that. Only an update of a version that
+is still needed (`Stash`) moves the optimizer to other memory, which a dropped version (`Drop`) left behind; so a stage
+holds one set of its trainable weights per version, and allocates nothing after the largest number of versions was
+reached.
 
-The optimizer's parameters stay the same objects, so that its state and every hook on them are untouched: gradients of
-whichever version arrive at them.
+The optimizer's parameters stay the same objects, so that its state and every hook on them are unchanged: gradients of
+any version arrive at them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec.errors import ProgramError
 class VersionedPart:
     """A part that is called with weights of a version; the newest is 0 at first.
 
-    ``ahead``: called with where they will be so many updates later instead (`repairs`), which takes a set per version.
+    ``ahead``: predicted weights this number of updates later are used instead (`repairs`), one set per version.
     """
 
     def __init__(self, part: torch.nn.Module, ahead: int = 0) -> None:
@@ -34,18 +34,18 @@ class VersionedPart:
         self._newest = 0
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._spare: list[list[torch.Tensor]] = []
-        # How many forwards with the newest version have not had their backward.
+        # The number of forwards with the newest version whose backward has not run.
         self._open = 0
 
     @property
     def num_sets(self) -> int:
-        """Sets of weights that are held: the newest, the kept ones, and memory for the next."""
+        """Sets of weights that are held: the newest, the stashed ones, and memory for the next."""
         return 1 + len(self._kept) + len(self._spare)
 
     def __call__(self, version: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The part's fetches with weights of a version; their backward adds to the gradients of the parameters.
 
-        Raises ProgramError for a version that is not there.
+        Raises ProgramError for a version that is not available.
         """
         weights = self._predicted.get(version) or self._weights(version)
         self._open += version == self._newest and torch.is_grad_enabled()
@@ -57,13 +57,13 @@ class VersionedPart:
         return found
 
     def went_back(self, version: int) -> None:
-        """The backward of a microbatch that ran forward with a version is done."""
+        """Note the end of the backward of a microbatch that ran forward with a version."""
         self._open -= version == self._newest
 
     def stash(self, version: int) -> None:
-        """Keep the newest version, which is about to be updated.
+        """Stash the newest version, which is about to be updated.
 
-        Raises ProgramError if it is another one.
+        Raises ProgramError if ``version`` is another one.
         """
         if version != self._newest:
             raise ProgramError(
@@ -80,14 +80,14 @@ class VersionedPart:
         self._open = 0
 
     def drop(self, version: int) -> None:
-        """Give up a kept version; the next one that is kept gets its memory."""
+        """Drop a stashed version; the next stash reuses its memory."""
         self._spare.append(self._kept.pop(version))
         self._predicted.pop(version, None)
 
     def updated(self) -> None:
-        """The optimizer made a version of the newest one.
+        """Note that the optimizer updated the newest version.
 
-        Raises ProgramError if microbatches need that, and it was not kept.
+        Raises ProgramError if microbatches need that version, and it was not stashed.
         """
         if self._open:
             raise ProgramError(
@@ -104,9 +104,9 @@ class VersionedPart:
             self._predicted[self._newest] = list(torch._foreach_add(now, changes, alpha=self._ahead))
 
     def restart(self) -> None:
-        """Call the newest version 0, when no other is needed.
+        """Renumber the newest version as 0, when no other is needed.
 
-        Raises ProgramError if others are kept.
+        Raises ProgramError if others are stashed.
         """
         if self._kept or self._open:
             raise ProgramError(
@@ -121,7 +121,7 @@ class VersionedPart:
             return self._kept[version]
         if version != self._newest:
             raise ProgramError(
-                f"Version {version} of the weights is needed; at hand are {[*self._kept, self._newest]}. Build the "
+                f"Version {version} of the weights is needed; available are {[*self._kept, self._newest]}. Build the "
                 "program again from its plan."
             )
         return [item.data for item in self._trained.values()]
@@ -132,7 +132,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - autograd's
-        # By itself the result shares the memory, and not the counter of writes, of the parameter.
+        # Shares the parameter's memory, but not its counter of writes.
         return weight.detach()
 
     @staticmethod

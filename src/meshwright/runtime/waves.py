@@ -1,7 +1,7 @@
-"""Virtual workers: what the replicas of a stage changed in a wave of minibatches is summed, and merged a while later.
+"""Virtual workers: the changes of a stage's replicas in a wave of minibatches are summed, and merged later.
 
-Each replica updates weights of its own. At the end of a wave, d = w - w', with w' those at its beginning, is what it
-changed; the sum over the replicas less its own d, what the others did. A merge adds the latter to the weights
+Each replica updates weights of its own. At the end of a wave, d = w - w', with w' the weights at its start, is its
+change; the sum over the replicas less its own d is the change of the others. A merge adds the latter to the weights
 (`program.schedules.endless`; Park et al., HetPipe, ATC 2020).
 """
 
@@ -16,14 +16,14 @@ from meshwright.program import Bucket
 
 
 class _WaveBucket:
-    """Parameters that are summed together; ``begun`` is what they were when the wave began."""
+    """Parameters that are summed together; ``begun`` are their values at the start of the wave."""
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.index = bucket.index
         self.parameters = list(parameters)
         self.sizes = [parameter.numel() for parameter in parameters]
         self.begun = self.flatten()
-        # Of the waves that are not merged yet: what this replica changed, and the sum over all.
+        # For the waves that are not merged yet: this replica's change, and the sum over all.
         self.waves: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
     def flatten(self) -> torch.Tensor:
@@ -52,34 +52,34 @@ class WaveExchange:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The weights with which the wave began."""
+        """The weights at the start of the wave."""
         return [bucket.begun for bucket in self._buckets.values()]
 
     @property
     def stages(self) -> Mapping[int, Collection[int]]:
-        """No gradients are summed."""
+        """Empty: no gradients are summed."""
         return {}
 
     def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
-        """No gradients are summed."""
+        """Do nothing: no gradients are summed."""
 
     def finish(self) -> None:
-        """No gradients are summed."""
+        """Do nothing: no gradients are summed."""
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """The wave is over: what this replica changed, to be summed over all in place. Buckets are not cut."""
+        """End the wave: the change of this replica, to be summed over all in place. Buckets are not cut."""
         return self._buckets[part].end_wave()
 
     def merge(self) -> None:
-        """Add what the others changed in the oldest wave that was summed."""
+        """Add the changes of the others in the oldest wave that was summed."""
         for bucket in self._buckets.values():
             bucket.merge()
 
     def restart(self) -> None:
-        """Forget the waves that nobody merged."""
+        """Drop the waves that were not merged."""
         for bucket in self._buckets.values():
             bucket.waves.clear()
             bucket.begun = bucket.flatten()
 
     def close(self) -> None:
-        """Nothing was hooked into the parameters."""
+        """Do nothing: parameters have no hooks."""

@@ -1,4 +1,4 @@
-"""The facts that every package shares: frozen, serialisable, free of torch."""
+"""The facts that all packages share: frozen, serialisable, free of torch."""
 
 from meshwright.spec.batches import fit_latency, name_model
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, load_cluster, shipped_kinds

@@ -1,11 +1,11 @@
-"""What batches of a whole model take: what the model is called in tables, and the line through its measured sizes.
+"""Times of batches of a whole model: the model's name in tables, and the line through its measured sizes.
 
     l(b) = αb + β        seconds of a batch of b samples; α, β >= 0
 
-`fit_latency` finds the line with the least Σ w((αb + β) / t - 1)²: errors count relative to the time t that was taken,
-so that the smallest batch weighs as much as the largest. Source of the model: Nexus (SOSP 2019).
+`fit_latency` finds the line with the least Σ w((αb + β) / t - 1)²: errors are relative to the measured time t, so that
+the smallest batch weighs as much as the largest. Source of the model: Nexus (SOSP 2019).
 
-It stands here because tables (`report`) and whoever plans batches by it import nothing else in common.
+It is here because tables (`report`) and the packages that plan batches import nothing else in common.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def name_model(reference: str, sizes: Iterable[tuple[str, int]] = ()) -> str:
-    """A model in measurement tables: the reference as the user typed it, then the sizes that were given, by name.
+    """The name of a model in measurement tables: the reference as the user typed it, then the given sizes, by name.
 
     ``gpt-tiny``, ``gpt-tiny(sequence_length=64)``, ``mine.py:build(image_size=32, sequence_length=8)``. The sizes are
     those of a plan's ``model_sizes``, without the batch size.
@@ -38,32 +38,32 @@ def fit_latency(sizes: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None 
 
     Args:
         sizes: Batch sizes b, shape (n,).
-        seconds: What each took, shape (n,).
-        weights: How much each square counts, shape (n,); alike by default. Rows of weight 0 are left out.
+        seconds: Time of each, shape (n,).
+        weights: Weight of each square, shape (n,); equal by default. Rows of weight 0 are left out.
 
     Raises:
-        MeasurementError: For figures that cannot be, or fewer than two distinct sizes, through which any line goes.
+        MeasurementError: For impossible figures, or fewer than two distinct sizes, which determine no line.
     """
     b, t = _column(sizes, "sizes"), _column(seconds, "seconds")
     w = np.ones(len(b)) if weights is None else _column(weights, "weights", zero=True)
     if not len(b) == len(t) == len(w):
         raise MeasurementError(
-            f"{len(b)} batch sizes, {len(t)} times and {len(w)} weights were given; expected as many of each. Give one "
-            "time for each size."
+            f"{len(b)} batch sizes, {len(t)} times and {len(w)} weights were given; expected the same number of each. "
+            "Give one time for each size."
         )
     b, t, w = b[w > 0], t[w > 0], w[w > 0]
     if len(np.unique(b)) < 2:
         raise MeasurementError(
-            f"A line was to be laid through batches of {format_count(len(np.unique(b)), 'size')}; expected at least "
+            f"A line cannot be fitted through batches of {format_count(len(np.unique(b)), 'size')}; expected at least "
             "two. Measure another size."
         )
     roots = np.sqrt(w / w.max())
     columns = np.stack([b / t, 1 / t], axis=1) * roots[:, None]
     lengths = np.linalg.norm(columns, axis=0)
-    columns /= lengths  # the two may differ by many orders of magnitude
+    columns /= lengths  # their scales may differ by many orders of magnitude
     best = np.linalg.lstsq(columns, roots, rcond=None)[0]
     if best.min() < 0:
-        # The function is convex: its least within the quadrant is on an edge, where one of the two explains all.
+        # The function is convex: its minimum within the quadrant is on an edge, where one of the two is 0.
         alone = columns.T @ roots
         best = np.where(np.arange(2) == np.argmax(alone), alone, 0.0)
     alpha_s, beta_s = (best / lengths).tolist()
@@ -71,7 +71,7 @@ def fit_latency(sizes: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None 
 
 
 def _column(values: ArrayLike, what: str, *, zero: bool = False) -> NDArray[np.float64]:
-    """The values as numbers; ``zero``: whether one may be 0."""
+    """The values as numbers; ``zero``: whether 0 is allowed."""
     column = np.asarray(values, np.float64)
     wrong = column[~(np.isfinite(column) & ((column > 0) | (zero & (column == 0))))]
     if column.ndim != 1 or len(wrong):

@@ -1,9 +1,9 @@
-"""Modules that lie beside a user's file: each file finds those of its own folder, as they are when it is loaded.
+"""Modules beside a user's file: each file imports those of its own folder, as they are when it is loaded.
 
-Two folders may have a ``helper.py`` each, and one folder may have another ``helper.py`` later. So such a module stands
-in `sys.modules` only while a file is loaded or called (`Folder.importable`); who has imported it keeps it, and what is
-imported in a later call is found here again. Files that are loaded in one block of `afresh` share modules; where there
-is none, those of a folder are kept until one of them has changed.
+Two folders may each have a ``helper.py``, and one folder may have another ``helper.py`` later. So such a module is in
+`sys.modules` only while a file is loaded or called (`Folder.importable`); its importer keeps it, and an import in a
+later call finds it here. Files that are loaded in one block of `afresh` share modules; outside of such a block, the
+modules of a folder are kept until one of their files has changed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Folder:
 
     @contextmanager
     def importable(self) -> Iterator[None]:
-        """Let ``import`` find the files of the folder, first of all, while the block runs."""
+        """Let ``import`` find the files of the folder, before all others, while the block runs."""
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
         mine = _stack()
-        # For threads that are started meanwhile, and packages without a file.
+        # For threads that are started meanwhile, and for packages without a file.
         sys.path.insert(0, self._path)
         mine.append(self)
         _EVERYWHERE.append(self)
@@ -58,7 +58,7 @@ class Folder:
                 self._take_out()
 
     def find(self, name: str, within: Sequence[str] | None) -> ModuleSpec | None:
-        """Where a module is, if it is in the folder, or in a package that is."""
+        """The spec of a module, if it is in the folder, or in a package of the folder."""
         if name in self._modules:
             known = self._modules[name]
             return ModuleSpec(
@@ -76,24 +76,24 @@ class Folder:
             if spec is not None and spec.loader is not None:
                 return spec
             if spec is not None and not _is_found(name, within):
-                # A package without a file of its own; those that have one go first, wherever they are.
+                # A package without a file of its own; packages that have one take precedence, wherever they are.
                 spec.loader = _Bare(self)
                 return spec
         return None
 
     def is_as_loaded(self) -> bool:
-        """Do all files still hold what was imported?"""
+        """Whether all files still hold what was imported."""
         try:
             return all(Path(path).read_bytes() == content for path, content in self.sources.items())
         except OSError:
             return False
 
     def keep(self, module: ModuleType) -> None:
-        """A module of the folder begins to be loaded."""
+        """Record a module of the folder whose loading starts."""
         self._modules[module.__name__] = module
 
     def drop(self, module: ModuleType) -> None:
-        """It has not come about."""
+        """Remove a module that could not be loaded."""
         self._modules.pop(module.__name__, None)
 
     def _loader(self, name: str, path: str) -> _Source:
@@ -106,7 +106,7 @@ class Folder:
 
 
 class _Source(SourceFileLoader):
-    """A file's source as it is now: compiled files tell those apart only that differ in size or by a second."""
+    """Loads a file's current source: compiled files may be stale if size and second of change are equal."""
 
     def __init__(self, name: str, path: str, folder: Folder) -> None:
         super().__init__(name, path)
@@ -130,42 +130,42 @@ class _Source(SourceFileLoader):
 
 
 class _Bare(Loader):
-    """A package that is a folder and nothing else."""
+    """Loads a package that is only a folder."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
     def create_module(self, _spec: ModuleSpec) -> None:
-        """As usual."""
+        """Use the default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: the package has no code."""
         self._folder.keep(module)
 
 
 class _Known(Loader):
-    """A module that was imported before."""
+    """Returns a module that was imported before."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType:
-        """The same one."""
+        """The known module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run."""
+        """Do nothing: the module has run."""
         module.__spec__ = self._spec
 
 
 def _is_found(name: str, within: Sequence[str] | None) -> bool:
-    """Would `sys.path`, or a package's path, lead to a module with a file?"""
+    """Whether `sys.path`, or a package's path, leads to a module with a file."""
     spec = PathFinder.find_spec(name, within)
     return spec is not None and spec.loader is not None
 
 
 class _Finder:
-    """The finder of all folders: whose block a thread is in, or that of the thread that has started it."""
+    """The finder of all folders: it uses the block of the current thread, or of the thread that started it."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, _target: Any = None) -> ModuleSpec | None:
@@ -183,7 +183,7 @@ _FOLDERS: dict[Path, Folder] = {}
 
 
 def _stack() -> list[Folder]:
-    """Folders whose blocks this thread is in."""
+    """The folders whose blocks this thread has entered."""
     if not hasattr(_OF_THREAD, "stack"):
         _OF_THREAD.stack, _OF_THREAD.fresh = [], None
     stack: list[Folder] = _OF_THREAD.stack
@@ -192,7 +192,7 @@ def _stack() -> list[Folder]:
 
 @contextmanager
 def afresh() -> Iterator[None]:
-    """What this thread loads in the block shares its modules, and shares none with what was loaded before."""
+    """Let all files that this thread loads in the block share their modules, but none that were loaded before."""
     _stack()
     before = _OF_THREAD.fresh
     _OF_THREAD.fresh = set()
@@ -203,9 +203,9 @@ def afresh() -> Iterator[None]:
 
 
 def folder_at(place: Path, *, is_loaded: bool = False) -> Folder:
-    """A folder, with the modules that were imported for its files last.
+    """A folder, with the modules that were last imported for its files.
 
-    If one of its files ``is_loaded`` now, anew in each block of `afresh`, and elsewhere if a module's file has changed.
+    If one of its files ``is_loaded`` now, it is new in each block of `afresh`, and elsewhere if a module has changed.
     """
     place = place.resolve()
     _stack()

@@ -1,4 +1,4 @@
-"""The structure of a layer: equal for layers that compute the same thing, whatever their weights are called."""
+"""The structure of a layer: equal for layers that compute the same, whatever the names of their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def block_signature(ops: Sequence[Op], tensors: Sequence[Tensor], start: int, stop: int) -> str:
-    """Hash of a layer's structure: operators, attributes, sizes and wiring, with values numbered inside the layer."""
+    """Hash of a layer's structure: operators, attributes, sizes and connections, with values numbered in the layer."""
     numbers: dict[int, int] = {}
     text: list[Any] = []
 

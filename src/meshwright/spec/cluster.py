@@ -1,7 +1,7 @@
 """Cluster: devices, nodes and links as plain facts, with the short form ``2x8xH100``.
 
-A rank stands for a device: rank 0 is the first device of the first node, and so on, node by node. Two devices of one
-node talk over the node's ``device_link``; devices of different nodes talk over a NIC of each node. Shipped device kinds
+Each rank is one device: rank 0 is the first device of the first node, and so on, node by node. Two devices of a node
+communicate over the node's ``device_link``; devices of different nodes over a NIC of each node. Shipped device kinds
 and nodes are TOML files in ``spec/hardware/``, each figure with its source.
 """
 
@@ -27,13 +27,13 @@ from meshwright.spec.parsing import read_data
 
 _SHORT_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
 MAX_RANKS = 1_000_000
-# A host that takes longer to issue one op does something else meanwhile.
+# A larger time to issue one op is a slip: such a host is busy with something else.
 MAX_HOST_CALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for bytes: time of a message = ``latency_s + bytes / bandwidth_bytes_per_s`` (per direction)."""
+    """A connection: time of a message = ``latency_s + bytes / bandwidth_bytes_per_s`` (per direction)."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -54,10 +54,10 @@ class Link:
 class DeviceKind:
     """A kind of device by its datasheet.
 
-    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. Of a GPU, multiprocessors, L2
-    cache, boost clock and CUDA's compute capability let kernels be predicted in tiles and waves; 0 means: not stated.
-    ``slowdown``: whatever is computed takes so many times what it takes on the kind named ``usual``, of which the
-    figures are and measurements may be.
+    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. For a GPU, multiprocessors, L2
+    cache, boost clock and CUDA compute capability let kernels be predicted in tiles and waves; 0 means unknown.
+    ``slowdown``: every computation takes this factor times as long as on the kind named ``usual``, to which the figures
+    and measurements refer.
     """
 
     name: str
@@ -95,7 +95,7 @@ class DeviceKind:
         return self.usual or self.name
 
     def at_usual_speed(self) -> DeviceKind:
-        """The kind by which this one is estimated."""
+        """The kind at its usual speed, with which this one is estimated."""
         return self if not self.usual else replace(self, name=self.usual, slowdown=1.0, usual="")
 
 
@@ -116,8 +116,8 @@ class Node:
     """A host: its devices, memory and cores, and its links.
 
     ``device_link`` joins two devices, ``pcie`` a device and the host, ``nic`` (one of ``num_nics``) two nodes. The
-    bandwidth of the host's memory is that of all its channels, read or written; ``host_call_s`` are the seconds in
-    which the host issues the addition of two small tensors to a device. Of both, 0 means: not stated.
+    host memory bandwidth is that of all channels, reads and writes together; ``host_call_s`` are the seconds that the
+    host takes to issue the addition of two small tensors to a device. For both, 0 means unknown.
     """
 
     name: str
@@ -139,12 +139,12 @@ class Node:
         if not self.host_memory_bandwidth_bytes_per_s >= 0:
             raise ClusterError(
                 f"Node {self.name!r}: a host memory bandwidth of {self.host_memory_bandwidth_bytes_per_s} B/s; "
-                "expected a positive number, or none where it is not known."
+                "expected a positive number; leave it out if it is unknown."
             )
         if not 0 <= self.host_call_s <= MAX_HOST_CALL_S:
             raise ClusterError(
                 f"Node {self.name!r}: its host takes {self.host_call_s} s to issue an op; expected more than 0 and at "
-                f"most {MAX_HOST_CALL_S} s, such as 6.5e-6, or none where it is not known."
+                f"most {MAX_HOST_CALL_S} s, such as 6.5e-6; leave it out if it is unknown."
             )
 
     @property
@@ -155,9 +155,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks:
-    """Nodes by racks: the first ``nodes_per_rack``, the next, and so on, each with ``num_uplinks`` links to the others.
+    """Racks of nodes: the first ``nodes_per_rack``, the next, and so on, each with ``num_uplinks`` links to the others.
 
-    A message between racks holds an uplink outwards and one inwards; the n NICs of a rack share u uplinks as devices
+    A message between racks occupies an uplink outwards and one inwards; the n NICs of a rack share u uplinks as devices
     share NICs: NIC i uses uplink floor(i u / n).
     """
 
@@ -175,7 +175,7 @@ class Racks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePath:
-    """What messages between two nodes (by index) go through beside their NICs; it matters where it is slower."""
+    """A path between two nodes (by index) in addition to their NICs; it matters if it is slower than these."""
 
     nodes: tuple[int, int]
     link: Link
@@ -184,9 +184,9 @@ class NodePath:
 class DeviceColumns(NamedTuple):
     """Facts of all devices of a cluster, each of shape (ranks,).
 
-    ``node`` is the index of the device's node, ``nic`` that of its NIC there: a node of d devices with k NICs gives
-    device i the NIC floor(i k / d). Nodes with equal ``node_kind`` differ in nothing but their names; ``kind`` indexes
-    the cluster's device kinds.
+    ``node`` is the index of the device's node, ``nic`` that of its NIC there: in a node of d devices with k NICs,
+    device i uses NIC floor(i k / d). Nodes with equal ``node_kind`` differ only in their names; ``kind`` indexes the
+    cluster's device kinds.
     """
 
     node: NDArray[np.int64]
@@ -197,9 +197,9 @@ class DeviceColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes and the device kinds that they name. Raises ClusterError when a kind is missing or there is no device.
+    """Nodes and the device kinds that they name. Raises ClusterError if a kind is missing or the cluster has no device.
 
-    Nodes talk to each other without anything between their NICs, unless there are ``racks`` or ``paths``.
+    Nodes communicate without anything between their NICs, unless the cluster has ``racks`` or ``paths``.
     """
 
     name: str
@@ -253,15 +253,15 @@ class Cluster:
         return self._places[rank][1]
 
     def columns(self) -> DeviceColumns:
-        """Facts of all devices as arrays, made once."""
+        """Facts of all devices as arrays, computed once."""
         if not self._columns:
             self._columns.append(_device_columns(self))
         return self._columns[0]
 
     def without(self, devices: Collection[int]) -> Cluster:
-        """The other devices, which count from 0 on again, and their kinds; nodes stay, even empty ones.
+        """The cluster without these devices; ranks count the others from 0. Nodes stay, even empty ones.
 
-        Raises ClusterError where none is left.
+        Raises ClusterError if no device is left.
         """
         nodes, rank, gone = list[Node](), 0, frozenset(devices)
         for node in self.nodes:
@@ -274,7 +274,7 @@ class Cluster:
         return replace(self, nodes=tuple(nodes), device_kinds=kinds)
 
     def link_between(self, first: int, second: int) -> Link:
-        """The link that a message between two ranks takes: the node's own, or the slowest on the way to another."""
+        """The link for messages between two ranks: the node's own, or the slowest link on the path between nodes."""
         nodes = self.node_index(first), self.node_index(second)
         if nodes[0] == nodes[1]:
             return self.nodes[nodes[0]].device_link
@@ -287,7 +287,7 @@ class Cluster:
         )
 
     def rack_of(self, node: int) -> int:
-        """Index of the rack of a node; 0 where there are none."""
+        """Index of the rack of a node; 0 in a cluster without racks."""
         return 0 if self.racks is None else node // self.racks.nodes_per_rack
 
     def paths_among(self, nodes: Collection[int]) -> tuple[NodePath, ...]:
@@ -311,8 +311,8 @@ def _device_columns(cluster: Cluster) -> DeviceColumns:
 def load_cluster(reference: str | Path) -> Cluster:
     """Read a cluster: a TOML or JSON file, or a short form of shipped nodes.
 
-    ``H100`` is one device, ``4xA100`` a node of four, ``2x8xH100`` two nodes of eight. Raises ClusterError for a form
-    or kind that is not known, DocumentError for a file that cannot be read.
+    ``H100`` is one device, ``4xA100`` a node of four, ``2x8xH100`` two nodes of eight. Raises ClusterError for an
+    unknown form or kind, DocumentError for a file that cannot be read.
     """
     path = Path(reference)
     if path.suffix in (".toml", ".json"):
@@ -361,7 +361,7 @@ def _shipped_node(kind: str) -> Cluster:
     return _read_shipped(f"{names[written]}.toml")
 
 
-@cache  # `validate --steps` asks 7,000 times
+@cache  # `validate --steps` calls it 7,000 times
 def _read_shipped(file: str) -> Cluster:
     source = resources.files("meshwright.spec") / "hardware" / file
     with resources.as_file(source) as path:

@@ -1,11 +1,11 @@
 """One codec for all documents: frozen dataclasses ↔ JSON or TOML, strict in both directions.
 
 A document is a mapping whose first key is ``schema``: ``"meshwright/<name>/<version>"``. The field types of the
-dataclass say what is legal: scalars, ``Literal``, ``X | None``, tuples, ``dict[str, X]``, nested dataclasses, numpy
-integer columns, and classes that bring their own scalar form (``encode_scalar`` / ``decode_scalar``). Of a union of
-dataclasses each has a ``KIND``, which stands under the key ``kind``. Unknown keys, missing keys and wrong types are
-refused with the path of the value and the nearest known key. How files are parsed and written stands in `spec.parsing`
-and `spec.files`.
+dataclass define the legal values: scalars, ``Literal``, ``X | None``, tuples, ``dict[str, X]``, nested dataclasses,
+numpy integer columns, and classes with their own scalar form (``encode_scalar`` / ``decode_scalar``). Each member of a
+union of dataclasses has a ``KIND``, which is the value of the key ``kind``. Unknown keys, missing keys and wrong types
+are refused with the path of the value and the nearest known key. `spec.parsing` parses files, `spec.files` writes
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCHEMA = re.compile(r"meshwright/(?P<kind>[^/]+)/[^/]+")
 
 def encode(value: Any) -> Any:
     """Turn a dataclass (or any value that its fields may hold) into JSON-able data."""
-    if type(value) in (int, str):  # most of what there is
+    if type(value) in (int, str):  # most values
         return value
     if hasattr(value, "encode_scalar"):
         return value.encode_scalar()
@@ -60,7 +60,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:
-    """Build ``cls`` from plain data; raise DocumentError with the path of whatever does not fit."""
+    """Build ``cls`` from plain data; raise DocumentError with the path of any value that does not fit."""
     return typing.cast("T", _decode(cls, data, where or cls.__name__.lower()))
 
 
@@ -70,7 +70,7 @@ def encode_document(value: Any) -> dict[str, Any]:
 
 
 def decode_document(cls: type[T], data: Any, where: str) -> T:
-    """Like `decode`, after the ``schema`` key was checked; ``cls.upgraded(data, version)`` reads older versions."""
+    """Like `decode`, after checking the ``schema`` key; ``cls.upgraded(data, version)`` reads older versions."""
     expected = _schema(cls)
     if not isinstance(data, dict):
         raise DocumentError(f"{where}: expected a document {expected!r}, found {type(data).__name__}.")
@@ -81,7 +81,7 @@ def decode_document(cls: type[T], data: Any, where: str) -> T:
 
 
 def document_kind(data: Any) -> str | None:
-    """The kind that plain data says it is (``plan`` of ``"meshwright/plan/1"``); None if it is no document of ours."""
+    """The kind in the data's schema (``plan`` for ``"meshwright/plan/1"``); None if it is not a Meshwright document."""
     schema = data.get("schema") if isinstance(data, dict) else None
     match = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
     return match["kind"] if match else None
@@ -128,7 +128,7 @@ def _schema(cls: type) -> str:
 
 
 def _upgraded(cls: type, data: dict[str, Any]) -> dict[str, Any]:
-    """The data of an older version as the current one has it; as given where there is no way to it."""
+    """The data of an older version in the form of the current one; unchanged if it cannot be upgraded."""
     kind, current = cls.__name__.lower(), getattr(cls, "SCHEMA_VERSION", 1)
     given, upgrade = data.get("schema"), getattr(cls, "upgraded", None)
     versions = {f"meshwright/{kind}/{version}": version for version in range(1, current)}
@@ -233,7 +233,7 @@ def _decode_kind(known: dict[str, type], data: Any, where: str) -> Any:
     except DocumentError:
         raise
     except MeshwrightError as error:
-        # What contradicts itself does not know where it stands.
+        # An error of the class's own checks does not contain the path.
         raise DocumentError(f"{where}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh axis exchange while they compute an op of their local graph."""
+"""The collectives among the ranks of a mesh axis while they compute an op of their local graph."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LOSS = "aten.cross_entropy_loss.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What the ranks of ``axis`` exchange when they come to op ``at`` of their local graph.
+    """A collective among the ranks of ``axis`` at op ``at`` of their local graph.
 
-    In the forward pass it is (part of) what that op does, and ends before the op's output is there; in the backward
-    pass likewise with the gradients of the op's inputs. The backward runs ops in descending order. Collectives of one
-    op and phase run in the order in which they are listed. In phase "step" the gradient of parameter ``tensor``, which
-    op ``at`` is the first to read, is summed once before the optimizer.
+    In the forward pass it is (part of) what that op does, and ends before the op's output is available; in the backward
+    pass likewise for the gradients of the op's inputs. The backward runs ops in descending order. Collectives of one
+    op and phase run in the order of the list. In phase "step" the gradient of parameter ``tensor``, which op ``at``
+    reads first, is summed once before the optimizer.
 
-    Its size is that of the **full** tensor in the group (what an all-gather yields, what a reduce-scatter takes in,
-    what all ranks together hand to an all-to-all): ``copies`` times tensor ``tensor`` of the local graph. A "send" is
-    one to the next rank of the axis while another comes from the one before, ``count`` times one after the other.
+    Its size is that of the **full** tensor in the group (the output of an all-gather, the input of a reduce-scatter,
+    what all ranks together pass to an all-to-all): ``copies`` times tensor ``tensor`` of the local graph. A "send" goes
+    to the next rank of the axis while another comes from the rank before, ``count`` times one after the other.
     """
 
     kind: CollectiveKind
@@ -42,7 +42,7 @@ class Collective:
     count: int = 1
 
     def num_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes of the full tensor, of one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
+        """Bytes of the full tensor, for one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
         tensor = graph.tensors[self.tensor]
         if graph.ops[self.at].kind == _LOSS and tensor.dtype in FLOAT_DTYPES:
             # Sums of exponentials are never in half precision.
@@ -52,10 +52,10 @@ class Collective:
 
 @lru_cache(maxsize=16)
 def summing_axes(graph: Graph) -> Mapping[int, tuple[Axis, ...]]:
-    """By parameter, the axes whose ranks hold it alike and have gradients of other samples or tokens; none: ().
+    """By parameter, the axes whose ranks hold copies of it and have gradients of other samples or tokens; else ().
 
-    Their gradients are summed together with those of replicas; not so where ranks of the tensor axis have parts of the
-    same tokens' gradients.
+    Their gradients are summed together with those of replicas. The tensor axis is not among them if its ranks have
+    parts of the gradients of the same tokens.
     """
     found: dict[int, tuple[Axis, ...]] = {}
     for item in graph.collectives:

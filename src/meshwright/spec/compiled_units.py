@@ -1,11 +1,11 @@
 """Which ops of a graph are compiled together: those of a layer, of a part of it, or of a few small layers.
 
-A unit has one backward, so that the gradients of all its parameters come at its end: one unit for a whole stage would
-leave no backward beside which the first of them could be exchanged. Layers are also what fully sharded replicas gather
-and let go (`program.sharding.zero`), and those that repeat share one compilation. Where a stage whose gradients are
-summed in buckets has few layers, these are cut into parts: the gradients of the last unit are summed after the backward
-has ended. Elements of an ``nn.Sequential`` are layers of an op or two, between which there is much to fuse: neighbours
-are joined while a unit has few ops and few of the weights, but not where layers are gathered.
+A unit has one backward, so the gradients of all its parameters come at its end: one unit for a whole stage would leave
+no backward during which gradients could be reduced. Layers are also the units that fully sharded replicas gather and
+free (`program.sharding.zero`), and repeated layers share one compilation. If a stage whose gradients are summed in
+buckets has few layers, these are cut into parts: the gradients of the last unit are summed after the backward has
+ended. Elements of an ``nn.Sequential`` are layers of an op or two, between which much can be fused: neighbours are
+joined while a unit has few ops and few of the weights, but not if layers are gathered.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 # Units of a stage whose gradients are summed in buckets: the last of 8 equal ones leaves an eighth of the sums exposed.
 _LEAST_UNITS = 8
-# A product or two in each part of a block.
+# One or two products in each part of a block.
 _MOST_PARTS = 4
-# Ops of a unit of joined layers: a convolution, its norm and what follows, a few times over. Blocks have more.
+# Ops of a unit of joined layers: a convolution, its norm and what follows, a few times. Blocks have more.
 _FEW_OPS = 12
-# Layers are units as they are.
+# Layers are the units.
 AS_LAYERS = -1
 
 
 def parts_of_layers(plan: Plan) -> int:
-    """Into how many parts each layer of a plan is cut to be compiled, 1: small ones are joined.
+    """The number of parts into which each layer of a plan is cut to be compiled; 1: small layers are joined.
 
-    `AS_LAYERS` where layers are gathered (ZeRO 2 and 3), 0 where none is compiled.
+    `AS_LAYERS` if layers are gathered (ZeRO 2 and 3), 0 if the plan is not compiled.
     """
     if not plan.compiled:
         return 0
@@ -45,10 +45,10 @@ def parts_of_layers(plan: Plan) -> int:
 
 @lru_cache(maxsize=64)
 def compiled_units(graph: Graph) -> Ranges:
-    """Ranges of ops ``start:stop``, ascending and apart; none of a graph that is not compiled.
+    """Ranges of ops ``start:stop``, ascending and disjoint; empty for a graph that is not compiled.
 
-    What is computed again is a unit of its own, unless it reads buffers, which computing again leaves as they are. Ops
-    at which ranks of a mesh axis exchange are in none.
+    A recomputed range is a unit of its own, unless it reads buffers, which a recompute must not change. Ops at which
+    ranks of a mesh axis exchange are in no unit.
     """
     if not graph.compiled:
         return ()
@@ -67,7 +67,7 @@ def compiled_units(graph: Graph) -> Ranges:
 
 @lru_cache(maxsize=64)
 def unit_starts(graph: Graph) -> tuple[int, ...]:
-    """Of every op the first op of its unit; of one in no unit, itself."""
+    """For every op the first op of its unit; for an op outside all units, the op itself."""
     starts = list(range(len(graph.ops)))
     for start, stop in compiled_units(graph):
         starts[start:stop] = [start] * (stop - start)
@@ -75,7 +75,7 @@ def unit_starts(graph: Graph) -> tuple[int, ...]:
 
 
 def _joints(graph: Graph) -> set[int]:
-    """Boundaries of layers that are compiled together."""
+    """Boundaries between layers that are compiled together."""
     if graph.compiled == AS_LAYERS:
         return set()
     most = sum(_weights(graph, op) for op in range(len(graph.ops))) / _LEAST_UNITS
@@ -99,7 +99,7 @@ def _weights(graph: Graph, op: int) -> int:
 
 
 def _cuts(graph: Graph, start: int, stop: int) -> Iterator[int]:
-    """Where a layer is cut into parts of about equal weights, with the least to hand on between them."""
+    """Where a layer is cut into parts of about equal weights, with the fewest elements passed between them."""
     count = graph.compiled
     if count < 2:
         return
@@ -113,12 +113,12 @@ def _cuts(graph: Graph, start: int, stop: int) -> Iterator[int]:
             if abs(share - part / count) < 0.5 / count and _is_legal_cut(graph, start, start + place + 1, stop)
         ]
         if close:
-            # Of equal places the last: views and sums stay with what makes them.
+            # The last of equal places: views and sums stay with the ops that they follow.
             yield min(reversed(close), key=lambda cut: _handed_on(graph, start, cut, stop))
 
 
 def _handed_on(graph: Graph, start: int, cut: int, stop: int) -> int:
-    """Elements that are made in a layer before a cut, or read on both sides, and read behind it."""
+    """Elements that are made in a layer before a cut, or read on both sides, and read after it."""
     behind = {graph.tensors[i].storage for op in graph.ops[cut:stop] for i in op.inputs}
     behind |= {graph.tensors[i].storage for i in graph.outputs}
     known = {graph.tensors[i].storage for op in graph.ops[start:cut] for i in (*op.inputs, *op.outputs)}
@@ -126,7 +126,7 @@ def _handed_on(graph: Graph, start: int, cut: int, stop: int) -> int:
 
 
 def _is_legal_cut(graph: Graph, start: int, cut: int, stop: int) -> bool:
-    """Whether nothing that is made before a cut is written behind it."""
+    """Whether no value made before a cut is written after it."""
     made = {graph.tensors[i].storage for op in graph.ops[start:cut] for i in op.outputs}
     written = {graph.tensors[op.inputs[0]].storage for op in graph.ops[cut:stop] if op.inputs and op.is_in_place}
     return made.isdisjoint(written)

@@ -1,18 +1,17 @@
-"""Controllers: what is decided while a program runs, as data that an interpreter of programs can read.
+"""Controllers: decisions made while a program runs, as data that an interpreter of programs can read.
 
-A controller is a pure function of what it knows, what has happened and when, to what it knows now and what is to be
-done:
+A controller is a pure function of its state, the last event and the time:
 
     decide(state, event, now) = (state', decision)
 
-The simulator calls it when an event comes up on the virtual clock, and appends the instructions of the decision to the
-streams of their ranks; the runtime calls no controllers yet. Instructions have **handles**: those of the program's body
-are their rows, 0 to n - 1, and issued ones count on from n in the order in which they are issued. Marks of the body
-count down from -1.
+The simulator calls it when an event occurs on the virtual clock, and appends the instructions of the decision to the
+streams of their ranks; the runtime does not call controllers yet. Instructions have **handles**: those of the program's
+body are their rows, 0 to n - 1, and issued instructions are numbered from n in the order of issue. Marks of the body
+are numbered downwards from -1.
 
-Events come in a total order: the start is first; then by moment, at equal moments ends before timers, ends in the order
-of handles, timers in the order in which they were asked for. All that follows at a moment without a link happens before
-its events, and links are given after them. No issued instruction begins before the moment of its decision.
+Events have a total order: the start is first; then by time, at equal times ends before timers, ends in the order of
+handles, timers in the order in which they were set. At each time, all that follows without using a link happens before
+the events, and links are assigned after them. No issued instruction starts before the time of its decision.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ State = TypeVar("State")
 class Issue:
     """One instruction for the end of a stream of a rank.
 
-    It goes on when ``need`` of the handles in ``waits`` have happened, or all of them if that is None. ``group`` names
-    the ranks that take part in communication. When a ``watched`` instruction ends, the controller is told. An
-    ``abandonable`` computation can be given up later.
+    It continues when ``need`` of the handles in ``waits`` have happened, or all of them if that is None. ``group``
+    names the ranks that take part in communication. When a ``watched`` instruction ends, the controller receives an
+    event. An ``abandonable`` computation can be abandoned later.
     """
 
     rank: int
@@ -46,7 +45,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timer:
-    """Ask for an event at a moment, which may be now; ``number`` is the controller's own."""
+    """Request an event at a time, which may be now; ``number`` is chosen by the controller."""
 
     at_ps: int
     number: int = 0
@@ -54,13 +53,13 @@ class Timer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is to be done. ``watch`` names instructions of the program's body; only the first decision may have some.
+    """The output of a controller. ``watch`` names instructions of the program's body; only in the first decision.
 
-    ``abandon`` gives up abandonable computations of earlier decisions: one that runs ends now, one that has not begun
+    ``abandon`` abandons abandonable computations of earlier decisions: one that runs ends now, one that has not started
     takes no time when its turn comes, and one that has ended stays as it is.
 
-    All members of a collective stand in one decision, and a send stands before its receive, in the same or an earlier
-    one.
+    All members of a collective are in one decision, and a send precedes its receive, in the same or an earlier
+    decision.
     """
 
     issues: tuple[Issue, ...] = ()
@@ -74,7 +73,7 @@ NOTHING = Decision()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The program begins, at time 0. The first instruction of the decision gets the handle ``next_handle``."""
+    """The program starts, at time 0. The first instruction of the decision gets the handle ``next_handle``."""
 
     next_handle: int
 
@@ -91,7 +90,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rang:
-    """A moment has come that a timer was set for."""
+    """The time of a timer has come."""
 
     next_handle: int
     number: int
@@ -101,13 +100,13 @@ Event = Started | Ended | Rang
 
 
 class Controller(Protocol[State]):
-    """A policy: frozen facts, a first state, and the pure function. States are values that are never changed."""
+    """A policy: frozen facts, an initial state, and a pure function. States are values that are never changed."""
 
     @property
     def initial(self) -> State:
-        """What is known before the start."""
+        """The state before the start."""
         ...
 
     def decide(self, state: State, event: Event, now_ps: int) -> tuple[State, Decision]:
-        """What is known after an event, and what is to be done."""
+        """The state after an event, and the decision."""
         ...

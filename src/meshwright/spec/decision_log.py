@@ -1,12 +1,12 @@
-"""The log of what a controller decided: columns that are read back, replayed, or turned into an ordinary program.
+"""The log of a controller's decisions: columns that are read back, replayed, or turned into an ordinary program.
 
-Decision k was made at ``now_ps[k]`` about the event ``event_kind[k]`` (a place in `EVENTS`) of ``event_number[k]``: the
-handle that ended, or the number of the timer. It issued rows ``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of
-``issued``, for the streams (places in `STREAM_NAMES`) of ``rank``, and set timers in the same way. ``issued`` has one
-stream, in the order of issue; its waits are handles (`control`), and so are the instructions in ``watched`` and
-``abandonable``, ascending. Decision ``abandon_decision[j]``, ascending, gave up ``abandoned[j]``.
+Decision k was made at ``now_ps[k]`` about the event ``event_kind[k]`` (an index into `EVENTS`) of ``event_number[k]``:
+the handle that ended, or the number of the timer. It issued rows ``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of
+``issued``, for the streams (indices into `STREAM_NAMES`) of ``rank``, and set timers in the same way. ``issued`` has
+one stream, in the order of issue; its waits are handles (`control`), and so are the instructions in ``watched`` and
+``abandonable``, ascending. Decision ``abandon_decision[j]``, ascending, abandoned ``abandoned[j]``.
 
-A log is replayed by `Replay`, a controller that repeats its decisions and refuses any other event or moment.
+A log is replayed by `Replay`, a controller that repeats its decisions and refuses any other event or time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.spec.program import Section
 
 EVENTS = (Started, Ended, Rang)
 _COLUMNS = ("opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
-# What an issued instruction has not.
+# A field that an issued instruction does not have.
 _ABSENT = ("mark_instruction", "mark_index", "late_instruction", "late_section", "late_awaited", "late_lag")
 _MOST = np.iinfo(np.int64).max
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
@@ -35,7 +35,7 @@ _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 class DecisionLog:
     """Every decision of one run, in order (see the module's docstring).
 
-    ``num_instructions`` is the number of instructions of the program's body, where issued ones count on.
+    ``num_instructions`` is the number of instructions of the program's body; issued ones are numbered from there.
     """
 
     num_ranks: int
@@ -120,7 +120,7 @@ class DecisionLog:
 
     @property
     def num_decisions(self) -> int:
-        """Number of decisions, those to do nothing too."""
+        """Number of decisions, including empty ones."""
         return len(self.now_ps)
 
     def decision(self, index: int) -> Decision:
@@ -154,7 +154,7 @@ class DecisionLog:
 
 
 def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Event, int, Decision]]) -> DecisionLog:
-    """The log of what was decided in a program with so many instructions: events, moments in ps, decisions."""
+    """The log of decisions in a program of ``num_instructions`` instructions: events, times in ps, decisions."""
     rows = list(decided)
     decisions = [decision for _, _, decision in rows]
     issues = [issue for decision in decisions for issue in decision.issues]
@@ -198,19 +198,19 @@ def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Even
 
 
 def event_number(event: Event) -> int:
-    """What tells events of one kind apart: the handle that ended, the number of the timer; 0 for the start."""
+    """The number that identifies an event within its kind: the handle that ended, the number of the timer, 0."""
     return event.handle if isinstance(event, Ended) else event.number if isinstance(event, Rang) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The controller that decides what a log says; its state is the number of decisions made."""
+    """The controller that repeats a log; its state is the number of decisions made."""
 
     log: DecisionLog
     initial: int = 0
 
     def decide(self, state: int, event: Event, now_ps: int) -> tuple[int, Decision]:
-        """The decision of the log. ProgramError if the event or its moment is another one."""
+        """The decision of the log. Raises ProgramError if the event or its time differs from the log."""
         log = self.log
         given = (EVENTS.index(type(event)), event_number(event), now_ps)
         logged = (
@@ -227,13 +227,13 @@ class Replay:
         return state + 1, log.decision(state)
 
     def check_end(self, num_decisions: int) -> None:
-        """ProgramError unless all that the log has was decided."""
+        """Raise ProgramError unless all decisions of the log were made."""
         if num_decisions < self.log.num_decisions:
             following = int(self.log.event_kind[num_decisions]), int(self.log.event_number[num_decisions])
             raise ProgramError(
-                f"The log of decisions does not fit: the run ended after {num_decisions} events; the log goes on with "
-                f"{_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the program, costs "
-                "and contention that it was made with."
+                f"The log of decisions does not fit: the run ended after {num_decisions} events; the log continues "
+                f"with {_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the program, "
+                "costs and contention that it was made with."
             )
 
 
@@ -258,17 +258,17 @@ def _check_joins(issued: Section) -> None:
 
 
 def _check_abandoned(log: DecisionLog) -> None:
-    """Computations that were issued before, as abandonable."""
+    """Check that abandoned computations were issued before, as abandonable."""
     _require(len(log.abandoned) == len(log.abandon_decision), "the columns of what was abandoned differ in length")
     known = log.num_instructions + log.issue_offsets[log.abandon_decision]
     legal = bool((log.abandoned < known).all()) and bool(np.isin(log.abandoned, log.abandonable).all())
     _require(legal, "column abandoned names what was not issued before, or is not abandonable")
     computes = log.stream[log.abandonable - log.num_instructions] == _PLACES["compute"]
-    _require(bool(computes.all()), "column abandonable names what is no computation")
+    _require(bool(computes.all()), "column abandonable names instructions that do not compute")
 
 
 def _check_events(log: DecisionLog) -> None:
-    """Ends are of what is watched and was issued before, no number is below 0, and the start has the number 0."""
+    """Check that ends are of watched, issued instructions, no number is below 0, and the start has the number 0."""
     ended = log.event_kind == EVENTS.index(Ended)
     handles, known = log.event_number[ended], log.num_instructions + log.issue_offsets[:-1][ended]
     legal = bool((handles < known).all()) and bool(np.isin(handles, log.watched).all())

@@ -1,16 +1,16 @@
-"""Deployment: models that are served under deadlines, the devices that serve them, and what arrives.
+"""Deployment: models that are served under deadlines, the devices that serve them, and the requests that arrive.
 
     Latency    l(b) = α b + β seconds for a batch of b, or lines between measured sizes, up to a largest batch
-    Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
-    Trouble    Straggler · Outage: what happens to devices
-    Server     where it listens, and its limits (`meshwright.spec.server`)
-    Group      some of the devices, and which models they hold
-    Query      a tree of calls, each of a model
+    Arrivals   Poisson · Gamma (bursts) · Diurnal (a daily wave) · Trace (a file of arrival times)
+    Trouble    Straggler · Outage: failures of devices
+    Server     the address of the server, and its limits (`meshwright.spec.server`)
+    Group      some of the devices, and the models that they hold
+    Query      a tree of calls, each to a model
     Trunk      the first layers of several models, which differ in their heads
-    Scaling    how many devices are there follows from what arrives
+    Scaling    the number of devices follows the arrivals
 
-All devices of a deployment are alike; `Straggler` makes some of them slower than they are taken to be. They hold all of
-its models, or, where there are groups, those of their group. Rates are requests per second.
+All devices of a deployment are alike; `Straggler` makes some of them slower than assumed. They hold all of its models,
+or, in a deployment with groups, those of their group. Rates are requests per second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshwright.spec.server import Server
 
 _YEAR = 366 * LONGEST
 A_DAY = Seconds(86_400.0)
-# What sums of bytes may be off by.
+# The tolerance of sums of bytes.
 _ROUNDING = 1 + 1e-9
 _SERVER = Server()
 MOST_MODELS, LARGEST_SAMPLE = 100_000, 2**30
@@ -47,7 +47,7 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Requests that come independently of each other."""
+    """Requests that arrive independently of each other."""
 
     KIND: ClassVar = "poisson"
     rate: float
@@ -70,7 +70,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diurnal:
-    """Poisson arrivals whose rate swings as a cosine between ``low`` and ``high``, beginning with ``low``."""
+    """Poisson arrivals whose rate swings as a cosine between ``low`` and ``high``, starting with ``low``."""
 
     KIND: ClassVar = "diurnal"
     low: float
@@ -89,9 +89,9 @@ class Diurnal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Moments from a text file, one in a line: seconds from its begin, ascending.
+    """Arrival times from a text file, one per line: seconds from its start, ascending.
 
-    A relative path is one from the deployment's folder. ``speed`` 2 replays it in half the time.
+    A relative path starts at the deployment's folder. ``speed`` 2 replays the file in half the time.
     """
 
     KIND: ClassVar = "trace"
@@ -104,7 +104,7 @@ class Trace:
 
 Arrivals = Poisson | Gamma | Diurnal | Trace
 
-# Names of the Open Inference Protocol and what a value takes in bytes.
+# Datatypes of the Open Inference Protocol and the bytes of a value.
 DATATYPES = {
     "BOOL": 1,
     "UINT8": 1,
@@ -124,7 +124,7 @@ DATATYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor that a served model takes or gives: ``shape`` is that of one sample, without the batch."""
+    """An input or output tensor of a served model: ``shape`` is that of one sample, without the batch."""
 
     name: str
     datatype: str = "FP32"
@@ -132,15 +132,15 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ServingError("A tensor has an empty name, by which no request can have it. Give it another one.")
+            raise ServingError("A tensor has an empty name, so requests cannot name it. Give it another one.")
         if self.datatype not in DATATYPES:
             raise ServingError(
-                f"Tensor {self.name!r}: there is no datatype {self.datatype!r}{suggest(self.datatype, DATATYPES)}. "
+                f"Tensor {self.name!r}: unknown datatype {self.datatype!r}{suggest(self.datatype, DATATYPES)}. "
                 f"Give one of {', '.join(DATATYPES)}."
             )
         if any(size < 1 for size in self.shape) or self.num_bytes > LARGEST_SAMPLE:
             raise ServingError(
-                f"Tensor {self.name!r}: a sample of shape {list(self.shape)} was asked for; expected sizes of at least "
+                f"Tensor {self.name!r}: a sample of shape {list(self.shape)} was given; expected sizes of at least "
                 f"1, and {LARGEST_SAMPLE} bytes at most. Give the shape of one sample, without the batch."
             )
 
@@ -152,18 +152,18 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model, how long its batches take, how soon answers are due (``slo``), and what arrives for it.
+    """A model, the time of its batches, its SLO (``slo``: time until an answer is due), and its arrivals.
 
-    ``copies`` are so many models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo name,
-    a shape file, a Hugging Face configuration, ``model.pt2``, ``file.py:function``, with ``sequence_length`` or
-    ``image_size`` where they are asked for; a file is one from the deployment's folder. A server without it sleeps as
-    long as batches would take, which then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that
-    runs a model, which measures it.
+    ``copies`` is the number of models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo
+    name, a shape file, a Hugging Face configuration, ``model.pt2``, ``file.py:function``, with ``sequence_length`` or
+    ``image_size`` if they are needed; paths start at the deployment's folder. Without it, a server sleeps for the time
+    of a batch, and ``inputs`` and ``outputs`` have to be given. ``latency`` may be left out if a server runs a model;
+    the server then measures it.
 
-    ``inputs`` and ``outputs`` are found by trying the model; those that are given rename them, or choose among outputs.
-    ``preprocess`` and ``postprocess`` are ``file.py:function``: what makes the model's arguments of ``inputs``, which
-    are then given, and what becomes of its outputs.
-    ``memory`` is what one copy takes of a device that holds it, and ``load`` how long its weights take to get there.
+    ``inputs`` and ``outputs`` are found by running the model once; given ones rename them, or choose among outputs.
+    ``preprocess`` and ``postprocess`` are ``file.py:function``: the first makes the model's arguments from ``inputs``,
+    which must then be given, the second transforms its outputs.
+    ``memory`` is the memory of one copy on a device that holds it, and ``load`` the time to load its weights there.
     """
 
     name: str
@@ -183,41 +183,41 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ServingError("A model has an empty name, by which nobody can ask for it. Give it another one.")
+            raise ServingError("A model has an empty name, so requests cannot name it. Give it another one.")
         _check(f"Model {self.name!r}", load=(0.0, self.load, LONGEST))
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
         _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
         if self.latency is not None and self.latency.of(1) > self.slo:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
-                f"{self.slo:g} s, so that no request can be met. Give it more time, or another latency."
+                f"{self.slo:g} s, so that no request can meet it. Give it more time, or another latency."
             )
-        # An input and an output may share one, as requests and answers name them apart.
+        # An input and an output may have the same name, as requests and answers list them separately.
         for what, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
             if len({tensor.name for tensor in tensors}) < len(tensors):
-                raise ServingError(f"Model {self.name!r} has two {what} of one name. Give each its own.")
+                raise ServingError(f"Model {self.name!r} has two {what} with the same name. Give each its own.")
         if self.model is None and (self.sizes or self.preprocess or self.postprocess):
             raise ServingError(
                 f"Model {self.name!r} has sizes, preprocess or postprocess, but no `model` for them. Name it."
             )
         if self.preprocess is not None and not self.inputs:
             raise ServingError(
-                f"Model {self.name!r}: what {self.preprocess} takes cannot be found out. Give the names, datatypes and "
-                "shapes of its inputs."
+                f"Model {self.name!r}: the inputs of {self.preprocess} cannot be found automatically. Give the names, "
+                "datatypes and shapes of its inputs."
             )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes that are asked for, by name."""
+        """The given sizes, by name."""
         given = {"sequence_length": self.sequence_length, "image_size": self.image_size}
         return {name: size for name, size in given.items() if size is not None}
 
     @property
     def line(self) -> Latency:
-        """The latency; raises ServingError where it is left to a server."""
+        """The latency. Raises ServingError if a server is to measure it."""
         if self.latency is None:
             raise ServingError(
-                f"Model {self.name!r} has no latency, which only a server finds out itself. Give it alpha and beta, or "
+                f"Model {self.name!r} has no latency, which only a server measures itself. Give it alpha and beta, or "
                 f"measure them (meshwright measure {self.model or 'MODEL'} --batches 1..64:7log --out table.json) and "
                 "give that table (--measurements table.json)."
             )
@@ -226,7 +226,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A device takes ``factor`` times as long as it is taken to."""
+    """A device takes ``factor`` times as long as assumed."""
 
     KIND: ClassVar = "straggler"
     device: int
@@ -238,7 +238,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """A device is away from ``since`` to ``until``, or for good; its requests come again."""
+    """A device is missing from ``since`` to ``until``, or for good; its requests are served again."""
 
     KIND: ClassVar = "outage"
     device: int
@@ -249,7 +249,7 @@ class Outage:
         _check("An outage", since=(0.0, self.since, _YEAR), until=(0.0, self.until, _YEAR))
         if self.until is not None and self.until <= self.since:
             raise ServingError(
-                f"An outage ends at {self.until:g} s and begins at {self.since:g} s; expected an end after the begin."
+                f"An outage ends at {self.until:g} s and starts at {self.since:g} s; expected an end after the start."
             )
 
 
@@ -260,13 +260,13 @@ Trouble = Straggler | Outage
 class Deployment:
     """See the module's docstring.
 
-    ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: what passes
-    between a decision and its begin on an idle device. ``slack``: how long before a deadline batches have to end.
-    ``guard``: how much earlier than needed a policy asks to be woken. A server measures those of the three that are 0.
-    ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
-    ``device_memory``: of each device. ``groups`` number the devices one group after the other; devices of none are
-    idle, and requests for models of none are not served. A call of a query is a model called query.call, and a trunk
-    with its heads is one model.
+    ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: the time
+    between a decision and the start of its batch on an idle device. ``slack``: how long before a deadline batches have
+    to end. ``guard``: how much earlier than needed a policy asks to be woken. A server measures those of the three that
+    are 0. ``jitter``: deviation of the lognormal factor on the times of batches.
+    ``device_memory``: per device. ``groups`` number the devices one group after the other; devices outside of all
+    groups are idle, and requests for models outside of all groups are not served. A call of a query is a model called
+    query.call, and a trunk with its heads is one model.
     """
 
     models: tuple[ServedModel, ...] = ()
@@ -301,14 +301,14 @@ class Deployment:
         for trouble in self.troubles:
             if not 0 <= trouble.device < self.devices:
                 raise ServingError(
-                    f"A trouble is of device {trouble.device}; there are {self.devices}, from 0 to {self.devices - 1}."
+                    f"A trouble names device {trouble.device}, but the deployment has devices 0 to {self.devices - 1}."
                 )
         check_groups(self, names)
         check_memory(self)
         check_scaling(self)
 
     def memory_of(self, models: Iterable[str]) -> float:
-        """Bytes of each device that holds these models with all their copies."""
+        """Bytes on each device that holds these models with all their copies."""
         held = set(models)
         return math.fsum((model.memory or 0.0) * model.copies for model in self.models if model.name in held)
 
@@ -318,7 +318,7 @@ class Deployment:
 
 
 def read_deployment(path: Path | str) -> Deployment:
-    """Read a deployment (.toml, .json); what lies beside it (traces, models, a policy) is then named by absolute paths.
+    """Read a deployment (.toml, .json); files next to it (traces, models, a policy) then have absolute paths.
 
     Raises DocumentError with the file's name and the place.
     """
@@ -335,7 +335,7 @@ def read_deployment(path: Path | str) -> Deployment:
 
 
 def write_deployment(deployment: Deployment, path: Path | str) -> Path:
-    """Write a deployment (.toml, .json) that `read_deployment` reads as the same; files are named from its folder."""
+    """Write a deployment (.toml, .json) that `read_deployment` reads as equal; paths start at its folder."""
     folder = Path(path).parent
     models = []
     for model in deployment.models:
@@ -358,7 +358,7 @@ def write_deployment(deployment: Deployment, path: Path | str) -> Path:
 
 
 def _reference_from(reference: str | None, folder: Path) -> str | None:
-    """A file of a reference as it is called from a folder; one in it keeps a suffix or a slash."""
+    """The path of a referenced file, relative to a folder; a file in that folder keeps a suffix or a slash."""
     if reference is None or not Path(reference).is_absolute():
         return reference
     return f"./{os.path.relpath(reference, folder)}"
@@ -377,7 +377,7 @@ def _located(model: ServedModel, folder: Path) -> ServedModel:
 
 
 def _located_reference(reference: str | None, folder: Path) -> str | None:
-    """Where a file of a reference lies; names, which have neither a slash nor a suffix, stay as they are."""
+    """The absolute path of a referenced file; names, which have neither a slash nor a suffix, stay as they are."""
     if reference is None or not ("/" in reference or Path(reference).suffix):
         return reference
     return str((folder / Path(reference).expanduser()).absolute())

@@ -1,4 +1,4 @@
-"""Drives of a node, on which states may lie that neither devices nor the host have room for."""
+"""The drives of a node, for states that fit neither the devices nor the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.spec.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvme:
-    """The drives of a node, all together."""
+    """The drives of a node, taken together."""
 
     capacity_bytes: int
     read_bytes_per_s: float
@@ -19,6 +19,6 @@ class Nvme:
         if not min(self.capacity_bytes, self.read_bytes_per_s, self.write_bytes_per_s) > 0:
             raise ClusterError(
                 f"Drives of {self.capacity_bytes} bytes that read {self.read_bytes_per_s} B/s and write "
-                f"{self.write_bytes_per_s} B/s are impossible; expected positive numbers. Leave `nvme` out where there "
-                "are none."
+                f"{self.write_bytes_per_s} B/s are impossible; expected positive numbers. Leave `nvme` out if the node "
+                "has no drives."
             )

@@ -2,24 +2,24 @@
 
 ```
 MeshwrightError                 exit code 1
-├── DocumentError               a file or document that cannot be read as what it should be
-├── GraphError                  a graph that contradicts itself, or a cut that it does not allow
-├── ClusterError                a cluster that contradicts itself, or a device that nobody described
-├── ScenarioError               a scenario that contradicts itself, or changes what its cluster has not
+├── DocumentError               a file or document that cannot be read as the expected kind
+├── GraphError                  an inconsistent graph, or a cut that it does not allow
+├── ClusterError                an inconsistent cluster, or an unknown device kind
+├── ScenarioError               an inconsistent scenario, or one that changes what its cluster lacks
 ├── PlanError                   a plan that does not fit its graph, cluster or workload
 │   ├── GraphMismatchError      the plan was made for another graph
 │   └── NoFeasiblePlanError     nothing fits; names the binding constraint      exit code 3
 ├── ProgramError                a program that breaks its own rules
 │   ├── DeadlockError           a program that can never finish
 │   └── ScheduleError           a schedule that orders the work of a plan wrongly, or fails on it
-├── ModelReferenceError         a model reference that leads nowhere
+├── ModelReferenceError         a model reference that leads to no model
 ├── ScheduleReferenceError      a schedule reference that leads to no schedule, or to a changed one
 ├── CaptureError                a model that cannot be captured faithfully
-├── RewriteError                a rule, a set of rules or a graph that cannot be rewritten with
+├── RewriteError                a rule, a set of rules or a graph that cannot be used for rewriting
 ├── MeasurementError            a measurement that could not be taken
 ├── RunError                    a run that ended early; names the rank
-├── ServingError                a deployment that contradicts itself, or a policy that cannot serve it
-└── PlaygroundError             a link or request that means nothing, or a page that cannot be served
+├── ServingError                an inconsistent deployment, or a policy that cannot serve it
+└── PlaygroundError             an invalid link or request, or a page that cannot be served
 ```
 
 Every message is one paragraph: what was given, what was expected, what to do.
@@ -41,19 +41,19 @@ class MeshwrightError(Exception):
 
 
 class DocumentError(MeshwrightError):
-    """A file or document that cannot be read as what it should be."""
+    """A file or document that cannot be read as the expected kind."""
 
 
 class GraphError(MeshwrightError):
-    """A graph that contradicts itself, or a cut that the graph does not allow."""
+    """An inconsistent graph, or a cut that the graph does not allow."""
 
 
 class ClusterError(MeshwrightError):
-    """A cluster that contradicts itself, or a device that nobody described."""
+    """An inconsistent cluster, or an unknown device kind."""
 
 
 class ScenarioError(MeshwrightError):
-    """A scenario that contradicts itself, or changes what its cluster has not."""
+    """An inconsistent scenario, or one that changes what its cluster lacks."""
 
 
 class PlanError(MeshwrightError):
@@ -65,7 +65,7 @@ class GraphMismatchError(PlanError):
 
 
 class NoFeasiblePlanError(PlanError):
-    """No plan satisfies the constraints; the message names the one that binds."""
+    """No plan satisfies the constraints; the message names the binding one."""
 
     exit_code = 3
 
@@ -75,7 +75,7 @@ class ProgramError(MeshwrightError):
 
 
 class DeadlockError(ProgramError):
-    """A program that can never finish; the message names the instructions that wait."""
+    """A program that can never finish; the message names the waiting instructions."""
 
 
 class ScheduleError(ProgramError):
@@ -83,7 +83,7 @@ class ScheduleError(ProgramError):
 
 
 class ModelReferenceError(MeshwrightError):
-    """A model reference that leads nowhere."""
+    """A model reference that leads to no model."""
 
 
 class ScheduleReferenceError(MeshwrightError):
@@ -95,7 +95,7 @@ class CaptureError(MeshwrightError):
 
 
 class RewriteError(MeshwrightError):
-    """A rule, a set of rules or a graph that rewriting cannot work with."""
+    """A rule, a set of rules or a graph that cannot be used for rewriting."""
 
 
 class MeasurementError(MeshwrightError):
@@ -107,11 +107,11 @@ class RunError(MeshwrightError):
 
 
 class ServingError(MeshwrightError):
-    """A deployment that contradicts itself, or a policy that cannot serve it."""
+    """An inconsistent deployment, or a policy that cannot serve it."""
 
 
 class PlaygroundError(MeshwrightError):
-    """A link or request of the playground that means nothing, or a page that cannot be served."""
+    """An invalid link or request of the playground, or a page that cannot be served."""
 
 
 # A message stays readable; a model has hundreds of modules.
@@ -119,7 +119,7 @@ _MOST_NAMED = 48
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the nearest known word; if none is near, the known words or the first."""
+    """Return ``" (did you mean 'x'?)"`` for the nearest known word, else the known words, or the first of them."""
     known = sorted(known)
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     if near:

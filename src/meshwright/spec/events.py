@@ -1,4 +1,4 @@
-"""Where progress and metrics go: a protocol, so that no package prints."""
+"""Receivers of progress and metrics: a protocol, so that no package prints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GradientExchange: how replicas make one gradient of theirs, and parameters of it. A part of a plan.
+"""GradientExchange: how replicas reduce their gradients and synchronise their parameters. A part of a plan.
 
-What is said here becomes instructions in `program.exchange`, `program.parts`, `program.servers` and
-`program.across_steps`; the sequence of parts comes from `simulator.schedule_exchange`.
+`program.exchange`, `program.parts`, `program.servers` and `program.across_steps` turn it into instructions; the
+sequence of parts comes from `simulator.schedule_exchange`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from meshwright.spec.errors import PlanError, suggest
 
-# The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
+# The schedule whose replicas sum their updates wave by wave, and the largest staleness: each further wave costs each
 # rank another copy of its gradients.
 WAVES: Literal["hetpipe"] = "hetpipe"
 MAX_STALENESS = 64
@@ -27,28 +27,28 @@ ALGORITHMS: tuple[AllReduceAlgorithm, ...] = get_args(AllReduceAlgorithm)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientExchange:
-    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
+    """How replicas sum their gradients: all-reduce in buckets, during the last backward (``overlap``) or after it.
 
-    ``zero``: what replicas share out among each other instead of keeping it alike (Rajbhandari et al., SC 2020). 1:
-    optimizer states, so that sums are scattered, and parameters gathered before the next step's forward; 2: gradients,
-    too; 3: parameters, too. With 2 and 3 this happens inside of passes, layer by layer, instead of in buckets.
-    ``shard_size``: replicas share in groups of so many neighbours, and groups sum what each member keeps (hybrid
-    sharding: torch's HSDP, Zhao et al., PyTorch FSDP, VLDB 2023); 0: all replicas of a stage are one group.
+    ``zero``: what replicas shard instead of keeping copies (Rajbhandari et al., SC 2020). 1: optimizer states, so that
+    sums are scattered, and parameters gathered before the next step's forward; 2: also gradients; 3: also parameters.
+    With 2 and 3 this happens inside the passes, layer by layer, instead of in buckets.
+    ``shard_size``: replicas shard in groups of this number of neighbours, and groups sum the shards of each member
+    (hybrid sharding: torch's HSDP, Zhao et al., PyTorch FSDP, VLDB 2023); 0: all replicas of a stage are one group.
     ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
 
-    ``partition_bytes``: buckets are cut into parts of at most so many bytes (0: left whole). ``sequence``: the order in
-    which the parts leave, by number; that of readiness if not given. ``across_steps``: the exchange goes on in the next
-    step, where each stage's forward waits for the update of that stage alone.
+    ``partition_bytes``: buckets are cut into parts of at most this size (0: not cut). ``sequence``: the order in which
+    the parts are sent, by number; by default the order of readiness. ``across_steps``: the exchange continues in the
+    next step, where each stage's forward waits for the update of that stage alone.
 
-    ``servers``: ranks that sum the parts instead, each rank pushing to them and pulling from them; ranks beyond those
-    that train are machines of their own. ``credit_bytes``: what a rank may have pushed and not yet pulled (0: all).
+    ``servers``: ranks that sum the parts instead; each rank pushes to them and pulls from them. Ranks beyond those that
+    train are separate machines. ``credit_bytes``: what a rank may have pushed and not yet pulled (0: all).
 
-    ``algorithm`` of all-reduces: ``auto`` is the fastest known for each size, ``hierarchical`` scatters sums in each
-    node of ``node_size`` ranks, sums across nodes what each rank has then, and gathers in the node.
+    ``algorithm`` of all-reduces: ``auto`` is the fastest known for each size; ``hierarchical`` reduce-scatters in each
+    node of ``node_size`` ranks, all-reduces each rank's part across nodes, and all-gathers in the node.
 
-    ``every_steps``: replicas update by themselves and average their parameters after so many steps (local SGD).
-    ``clip_norm`` and ``loss_scale``: before every update all ranks agree on one number, the norm of all gradients or
-    whether one is infinite.
+    ``every_steps``: replicas update by themselves and average their parameters after this number of steps (local SGD).
+    ``clip_norm`` and ``loss_scale``: before every update all ranks agree on one number, the norm of all gradients, or
+    whether one of them is not finite.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -73,17 +73,17 @@ class GradientExchange:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all-reduces of buckets are all there is."""
+        """Whether the exchange consists of all-reduces of buckets alone."""
         return self == GradientExchange(bucket_bytes=self.bucket_bytes, overlap=self.overlap, staleness=self.staleness)
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: sums of buckets or their parts, states shared out, a norm to clip by."""
+        """Whether the runtime executes it: sums of buckets or of their parts, sharded states, a norm for clipping."""
         done = {"zero": 0, "shard_size": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}
         return replace(self, **done, clip_norm=False).is_plain
 
     def describe_changes(self) -> str:
-        """What is not as by default, for messages: ``zero = 3, clip_norm = True``."""
+        """The settings that differ from the defaults, for messages: ``zero = 3, clip_norm = True``."""
         values = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
         return ", ".join(f"{name} = {value}" for name, value, default in values if value != default)
 
@@ -93,7 +93,7 @@ class GradientExchange:
         return self.zero == 1
 
     def shard_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Groups of neighbours that share states. Raises PlanError unless the shard size divides their number."""
+        """Groups of neighbours that shard states. Raises PlanError unless the shard size divides their number."""
         size = self.shard_size or len(ranks)
         if len(ranks) == 1:
             return (ranks,)
@@ -105,19 +105,19 @@ class GradientExchange:
         return tuple(ranks[start : start + size] for start in range(0, len(ranks), size))
 
     def shard_group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The one of `shard_groups` that has a rank."""
+        """The group of `shard_groups` that contains a rank."""
         return next(group for group in self.shard_groups(ranks) if rank in group)
 
     def num_parts(self, num_replicas: int) -> int:
-        """Parts into which replicas cut what they share; 1 if that is nothing."""
+        """Number of parts into which replicas cut their shared states; 1 without sharding."""
         return (min(self.shard_size, num_replicas) or num_replicas) if self.zero else 1
 
     def replicating_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The replicas at the same place of each group of `shard_groups`: they keep the same part of states."""
+        """The replicas at the same place of each group of `shard_groups`: they have the same shard."""
         return tuple(zip(*self.shard_groups(ranks), strict=True))
 
     def suited_to(self, schedule: str) -> GradientExchange:
-        """The same for another schedule: without staleness, unless it knows waves."""
+        """The same exchange for another schedule: without staleness, unless the schedule has waves."""
         return self if schedule == WAVES else replace(self, staleness=0)
 
 
@@ -149,12 +149,12 @@ def _check_numbers(exchange: GradientExchange) -> None:
     if (exchange.node_size > 0) != (exchange.algorithm == "hierarchical") or exchange.node_size < 0:
         raise PlanError(
             f"Nodes of {exchange.node_size} ranks were given for the algorithm {exchange.algorithm}; expected 1 or "
-            "more for hierarchical, and none for others. Give `node_size` with hierarchical, and leave it out else."
+            "more for hierarchical, and 0 for others. Give `node_size` only with hierarchical."
         )
 
 
 def _check_ways(exchange: GradientExchange) -> None:
-    """Some ways of exchanging exclude each other."""
+    """Raise PlanError for ways of exchanging that exclude each other."""
     chosen = {
         "zero": exchange.zero > 0,
         "servers": bool(exchange.servers),
@@ -163,7 +163,7 @@ def _check_ways(exchange: GradientExchange) -> None:
     ways = [name for name, is_chosen in chosen.items() if is_chosen]
     if len(ways) > 1:
         raise PlanError(
-            f"An exchange was given with {' and '.join(ways)}, which are different ways. Choose one, and leave "
+            f"An exchange was given with {' and '.join(ways)}, which exclude each other. Choose one, and leave "
             "the others out."
         )
     if exchange.algorithm != "auto" and (exchange.servers or exchange.zero):
@@ -180,5 +180,5 @@ def _check_ways(exchange: GradientExchange) -> None:
         )
 
 
-# All-reduces of buckets within the last backward.
+# All-reduces of buckets during the last backward.
 DEFAULT_EXCHANGE = GradientExchange()

@@ -1,8 +1,8 @@
-"""Files: which are read and replaced (regular ones, also behind links, up to a size), and how a text is written.
+"""Files: which may be read and replaced (regular files, also through links, up to a size), and how text is written.
 
-Opening a named pipe waits for a writer that may never come, and renaming over a pipe or a device takes it away; both
-are refused, as are folders, with an error of the caller's kind. A text is written beside its place and renamed, so that
-no file is ever half-written.
+Opening a named pipe waits for a writer that may never come, and renaming over a pipe or a device removes it; both are
+refused, as are folders, with an error of the class that the caller gives. A text is written next to its target and
+renamed, so that no file is ever half-written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def read_regular(path: Path, max_bytes: int, error: type[MeshwrightError] = DocumentError) -> bytes:
-    """Up to ``max_bytes`` of a file; ``error`` says why it cannot be read."""
+    """Up to ``max_bytes`` of a file; raises ``error`` with the reason if it cannot be read."""
     try:
         _refuse_special(path, error, "read", "Give the path of a file.")
         with path.open("rb") as file:
@@ -36,7 +36,7 @@ def read_regular(path: Path, max_bytes: int, error: type[MeshwrightError] = Docu
 
 
 def refuse_replacing(path: Path) -> None:
-    """Raise DocumentError if something that is not a regular file stands at a place to write to."""
+    """Raise DocumentError if a path to write to is not a regular file."""
     try:
         _refuse_special(path, DocumentError, "written", "Choose another place.", absent_ok=True)
     except OSError as problem:
@@ -44,14 +44,14 @@ def refuse_replacing(path: Path) -> None:
 
 
 def write_text(text: str | Iterable[str], path: Path | str) -> Path:
-    """Write a text file, given whole or in pieces, atomically (beside, then rename)."""
-    # The same bytes on every system: a script or a document may move to another one.
+    """Write a text file, given whole or in pieces, atomically (write next to it, then rename)."""
+    # The same bytes on every system: a script or a document may be moved to another one.
     pieces = (text,) if isinstance(text, str) else text
     return _write((piece.encode() for piece in pieces), Path(path))
 
 
 def write_bytes(content: bytes | Iterable[bytes], path: Path | str) -> Path:
-    """Write a binary file, given whole or in pieces, atomically (beside, then rename)."""
+    """Write a binary file, given whole or in pieces, atomically (write next to it, then rename)."""
     return _write((content,) if isinstance(content, bytes) else content, Path(path))
 
 
@@ -70,7 +70,7 @@ def _replace_file(pieces: Iterable[bytes], path: Path) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(pieces)
-        # mkstemp makes private files; give the result the permissions that any new file has here.
+        # mkstemp makes private files; give the result the permissions of any new file.
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -95,7 +95,7 @@ def _refuse_special(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, if there is none, and a file in it, which goes again. Raises OSError if that is not allowed."""
+    """Make a folder unless it exists, and check that it is writable. Raises OSError if it is not."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass

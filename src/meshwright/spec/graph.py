@@ -1,9 +1,9 @@
 """Graph: what a model computes, as plain facts that need no torch.
 
 A graph lists tensors and ops in topological order. Sizes are `Extent`s, affine in the batch size b, so one capture
-serves every microbatch size; a graph that could not be captured so carries the one ``batch_size`` it is valid for. What
-autograd keeps for the backward pass is recorded per op (``saved``), by tensor; tensors that share memory name one
-``storage``, so that bytes are counted once.
+serves every microbatch size; a graph whose sizes are not symbolic has the one ``batch_size`` for which it is valid.
+The tensors that autograd keeps for the backward are recorded per op (``saved``); tensors that share memory have the
+same ``storage``, so that bytes are counted once.
 
 A **layer** is a named, contiguous range of ops, and every boundary between layers is a legal place to cut the model
 into stages.
@@ -35,7 +35,7 @@ _EXTENT = re.compile(r"(?:(-?\d+)\*)?b(?:([+-]\d+))?")
 class Extent:
     """A whole number that is affine in the batch size: ``fixed + per_sample * b``.
 
-    Documents have it as ``768``, ``"b"`` or ``"4*b+1"``.
+    Documents write it as ``768``, ``"b"`` or ``"4*b+1"``.
     """
 
     fixed: int = 0
@@ -46,7 +46,7 @@ class Extent:
         return self.fixed + self.per_sample * batch_size
 
     def most(self, batch_size: int) -> int:
-        """What the number does not exceed, above or below 0, for batches of up to ``batch_size`` samples."""
+        """A bound of the number's absolute value for batches of up to ``batch_size`` samples."""
         return abs(self.fixed) + abs(self.per_sample) * batch_size
 
     def __add__(self, other: Extent) -> Extent:
@@ -77,10 +77,10 @@ class Extent:
 class Tensor:
     """One value of the graph; its id is its position in ``Graph.tensors``.
 
-    ``role`` "saved" is an internal of an op that only its backward reads (a dropout mask, softmax statistics).
-    ``storage`` is the id of the tensor whose memory this one shares (its own id if none). ``aliases`` are further names
-    of a tied parameter. ``requires_grad`` is what autograd says of it in training: False for frozen parameters and all
-    below the first trainable op.
+    A tensor with ``role`` "saved" is internal to an op and read only by its backward (a dropout mask, softmax
+    statistics). ``storage`` is the id of the tensor whose memory this one shares, its own id if it owns its memory.
+    ``aliases`` are further names of a tied parameter. ``requires_grad`` is autograd's flag in training: False for
+    frozen parameters and for all tensors below the first trainable op.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Tensor:
         return count
 
     def num_bytes(self, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes at a batch size, of its own elements (a view counts what it shows).
+        """Bytes at a batch size, counting the tensor's own elements (a view counts the elements that it shows).
 
         ``float_bytes``: bytes of a floating element when the model runs in another precision than it was captured in.
         """
@@ -113,10 +113,10 @@ class Tensor:
 class Op:
     """One operation; its id is its position in ``Graph.ops``.
 
-    ``kind`` is the operator's name as torch has it (``aten.linear.default``); ``attributes`` are its non-tensor
-    arguments as text. ``saved`` lists the tensors that autograd keeps for this op's backward. ``replicable``: depends
-    on no input, parameter, random number or written buffer, so every stage that needs the result computes it again
-    instead of receiving it.
+    ``kind`` is the operator's name in torch (``aten.linear.default``); ``attributes`` are its non-tensor arguments as
+    text. ``saved`` lists the tensors that autograd keeps for this op's backward. ``replicable``: the op depends on no
+    input, parameter, random number or written buffer, so every stage that needs the result computes it instead of
+    receiving it.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Op:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it writes into an input, by torch's naming rule (a trailing underscore)."""
+        """Whether the op writes into an input, by torch's naming rule (a trailing underscore)."""
         name = self.kind.split(".")[1] if "." in self.kind else self.kind
         return name.endswith("_") and not name.endswith("__")
 
@@ -143,7 +143,7 @@ class Op:
 class Layer:
     """Ops ``start:stop`` under one name.
 
-    ``block`` is equal for layers of equal structure (repeated blocks), so that work can be shared.
+    ``block`` is equal for layers of equal structure (repeated blocks), so that results can be reused.
     """
 
     name: str
@@ -156,12 +156,12 @@ class Layer:
 class Graph:
     """A captured model: immutable, topologically ordered, identified by its content hash.
 
-    ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
-    scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
-    for. ``recompute`` are ranges of ops that are computed again in the backward, but for the ops ``keeps``, whose
-    results are kept (`recompute`). ``compiled`` says which ops torch compiles together (`compiled_units`); 0: none.
-    ``collectives`` are what a rank exchanges at its ops, of a graph that is one rank's share; ``model_flops`` is then
-    what the model that it is a share of has in all. Raises GraphError when the parts contradict each other.
+    ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss``: ``outputs[0]`` is the scalar loss.
+    ``batch_size`` is None if every extent is affine in the batch, else the only batch size for which the graph is
+    valid. ``recompute`` lists ranges of ops that the backward recomputes, except the ops ``keeps``, whose results are
+    kept (`recompute`). ``compiled`` says which ops torch compiles together (`compiled_units`); 0: none.
+    ``collectives`` lists what a rank exchanges at its ops if the graph is one rank's shard; ``model_flops`` are then
+    the FLOPs of the whole model. Raises GraphError if the parts contradict each other.
     """
 
     name: str
@@ -179,7 +179,7 @@ class Graph:
     collectives: tuple[Collective, ...] = ()
     model_flops: Extent | None = None
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
-    # Of a graph under autocast (`cost.autocast`): tensors but for cast copies, which come behind them.
+    # For a graph under autocast (`cost.autocast`): the number of tensors without cast copies, which follow them.
     _num_uncast: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
     _parameters: list[tuple[int, ...]] = field(init=False, repr=False, compare=False, default_factory=list)
     _small: set[int] = field(init=False, repr=False, compare=False, default_factory=set)
@@ -189,9 +189,9 @@ class Graph:
 
     @property
     def content_hash(self) -> str:
-        """16 hexadecimal digits, equal exactly if the computation is described alike.
+        """16 hexadecimal digits, equal exactly if two graphs describe the same computation.
 
-        The name is left out, and whether it is compiled.
+        The name and ``compiled`` are left out.
         """
         if not self._hash:
             nameless = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
@@ -199,8 +199,8 @@ class Graph:
         return self._hash[0]
 
     def __hash__(self) -> int:
-        # Graphs are keys of caches that mostly look for the very same one; hashing all of it takes longer than what is
-        # looked up.
+        # Graphs are keys of caches that mostly look for the same object; hashing all of it takes longer than the
+        # values looked up.
         ends = self.ops[-1:], self.inputs, self.outputs
         return hash((len(self.tensors), self.layers, self.recompute, self.keeps, self.compiled, *ends))
 
@@ -213,7 +213,7 @@ class Graph:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample, of a model whose first input is whole numbers in sequences; None for others."""
+        """Tokens per sample, if the model's first input is a sequence of whole numbers; None for other models."""
         tensor = self.tensors[self.inputs[0]] if self.inputs else None
         if tensor is None or tensor.dtype != "int64" or len(tensor.shape) != 2 or tensor.shape[1].per_sample:
             return None
@@ -233,7 +233,7 @@ class Graph:
 
     @property
     def total_flops(self) -> Extent:
-        """The same by samples."""
+        """`flops` as an `Extent` of the batch size."""
         return sum((op.flops + op.backward_flops for op in self.ops), Extent())
 
     def saved_bytes(
@@ -244,10 +244,10 @@ class Graph:
         exclude: frozenset[int] = frozenset(),
         float_bytes: int | None = None,
     ) -> int:
-        """Bytes that autograd keeps for the backward of ``ops``: each storage once, parameters and buffers not counted.
+        """Bytes that autograd keeps for the backward of ``ops``: each storage once, without parameters and buffers.
 
-        ``exclude`` holds storages counted elsewhere (what a stage received, for instance); ``float_bytes``: the width
-        of floating elements, by default as captured.
+        ``exclude`` holds storages that are counted elsewhere (received values, for instance); ``float_bytes``: the
+        width of floating elements, by default as captured.
         """
         storages = {self.tensors[i].storage for op in ops for i in op.saved} - exclude
         return sum(
@@ -276,15 +276,13 @@ class Graph:
         )
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise GraphError if the graph does not describe batches of this size, or they are larger than any machine."""
+        """Raise GraphError if the graph is not valid for batches of this size, or if they exceed any machine."""
         if type(batch_size) is not int or batch_size < 1:
-            raise GraphError(
-                f"A batch of {batch_size!r} samples was asked for; expected a whole number of at least 1. Give one."
-            )
+            raise GraphError(f"A batch of {batch_size!r} samples was given; expected a whole number of at least 1.")
         if self.batch_size is not None and batch_size != self.batch_size:
             raise GraphError(
                 f"Graph {self.name!r} was captured for batches of {self.batch_size} samples only (its sizes are not "
-                f"symbolic in the batch), but a batch of {batch_size} was asked for. "
+                f"symbolic in the batch), but a batch of {batch_size} was given. "
                 f"Capture the model with an example batch of {batch_size} samples."
             )
         if batch_size > max(self._small, default=0):

@@ -1,4 +1,4 @@
-"""Is a graph one? What is said of tensors, ops and layers must fit together, and be no larger than any machine."""
+"""Checks of graphs: tensors, ops and layers must be consistent, and no larger than any machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.spec.units import DTYPE_BYTES, format_bytes
 if TYPE_CHECKING:
     from meshwright.spec.graph import Graph
 
-# What all tensors of a batch may take together, and all its FLOPs: sums over the microbatches of a schedule stay far
-# within int64. 1 PiB is 13,000 devices of 80 GiB.
+# The largest size of all tensors of a batch together, and their FLOPs: sums over the microbatches of a schedule stay
+# far within int64. 1 PiB is 13,000 devices of 80 GiB.
 MAX_GRAPH_BYTES = 2**50
 MAX_GRAPH_FLOPS = 2**62
 
@@ -26,7 +26,7 @@ def check_graph(graph: Graph) -> None:
     check_recompute(graph)
     if graph.compiled and any(op.phase == "backward" for op in graph.ops):
         raise GraphError(
-            f"Graph {graph.name!r} holds its own backward, so its layers cannot be compiled each on its own. Capture "
+            f"Graph {graph.name!r} holds its own backward, so its layers cannot be compiled separately. Capture "
             "the model alone."
         )
     _check_collectives(graph)
@@ -45,14 +45,14 @@ def _check_tensors(graph: Graph) -> None:
             )
         if not 0 <= tensor.storage < num_tensors or graph.tensors[tensor.storage].storage != tensor.storage:
             raise GraphError(
-                f"Tensor {tensor.name!r} (id {i}) names storage {tensor.storage}, which is not a storage of its own."
+                f"Tensor {tensor.name!r} (id {i}) names storage {tensor.storage}, which is not its own storage."
             )
 
 
 def check_amounts(graph: Graph, batch_size: int) -> None:
-    """Bound the bytes of the tensors and the FLOPs of batches of up to so many samples.
+    """Bound the bytes of the tensors and the FLOPs of batches of up to ``batch_size`` samples.
 
-    A dimension of 0 does not hide the others.
+    A dimension of 0 does not hide the sizes of the others.
     """
     num_bytes = 0
     for tensor in graph.tensors:
@@ -72,7 +72,7 @@ def check_amounts(graph: Graph, batch_size: int) -> None:
 
 
 def _check_ops(graph: Graph) -> set[int]:
-    """Check the order of the ops; return the ids of all tensors that have a value in the end."""
+    """Check the order of the ops; return the ids of all tensors that have a value at the end."""
     num_tensors = len(graph.tensors)
     known = {i for i, tensor in enumerate(graph.tensors) if tensor.role in ("input", "parameter", "buffer", "constant")}
     for op in graph.ops:
@@ -115,6 +115,6 @@ def _check_collectives(graph: Graph) -> None:
         if not known or item.copies < 1 or item.count < 1:
             raise GraphError(
                 f"A collective {item.kind} of {item.copies} times tensor {item.tensor} at op {item.at}, {item.count} "
-                f"times: the graph has {len(graph.ops)} ops and {len(graph.tensors)} tensors, and numbers are at least "
-                "1. Shard the graph again."
+                f"times: the graph has {len(graph.ops)} ops and {len(graph.tensors)} tensors, and copies and count are "
+                "at least 1. Shard the graph again."
             )

@@ -1,4 +1,4 @@
-"""Groups of a deployment's devices: which models they hold, and whether these fit."""
+"""Groups of a deployment's devices: the models that they hold, and whether these fit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """So many devices, each of which holds these models (with all their copies), and no others serve their requests.
+    """``devices`` devices, each of which holds these models (with all their copies) and serves only their requests.
 
-    A model's requests are dealt out to the groups that hold it, by ``weights``, one for each of ``models``: by default
+    A model's requests are divided among the groups that hold it, by ``weights``, one for each of ``models``: by default
     the number of devices.
     """
 
@@ -42,18 +42,18 @@ class Group:
             _check("A group", weight=(1e-9, weight, 1e9))
 
     def weight_of(self, model: str) -> float:
-        """The weight of a model; 0 if it is not held."""
+        """The weight of a model; 0 if the group does not hold it."""
         if model not in self.models:
             return 0.0
         return self.weights[self.models.index(model)] if self.weights else float(self.devices)
 
 
 def check_groups(deployment: Deployment, names: list[str]) -> None:
-    """Raise ServingError for more devices than there are, or a model that is none of these names."""
+    """Raise ServingError if the groups have more devices than the deployment, or name an unknown model."""
     taken = sum(group.devices for group in deployment.groups)
     if taken > deployment.devices:
         raise ServingError(
-            f"The groups have {taken} devices, and the deployment {deployment.devices}. Give it as many, or smaller "
+            f"The groups have {taken} devices, and the deployment {deployment.devices}. Give it more, or smaller "
             "groups."
         )
     known = set(names)
@@ -61,12 +61,12 @@ def check_groups(deployment: Deployment, names: list[str]) -> None:
         for name in group.models:
             if name not in known:
                 raise ServingError(
-                    f"A group holds {name!r}, which is no model of this deployment{suggest(name, names)}."
+                    f"A group holds {name!r}, but the deployment has no such model{suggest(name, names)}."
                 )
 
 
 def check_memory(deployment: Deployment) -> None:
-    """What cannot fit, however models are placed; and groups that do not."""
+    """Raise ServingError for models that fit no device, and for groups that exceed their devices."""
     limit = deployment.device_memory
     if limit is None:
         return
@@ -74,7 +74,7 @@ def check_memory(deployment: Deployment) -> None:
     for model in deployment.models:
         if model.memory is None:
             raise ServingError(
-                f"Model {model.name!r} has no memory, so that nobody can tell whether it fits into device_memory. Give "
+                f"Model {model.name!r} has no memory, so it is not known whether it fits into device_memory. Give "
                 'it, as memory = "2 GiB", or leave device_memory out.'
             )
         if model.memory > limit:

@@ -1,7 +1,7 @@
-"""How does a fact look in a notebook? A caption and a table of its first rows as HTML: no script, no style sheet.
+"""Facts in a notebook: a caption and a table of the first rows as HTML, without script or style sheet.
 
-Notebooks call ``_repr_html_``, or ``_repr_pretty_`` where they show text; both take time for what is shown and not for
-what is there.
+Notebooks call ``_repr_html_``, or ``_repr_pretty_`` where they show text; the time of both depends on the shown rows
+only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAX_ROWS = 12
 
 
 class Printer(Protocol):
-    """What IPython hands to ``_repr_pretty_``."""
+    """The object that IPython passes to ``_repr_pretty_``."""
 
     def text(self, text: str) -> None:
         """Add text."""
 
 
 def html_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]], num_rows: int) -> str:
-    """The first `MAX_ROWS` of ``num_rows`` rows; numbers stand right. Rows beyond those are not asked for."""
+    """The first `MAX_ROWS` of ``num_rows`` rows; numbers are right-aligned. Later rows are not computed."""
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in islice(rows, MAX_ROWS))
     left = num_rows - MAX_ROWS

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub by their id: ``Qwen/Qwen2.5-7B`` → the path of its ``config.json``, and nothing else.
+"""Models of the Hugging Face Hub by id: ``Qwen/Qwen2.5-7B`` → the path of its ``config.json``, and nothing else.
 
 The file comes from huggingface_hub's cache if it is there, else from the network. Weights, tokenizers and code are
-never asked for; the file is read as data, with the limits of `model_files`.
+never downloaded; the file is read as data, with the limits of `model_files`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ CONFIG_NAME = "config.json"
 # Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.
 MAX_CONFIG_BYTES = 4 * 2**20
 TIMEOUT_S = 10
-# Names of users, organisations and repositories, as the Hub allows them.
+# Names of users, organisations and repositories that the Hub allows.
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-# References to files, which may stand in a folder that there is not.
+# References to files, whose folder may not exist.
 _FILES = (".json", ".toml", ".py")
 _BY_HAND = "Give the file itself: save {url} and plan with that, or set HF_HOME to a cache that holds it."
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether a reference has the form of an id of the Hub, and is no file or folder here."""
+    """Whether a reference has the form of an id of the Hub, and does not name a file or folder here."""
     return (
         _ID.fullmatch(reference) is not None
         and not reference.endswith(_FILES)
@@ -33,7 +33,7 @@ def is_hub_id(reference: str) -> bool:
 
 
 def find_config(model_id: str) -> Path:
-    """The file ``config.json`` of a model of the Hub. Raises ModelReferenceError where it cannot be had."""
+    """The file ``config.json`` of a model of the Hub. Raises ModelReferenceError if it is not available."""
     try:
         from huggingface_hub import (  # noqa: PLC0415  (an extra)
             constants,
@@ -60,7 +60,7 @@ def find_config(model_id: str) -> Path:
     url = f"{constants.ENDPOINT}/{model_id}/resolve/main/{CONFIG_NAME}"
     by_hand = _BY_HAND.format(url=url)
     try:
-        # Unlike a download, this is not tried again for half a minute where there is no network.
+        # Unlike a download, this does not retry for half a minute without a network.
         size = get_hf_file_metadata(url, timeout=TIMEOUT_S).size or 0
         if size > MAX_CONFIG_BYTES:
             raise ModelReferenceError(
@@ -80,7 +80,7 @@ def find_config(model_id: str) -> Path:
         ) from None
     except EntryNotFoundError:
         raise ModelReferenceError(
-            f"{model_id!r} holds no {CONFIG_NAME}, so that nothing says how the model is built. Give a model of your "
+            f"{model_id!r} holds no {CONFIG_NAME}, which would describe the model. Give a model of your "
             "own as path/to/file.py:function."
         ) from None
     except (HTTPError, OfflineModeIsEnabled, HFValidationError, OSError, ValueError) as error:

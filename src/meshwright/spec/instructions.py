@@ -1,7 +1,7 @@
-"""What a rank can do: one typed class per kind of instruction, and one table of all that is to be said of each.
+"""The instructions of a rank: one typed class per kind, and one table of the properties of each.
 
-The classes are the row views of a `Program`, whose columns hold an `Opcode` for each of them. `INSTRUCTIONS` has their
-columns, stream, kind of cost, names and colours, for the builder, both interpreters and all reports.
+The classes are the row views of a `Program`, whose columns hold an `Opcode` for each of them. `INSTRUCTIONS` lists
+their columns, stream, kind of cost, names and colours, for the builder, both interpreters and all reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Payload = Literal["activation", "gradient"]
 StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load", "down", "host", "up", "drives"]
 STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
-# What an instruction costs.
+# The kinds of cost of an instruction.
 CostKind = Literal[
     "forward",  # a microbatch on the device
     "backward",
@@ -76,7 +76,7 @@ class Opcode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Run the stage's forward on one microbatch with weights of ``version`` and keep what the backward needs.
+    """Run the stage's forward on one microbatch with weights of ``version`` and save tensors for the backward.
 
     Occupies the device.
     """
@@ -88,7 +88,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Run the stage's backward of one microbatch, add to the gradients, release what was kept.
+    """Run the stage's backward of one microbatch, add to the gradients, release the saved tensors.
 
     Raises the marks of ready buckets. Occupies the device.
     """
@@ -100,9 +100,9 @@ class Backward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInput:
-    """The part of a backward that others wait for: the gradients of what the stage received.
+    """The part of a backward that other stages wait for: the gradients of the stage's received values.
 
-    Keeps what `BackwardWeight` needs. Occupies the device.
+    Saves tensors for `BackwardWeight`. Occupies the device.
     """
 
     stage: int
@@ -112,7 +112,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWeight:
-    """The rest of a backward: add to the gradients of the stage's parameters, release what was kept.
+    """The rest of a backward: add to the gradients of the stage's parameters, release the saved tensors.
 
     Raises the marks of ready buckets. Occupies the device.
     """
@@ -138,9 +138,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """Receive what stage ``peer`` sends for one microbatch.
+    """Receive the values that stage ``peer`` sends for one microbatch.
 
-    Ends when the bytes are there; does not block the device.
+    Ends when the bytes have arrived; does not block the device.
     """
 
     stage: int
@@ -161,7 +161,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceScatter:
-    """Sum one bucket of gradients; each rank of the group keeps its part of the sums. Starts with the last member.
+    """Sum one bucket of gradients; each rank of the group keeps its part. Starts when the last rank arrives.
 
     ``num_bytes`` are those of the whole bucket.
     """
@@ -173,7 +173,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather:
-    """Give every rank of the group the parts of one bucket that the others have. Starts with the last member.
+    """Gather the parts of one bucket from all ranks of the group on every rank. Starts when the last rank arrives.
 
     ``num_bytes`` are those of the whole bucket.
     """
@@ -188,9 +188,9 @@ Collective = AllReduce | ReduceScatter | AllGather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """Update the stage's parameters from their summed gradients and clear these.
+    """Update the stage's parameters from their summed gradients and clear the gradients.
 
-    Makes weight version ``version + 1``.
+    Creates weight version ``version + 1``.
     """
 
     stage: int
@@ -199,7 +199,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stash:
-    """Keep a copy of the stage's weights of ``version``, which are about to be updated: microbatches need them still.
+    """Copy the stage's weights of ``version`` before they are updated, for microbatches that still need them.
 
     Occupies the device.
     """
@@ -210,7 +210,7 @@ class Stash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """Give up the copy of ``version``: the last microbatch that needs it is done."""
+    """Free the copy of ``version``: the last microbatch that needs it has ended."""
 
     stage: int
     version: int
@@ -218,9 +218,9 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Add what the other replicas changed in a wave of minibatches, the sum less the own share, to the stage's weights.
+    """Add the other replicas' changes in a wave of minibatches (the sum less the own share) to the stage's weights.
 
-    Makes weight version ``version + 1``. Occupies the device.
+    Creates weight version ``version + 1``. Occupies the device.
     """
 
     stage: int
@@ -231,7 +231,7 @@ class Merge:
 class Push:
     """Send one bucket of gradients to the server that sums it; its group is (rank, server). Does not block the device.
 
-    A server needs no receive: what sums waits for the pushes.
+    A server needs no receive: its sum waits for the pushes.
     """
 
     stage: int
@@ -241,7 +241,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """On a server: add up what the ranks of the group have pushed of one bucket."""
+    """On a server: add the parts of one bucket that the ranks of the group have pushed."""
 
     stage: int
     bucket: int
@@ -259,7 +259,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Make the inputs of one microbatch, beside what the device does."""
+    """Make the inputs of one microbatch, in parallel with the device."""
 
     stage: int
     microbatch: int
@@ -272,9 +272,9 @@ Instruction = Computation | Send | Receive | Exchange | Offloading | Load | Opti
 class InstructionSpec(NamedTuple):
     """The properties of all instructions of one opcode.
 
-    ``view`` is their class and, of messages, ``payload`` what it says; ``stream`` is where they stand. ``kind``: what
-    they cost. ``name`` is that of a span, ``label`` that of all of them in legends. ``colour`` has the colour in
-    pictures and the one in the terminal, each empty where these do not show the instruction.
+    ``view`` is their class and, for messages, ``payload`` their content; ``stream`` is their stream. ``kind`` is the
+    kind of cost. ``name`` is the name of a span, ``label`` the name of all of them in legends. ``colour`` has the
+    colour in pictures and the one in the terminal, each empty if these do not show the instruction.
     """
 
     view: type[Instruction]
@@ -351,25 +351,25 @@ def of_kind(*kinds: CostKind) -> tuple[Opcode, ...]:
     return tuple(opcode for opcode in Opcode if INSTRUCTIONS[opcode].kind in kinds)
 
 
-# What occupies a device and belongs to a microbatch.
+# Computations of one microbatch, which occupy a device.
 COMPUTATIONS = of_kind("forward", "backward")
-# What makes a new version of a stage's weights.
+# Instructions that create a new version of a stage's weights.
 UPDATES = of_kind("update")
-# What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
+# Copies of weights that were updated while microbatches that started with them are in flight.
 STASHING = of_kind("stash")
 # The two ends of a message.
 SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
 RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
-# In what all ranks of a group take part.
+# Instructions in which all ranks of a group take part.
 COLLECTIVES = of_kind("collective")
-# Those that sum gradients.
+# Collectives that sum gradients.
 SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
-# Copies of what is kept for backwards, layer by layer.
+# Copies of saved activations, layer by layer.
 SAVED_COPIES = (Opcode.SAVED_DOWN, Opcode.SAVED_UP)
-# What a rank does beside its device where something is kept away from it.
+# Work of a rank in parallel with its device, for offloaded states.
 OFFLOADING = of_kind("copy", "host", "drives")
 
-# The column of each field: stage, microbatch, version, peer, num_bytes; behind the opcode.
+# The column of each field: stage, microbatch, version, peer, num_bytes; they follow the opcode.
 _COLUMNS = {"stage": 1, "microbatch": 2, "version": 3, "peer": 4, "bucket": 4, "piece": 4, "layer": 4, "num_bytes": 5}
 _FIELDS = {
     opcode: tuple((item.name, _COLUMNS[item.name]) for item in fields(row.view) if item.name != "payload")
@@ -379,7 +379,7 @@ _OPCODES = {(row.view, row.payload): opcode for opcode, row in INSTRUCTIONS.item
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
-    """The columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes; -1 for what it has not."""
+    """The columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes; -1 for a missing field."""
     opcode = _OPCODES[type(instruction), instruction.payload if isinstance(instruction, Send | Receive) else None]
     row = [int(opcode), -1, -1, -1, -1, 0]
     for name, column in _FIELDS[opcode]:
@@ -388,7 +388,7 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
 
 
 def instruction_of(row: Sequence[int]) -> Instruction:
-    """The instruction of such columns."""
+    """The instruction with these columns."""
     opcode = Opcode(row[0])
     view, payload = INSTRUCTIONS[opcode].view, INSTRUCTIONS[opcode].payload
     said: dict[str, Any] = {name: row[column] for name, column in _FIELDS[opcode]}

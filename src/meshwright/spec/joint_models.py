@@ -1,4 +1,4 @@
-"""Models of a deployment that have to do with each other: queries that ask several, trunks that several share."""
+"""Related models of a deployment: queries that call several models, trunks that several models share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes.
+    """A model that a query calls: ``fan_out`` requests for each request of the call ``after``.
 
-    ``memory`` and ``load`` as a model has them.
+    ``memory`` and ``load`` are as for a model.
     """
 
     name: str
@@ -36,9 +36,9 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """So many queries a second ask for ``calls``, the first of which is the root of their tree, within ``slo`` in all.
+    """``rate`` queries per second for ``calls``, the first of which is the root of their tree, each within ``slo``.
 
-    A call stands behind the one that it comes after.
+    A call is listed after the call that it follows.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Query:
             rates[call.name] = rates[call.after] * call.fan_out if call.after else self.rate
             _check(f"{what}, call {call.name!r}", rate=(0.0, rates[call.name], MOST_RATE))
         if self.calls[0].fan_out != 1.0:
-            raise ServingError(f"{what}: its first call has a fan_out, but each query asks for it once. Leave it out.")
+            raise ServingError(f"{what}: its first call has a fan_out, but each query calls it once. Leave it out.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trunk:
-    """Models with one SLO whose first layers are the same: these run once for a batch of all their requests.
+    """Models with one SLO and equal first layers, which run once for a batch of all their requests.
 
     ``latency``, ``memory`` and ``load`` are those of the shared layers.
     """
@@ -100,4 +100,4 @@ class Trunk:
         _check(what, slo=(1e-6, self.slo, LONGEST), heads=(1, len(self.heads), 10_000))
         names = [head.name for head in self.heads]
         if len(set(names)) < len(names):
-            raise ServingError(f"{what} has two heads of one name. Give each its own.")
+            raise ServingError(f"{what} has two heads with the same name. Give each its own.")

@@ -1,4 +1,4 @@
-"""How long batches of a served model take, by their size: a line, or lines between sizes that were measured."""
+"""The latency of batches of a served model by size: a line, or lines between measured sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _check = partial(check_bounds, ServingError)
 class Latency:
     """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``.
 
-    Instead of the two, ``points`` are measured sizes and what each takes, both ascending. Lines lie between them;
-    before the first, batches take as long as that one, and behind the last goes on what lies before it.
+    Instead of the two, ``points`` are measured sizes and their times, both ascending. Times between them are
+    interpolated; before the first point they are constant, after the last the last line continues.
     """
 
     alpha: Seconds = NO_TIME
@@ -44,9 +44,9 @@ class Latency:
 
     @classmethod
     def through(cls, measured: Iterable[tuple[int, float]]) -> Latency:
-        """The latency of measured sizes, of which the last is the largest.
+        """The latency of measured sizes; the last one is the largest batch.
 
-        What a larger batch took less for is taken for noise: it counts as long as the smaller one.
+        A larger batch that took less time is treated as noise: it gets the time of the smaller one.
         """
         points: list[tuple[int, Seconds]] = []
         for size, seconds in sorted(measured):
@@ -62,7 +62,7 @@ class Latency:
         return seconds + self._slope(place) * max(batch - size, 0.0)
 
     def _slope(self, place: int) -> float:
-        """Seconds per sample behind this many points, of which there is one or more."""
+        """Seconds per sample after the first ``place`` points, at least one."""
         if len(self.points) == 1:
             return 0.0
         (size, seconds), (next_size, next_seconds) = self.points[min(place, len(self.points) - 1) - 1 :][:2]

@@ -1,4 +1,4 @@
-"""What a plan was made with: measurements by path and hash, and software. Readers estimate it with the same."""
+"""Measurements (path and hash) and software with which a plan was made, so that it is estimated the same way later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.spec.own_code import source_hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeWith:
-    """Of a plan when it was written.
+    """The inputs of a plan's estimate when it was written.
 
     ``measurements`` is the path of the table, relative to the plan's folder, or empty; ``measurements_hash`` is that
     file's hash. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``. ``predicted_for`` is the training
@@ -31,14 +31,14 @@ UNKNOWN = MadeWith()
 
 
 class Recalled(NamedTuple):
-    """The table that a plan was made with, if it is there, and what to say of it."""
+    """The table with which a plan was made, if it exists, and a remark for the user."""
 
     measurements: Path | None
     remark: str = ""
 
 
 def note_making(measurements: Path | None, plan_file: Path, predicted_for: str | None = None) -> MadeWith:
-    """What a plan that is about to be written was made with."""
+    """Record the inputs of a plan that is about to be written."""
     software = own_software()
     if measurements is None:
         return MadeWith(software=software, predicted_for=predicted_for or "")
@@ -52,7 +52,7 @@ def note_making(measurements: Path | None, plan_file: Path, predicted_for: str |
 
 
 def recall(made_with: MadeWith, plan_file: Path, given: Path | None = None) -> Recalled:
-    """The measurements of a plan that was read from a file, or those ``given`` in their place.
+    """The measurements of a plan that was read from a file, or the ``given`` ones instead.
 
     Raises DocumentError if they cannot be read.
     """
@@ -60,7 +60,7 @@ def recall(made_with: MadeWith, plan_file: Path, given: Path | None = None) -> R
     here = own_software()
     if made_with.software in ("", here):
         return found
-    other = f"The plan was made with {made_with.software}; here is {here}."
+    other = f"The plan was made with {made_with.software}; installed here: {here}."
     return found._replace(remark=f"{found.remark} {other}".strip())
 
 
@@ -72,11 +72,11 @@ def _recall_table(made_with: MadeWith, plan_file: Path) -> Recalled:
     if not found.is_file():
         return Recalled(
             None,
-            f"The plan was made with {shown}, which is gone: costs are those of datasheets. Give the table by "
+            f"The plan was made with {shown}, which is missing: costs are those of datasheets. Give the table by "
             "--measurements.",
         )
     if _hash_of(found) != made_with.measurements_hash:
-        return Recalled(found, f"{shown}, which the plan was made with, has changed since; costs are those of today.")
+        return Recalled(found, f"{shown}, which the plan was made with, has changed since; costs are those of now.")
     return Recalled(found, f"Estimated with {shown}, as the plan was made.")
 
 
@@ -87,7 +87,7 @@ def _compare_given(made_with: MadeWith, given: Path) -> Recalled:
 
 
 def own_software() -> str:
-    """The versions that matter to a plan, as far as they are installed."""
+    """The installed versions of the packages that matter to a plan."""
     found = []
     for name in ("meshwright", "torch"):
         try:

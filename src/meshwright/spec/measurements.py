@@ -1,8 +1,8 @@
-"""Measurements: the one table of times that were taken.
+"""Measurements: the one table of measured times.
 
-`measurement` writes it, `cost` reads it; nobody else stores seconds.
+`measurement` writes it, `cost` reads it; no other package stores seconds.
 
-An op is known by its key: kind, shapes and dtypes of its inputs, and the attributes that change its work.
+An op is identified by its key: kind, shapes and dtypes of its inputs, and the attributes that change its work.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _CONVERTED = re.compile(r"aten\._to_copy\.default\((\d+):(\w+);dtype=torch\.(\w+)\|0\)")
 _ADDED = re.compile(r"aten\.add_\.Tensor\((\d+):(\w+),\1:\2\|00\)")
 
-# What a measured time can be, unless it is nothing: from the simulator's tick (a picosecond, a thousandth of a GPU's
-# cycle) to a day (the longest step of a public table takes minutes). What is outside is in another unit, and sums and
-# ratios of such figures leave the range of numbers.
+# The range of measured times other than 0: from the simulator's tick (a picosecond, a thousandth of a GPU's cycle) to
+# a day (the longest step of a public table takes minutes). A figure outside is in another unit, and sums and ratios of
+# such figures overflow.
 MIN_SECONDS, MAX_SECONDS = 1e-12, 86_400.0
 
 # ``OptimizerMeasurement.kind`` of copying gradients into an exchange bucket; the other kinds are `Optimizer.name`.
@@ -34,7 +34,8 @@ _SIZES = re.compile(r"\[?-?[\db+*-]+(?:, -?[\db+*-]+)*\]?")
 _SIZE = re.compile(r"[^\[\], ]+")
 
 _EXPECTED = (
-    f"a figure that is negative or no number, or seconds that are neither 0 nor from {MIN_SECONDS:g} to {MAX_SECONDS:g}"
+    "a figure that is negative or not a number, or seconds that are neither 0 nor from "
+    f"{MIN_SECONDS:g} to {MAX_SECONDS:g}"
 )
 
 TransferKind = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -44,9 +45,9 @@ TransferKind = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "al
 class OpMeasurement:
     """Typical seconds of one op's forward and backward; ``spread`` is (p90 - p10) / median of the forward.
 
-    ``backward_s`` is that of a first microbatch, whose gradients become the parameters' own; ``accumulate_s`` is what
-    adding to gradients that are already there takes on top. ``forward_issue_s`` and ``backward_issue_s`` are what the
-    host takes to issue them to a device that runs them later, inside of a model; 0 where that was not measured.
+    ``backward_s`` is that of a first microbatch, whose gradients become the parameters' own; ``accumulate_s`` is the
+    additional time to add to existing gradients. ``forward_issue_s`` and ``backward_issue_s`` are the host's times to
+    issue them to a device that runs them later, inside a model; 0 if not measured.
     """
 
     key: str
@@ -68,8 +69,8 @@ class OpMeasurement:
 class OptimizerMeasurement:
     """Seconds of one optimizer step over ``num_elements`` parameters in ``num_tensors`` tensors.
 
-    ``kind`` is `Optimizer.name`, of torch's loop over the tensors; ``adamw.fused`` and ``adamw.foreach`` are those of
-    its kernels over many. ``issue_s``: what the host takes to issue the step to a device; 0 where not measured.
+    ``kind`` is `Optimizer.name`, for torch's loop over the tensors; ``adamw.fused`` and ``adamw.foreach`` are its
+    kernels over many tensors. ``issue_s``: the host's time to issue the step to a device; 0 if not measured.
     """
 
     kind: str
@@ -89,7 +90,7 @@ class TransferMeasurement:
     """Median seconds to send ``num_bytes`` one way, or of a collective over them among ``num_ranks``.
 
     ``num_bytes`` are those of the full tensor: the output of an all-gather, the input of a reduce-scatter.
-    ``host_s``: seconds of processor time that the transfer takes from each rank meanwhile (copies, sockets).
+    ``host_s``: seconds of processor time that each rank spends on the transfer (copies, sockets).
     """
 
     kind: TransferKind
@@ -109,9 +110,9 @@ class TransferMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMeasurement:
-    """Seconds of a whole model's inference on a batch: the median, and what 90 and 99 % of the samples do not exceed.
+    """Seconds of a whole model's inference on a batch: the median, and the 90th and 99th percentiles.
 
-    ``model`` is a name as `meshwright.spec.name_model` writes it; ``num_samples`` 0 says that it is not known.
+    ``model`` is a name in the form of `meshwright.spec.name_model`; ``num_samples`` is 0 if unknown.
     """
 
     model: str
@@ -132,11 +133,11 @@ class BatchMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What was measured on one kind of device, and under which conditions.
+    """The measurements of one kind of device, and their conditions.
 
     ``device`` is the name of the device kind. ``overhead_s``: seconds of the host that the runtime spends per
-    instruction. ``batches``: inference of whole models. ``host_call_s``: seconds of this host to issue an addition of
-    two small tensors in a loop, as of a node in a cluster file; 0 where that was not measured.
+    instruction. ``batches``: inference of whole models. ``host_call_s``: seconds that this host takes to issue an
+    addition of two small tensors in a loop, as for a node in a cluster file; 0 if not measured.
     """
 
     device: str
@@ -169,7 +170,7 @@ def _sound(*figures: float) -> bool:
 
 
 class MoveKey(NamedTuple):
-    """What stands beside the ops of a graph: a conversion of ``elements``, or a sum of them into what is there."""
+    """Costs besides the ops of a graph: a conversion of ``elements``, or adding them to existing values."""
 
     elements: int
     read: str
@@ -177,14 +178,14 @@ class MoveKey(NamedTuple):
     adds: bool
 
     def write(self) -> str:
-        """The key of its row, of all elements in one dim."""
+        """The key of its row, with all elements in one dim."""
         if self.adds:
             return f"aten.add_.Tensor({self.elements}:{self.read},{self.elements}:{self.read}|00)"
         return f"aten._to_copy.default({self.elements}:{self.read};dtype=torch.{self.written}|0)"
 
 
 def read_move_key(key: str) -> MoveKey | None:
-    """What `MoveKey.write` wrote; None for the key of an op."""
+    """Parse a key written by `MoveKey.write`; None for the key of an op."""
     if converted := _CONVERTED.fullmatch(key):
         return MoveKey(int(converted[1]), converted[2], converted[3], adds=False)
     if added := _ADDED.fullmatch(key):
@@ -195,7 +196,7 @@ def read_move_key(key: str) -> MoveKey | None:
 def op_key(graph: Graph, op: Op, batch_size: int) -> str:
     """The key of an op for a batch size: ``aten.linear.default(4x128x768:float32,...;attribute=value)``.
 
-    Sizes among the attributes are those of the batch, too: ``size=[2, 4, 64]`` where the graph has ``[2, b, 64]``.
+    Sizes among the attributes are for the batch, too: ``size=[2, 4, 64]`` if the graph has ``[2, b, 64]``.
     """
     tensors = (graph.tensors[i] for i in op.inputs)
     shapes = ",".join(f"{'x'.join(str(extent.at(batch_size)) for extent in t.shape)}:{t.dtype}" for t in tensors)
@@ -205,7 +206,7 @@ def op_key(graph: Graph, op: Op, batch_size: int) -> str:
 
 
 def _at_batch(text: str, batch_size: int) -> str:
-    """An attribute with its sizes in numbers; every other one as it is."""
+    """An attribute with its sizes as numbers; all others unchanged."""
     if "b" not in text or not _SIZES.fullmatch(text):
         return text
     try:

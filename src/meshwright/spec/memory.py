@@ -1,11 +1,11 @@
-"""What memory is used for: the parts that are counted, and the groups in which people read them.
+"""The parts of memory that are counted, and the groups in which they are shown.
 
-A part belongs to one group, so groups add up to the whole wherever they are shown:
+A part belongs to one group, so groups add up to the whole:
 
     parameters                          and the copies of older versions that a schedule keeps
     gradients, optimizer                one part each
-    activations                         what grows with the microbatch: what it keeps, and what computing it takes
-    buffers                             what is there once, whatever the microbatch: the model's own, gradient buckets
+    activations                         what grows with the microbatch: saved tensors, and the workspace of ops
+    buffers                             what does not depend on the microbatch: the model's own, gradient buckets
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEMORY_PARTS = (
     "stashed weights",
 )
 
-# What grows with the microbatch.
+# The parts that grow with the microbatch.
 ACTIVATIONS = "activations"
 MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters", "stashed weights"),
@@ -43,5 +43,5 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def group_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of each group, in the order of `MEMORY_GROUPS`; parts that no group names are left out."""
+    """Bytes of each group, in the order of `MEMORY_GROUPS`; parts outside all groups are left out."""
     return {group: sum(parts.get(part, 0) for part in names) for group, names in MEMORY_GROUPS.items()}

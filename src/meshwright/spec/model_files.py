@@ -1,7 +1,7 @@
-"""Model references that are data files: a graph that was stored, or the configuration of a Hugging Face model.
+"""Model references that are data files: a stored graph, or the configuration of a Hugging Face model.
 
-Both are called ``something.json``, so the content decides: a stored graph says ``schema``, a configuration says
-``model_type``. A folder stands for the ``config.json`` in it, an id of the Hugging Face Hub for the one there (`hub`).
+Both are called ``something.json``, so the content decides: a stored graph has ``schema``, a configuration has
+``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there (`hub`).
 Nothing in a file is executed.
 """
 
@@ -19,14 +19,14 @@ from meshwright.spec.hub import CONFIG_NAME, MAX_CONFIG_BYTES, find_config, is_h
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
 
-# A stored graph says so in its first key (spec.codec), which stands within so many bytes.
+# A stored graph has its schema as its first key (spec.codec), within this number of bytes.
 _GRAPH_MARK, _HEAD_BYTES = b'"meshwright/graph/', 256
 
 
 def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
-    """The graph or the configuration that a reference leads to; None if it is no such file, folder or id of the Hub.
+    """The graph or configuration of a reference; None if it is not such a file, folder or id of the Hub.
 
-    Raises DocumentError for a file that is neither or that is damaged, ModelReferenceError for a folder that holds no
+    Raises DocumentError for a file that is neither or that is damaged, ModelReferenceError for a folder without a
     configuration.
     """
     path = Path(reference).expanduser()
@@ -54,7 +54,7 @@ def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
 
 
 def is_stored_graph(reference: str) -> bool:
-    """Whether a model reference is a graph that was captured before, by the head of its file."""
+    """Whether a model reference is a stored graph, by the first bytes of its file."""
     if reference.endswith(".json"):
         with suppress(DocumentError):
             return _begins_as_graph(Path(reference).expanduser())
@@ -66,25 +66,25 @@ def _begins_as_graph(path: Path) -> bool:
 
 
 def _refuse_large_config(path: Path) -> None:
-    """Refuse a large file that does not begin as a graph before it is parsed: only graphs are that large."""
+    """Refuse, before it is parsed, a large file that does not start like a graph: only graphs are that large."""
     try:
         if path.stat().st_size <= MAX_CONFIG_BYTES:
             return
     except OSError:
-        return  # reading it says what is wrong
+        return  # reading it reports the error
     if not _begins_as_graph(path):
         raise DocumentError(
-            f"{path}: more than {MAX_CONFIG_BYTES} bytes, to which configurations are limited, and it does not begin "
+            f"{path}: more than {MAX_CONFIG_BYTES} bytes, the limit of configurations, and it does not start "
             "like a stored graph. Check which file was meant."
         )
 
 
 def check_model_is_here(reference: str) -> None:
-    """Raise ModelReferenceError if the model that a plan names is a file which this folder does not lead to."""
+    """Raise ModelReferenceError if the plan's model is a file that does not exist relative to this folder."""
     own = split_reference(reference)
     path = own[0] if own is not None else Path(reference).expanduser()
     if path.suffix in (".py", ".json") and not path.exists():
         raise ModelReferenceError(
-            f"The plan's model is {reference!r}, a path from the folder in which it was made; there is no such file "
-            f"from {Path.cwd()}. Start in the folder that the path leads from."
+            f"The plan's model is {reference!r}, a path relative to the folder in which it was made; no such file "
+            f"exists relative to {Path.cwd()}. Start in the folder to which the path is relative."
         )

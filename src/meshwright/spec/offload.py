@@ -1,15 +1,15 @@
-"""Offload: what of a plan's ranks is kept away from their devices, in the memory of the host or on its drives.
+"""Offload: what a plan's ranks keep in host memory or on its drives instead of device memory.
 
     optimizer   states and, in mixed precision, the master weights. Gradients go down, the host makes the step, and new
-                parameters come up (Ren et al., ZeRO-Offload, ATC 2021); on drives states are read and written beside
-                that, piece by piece (Rajbhandari et al., ZeRO-Infinity, SC 2021)
-    parameters  those that replicas share out (zero 3), with their gradients: a unit's come up for every pass through
-                it, its gradients go down behind its backward (torch's FSDP2 with a CPUOffloadPolicy; ZeRO-Infinity)
-    activations what layers keep for their backward: it goes down behind the layer's forward, and comes up while the
-                next layer goes back (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
+                parameters come up (Ren et al., ZeRO-Offload, ATC 2021); on drives states are read and written in
+                parallel, piece by piece (Rajbhandari et al., ZeRO-Infinity, SC 2021)
+    parameters  those that replicas shard (zero 3), with their gradients: a unit's parameters come up for every pass,
+                its gradients go down after its backward (torch's FSDP2 with a CPUOffloadPolicy; ZeRO-Infinity)
+    activations what layers save for their backward: it goes down after the layer's forward, and comes up during the
+                backward of the next layer (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
 
-What it means for a step stands in `program.offload` and `program.saved`, what the host and its drives hold in
-`program.host_needs`.
+`program.offload` and `program.saved` define what it means for a step, `program.host_needs` what the host and its drives
+hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORDS = {"host": "on the host", "nvme": "on NVMe"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Where the optimizer's states are between steps, parameters between passes, and activations until the backward."""
+    """Places of the optimizer's states between steps, parameters between passes, and activations until the backward."""
 
     optimizer: Place = "device"
     parameters: Literal["device", "host"] = "device"
@@ -40,23 +40,22 @@ class Offload:
     def __post_init__(self) -> None:
         if self.optimizer not in PLACES:
             raise PlanError(
-                f"The optimizer's states were to be kept on {self.optimizer!r}{suggest(self.optimizer, PLACES)}; "
+                f"The optimizer's states were placed on {self.optimizer!r}{suggest(self.optimizer, PLACES)}; "
                 f"expected {', '.join(PLACES)}."
             )
         for what, where in (("Parameters", self.parameters), ("Activations", self.activations)):
             if where not in PLACES[:2]:
                 raise PlanError(
-                    f"{what} were to be kept on {where!r}{suggest(where, PLACES[:2])}; expected "
-                    f"{' or '.join(PLACES[:2])}."
+                    f"{what} were placed on {where!r}{suggest(where, PLACES[:2])}; expected {' or '.join(PLACES[:2])}."
                 )
         if self.parameters == "host" and self.optimizer == "device":
             raise PlanError(
-                "Parameters were to be kept on the host, but the optimizer that changes them on the device; expected "
-                "both away from it. Add optimizer=host, or optimizer=nvme."
+                "Parameters were placed on the host, but the optimizer that updates them on the device; expected "
+                "both off the device. Add optimizer=host, or optimizer=nvme."
             )
 
     def describe(self) -> str:
-        """For people: ``optimizer states on the host``; nothing where all is on the devices."""
+        """For people: ``optimizer states on the host``; empty if all is on the devices."""
         places: dict[str, list[str]] = {}
         for what, where in (
             ("parameters", self.parameters),
@@ -77,9 +76,9 @@ def _listed(words: list[str]) -> str:
 
 
 def read_offload(choices: Sequence[str]) -> Offload:
-    """What ``optimizer=host`` says, one choice or several with commas in each text; ``none``: all is on the devices.
+    """Parse ``optimizer=host``, one choice or several separated by commas in each text; ``none``: all on the devices.
 
-    Raises PlanError for another.
+    Raises PlanError for any other text.
     """
     known = tuple(field.name for field in fields(Offload))
     given: dict[str, str] = {}
@@ -89,64 +88,64 @@ def read_offload(choices: Sequence[str]) -> Offload:
         what, equals, where = choice.strip().partition("=")
         if not equals or what not in known:
             raise PlanError(
-                f"{choice.strip()!r} was to be kept away from the devices"
+                f"{choice.strip()!r} was given as what to offload"
                 f"{'' if what in known else suggest(what, known)}; expected "
                 f"WHAT=WHERE with {', '.join(known[:-1])} or {known[-1]}, and host or nvme: optimizer=host."
             )
         if given.get(what, where) != where:
-            raise PlanError(f"{what} was to be kept on {given[what]} and on {where}. Choose one of them.")
+            raise PlanError(f"{what} was placed on {given[what]} and on {where}. Choose one of them.")
         given[what] = where
     return Offload(**given)  # type: ignore[arg-type]
 
 
 def check_offload(offload: Offload, cluster: Cluster, num_ranks: int) -> None:
-    """Raise ClusterError unless the nodes of the first ranks have what the offload needs, by their description."""
+    """Raise ClusterError unless the nodes of the first ranks describe what the offload needs."""
     if offload.optimizer == "device":
         return
     for node in dict.fromkeys(cluster.nodes[cluster.node_index(rank)] for rank in range(num_ranks)):
         if not node.host_memory_bandwidth_bytes_per_s:
             raise ClusterError(
-                f"The optimizer was to step on the host, but node {node.name!r} of cluster {cluster.name!r} does not "
-                "say how fast its memory is; expected the sum over its channels. Write "
-                "host_memory_bandwidth_bytes_per_s = 400e9, or what it is, into the [[nodes]] of a cluster file."
+                f"The optimizer is to step on the host, but node {node.name!r} of cluster {cluster.name!r} does not "
+                "give its memory bandwidth; expected the sum over its channels. Write "
+                "host_memory_bandwidth_bytes_per_s = 400e9, or its own value, into the [[nodes]] of a cluster file."
             )
         if offload.optimizer == "nvme" and node.nvme is None:
             raise ClusterError(
-                f"Optimizer states were to be kept on NVMe, but node {node.name!r} of cluster {cluster.name!r} has no "
+                f"Optimizer states are to be kept on NVMe, but node {node.name!r} of cluster {cluster.name!r} has no "
                 "drives; expected their size and rates, all of a node together. Write nvme = { capacity_bytes = "
-                "15_000_000_000_000, read_bytes_per_s = 25e9, write_bytes_per_s = 15e9 }, or what they are, into the "
+                "15_000_000_000_000, read_bytes_per_s = 25e9, write_bytes_per_s = 15e9 }, or your own values, into the "
                 "[[nodes]] of a cluster file."
             )
 
 
 def check_offloaded_plan(plan: Plan) -> None:
-    """Raise PlanError for a plan whose offload does not go with the rest of it."""
+    """Raise PlanError if the plan's offload is incompatible with the rest of it."""
     if plan.offload == ON_DEVICE:
         return
     exchange, kept = plan.exchange, plan.offload.describe()
     steps = plan.offload.optimizer != "device"
     ways = {
-        "a schedule that never flushes": plan.is_asynchronous,
+        "an asynchronous schedule": plan.is_asynchronous,
         "replicas that step by themselves (every_steps)": exchange.every_steps > 1,
-        "an exchange that goes on in the next step (across_steps)": exchange.across_steps,
+        "an exchange that continues in the next step (across_steps)": exchange.across_steps,
         "parameter servers": steps and bool(exchange.servers),
         "hierarchical all-reduces": steps and exchange.algorithm == "hierarchical",
     }
     chosen = next((name for name, is_chosen in ways.items() if is_chosen), None)
     if chosen:
         raise PlanError(
-            f"The plan keeps {kept}, and has {chosen}; expected one step of the optimizer behind the sums of a step. "
+            f"The plan keeps {kept}, and has {chosen}; expected one optimizer step after the sums of a step. "
             "Leave one of them out."
         )
     if plan.offload.parameters == "host" and exchange.zero < 3:
         raise PlanError(
-            f"The plan keeps parameters on the host with zero = {exchange.zero}; expected zero 3, with which they are "
-            "brought together for every pass. Choose zero 3, or leave parameters on the devices."
+            f"The plan keeps parameters on the host with zero = {exchange.zero}; expected zero 3, which gathers them "
+            "for every pass. Choose zero 3, or leave parameters on the devices."
         )
     if plan.workload.kind != "training":
         raise PlanError(f"The plan is for inference, but keeps {kept}. Leave `offload` out.")
     if plan.offload.activations == "host" and plan.compiled:
         raise PlanError(
-            f"The plan keeps {kept}, and compiles layers, of which torch's compiler chooses what they keep; expected "
+            f"The plan keeps {kept}, and compiles layers, for which torch's compiler chooses what is saved; expected "
             "layers that run eagerly. Leave one of them out."
         )

@@ -1,8 +1,8 @@
-"""What a rank does beside its device where something is kept away from it.
+"""Instructions of a rank in parallel with its device, for offloaded states and activations.
 
-Optimizer's states: instructions on pieces of a stage. A piece is some parameters of a stage, in the order in which a
-backward makes their gradients. Its ``num_bytes`` are those of its gradients, as wide as the device has them, but of
-what drives read and write. Activations: copies of what one layer keeps of a microbatch for its backward.
+Optimizer states: instructions on pieces of a stage. A piece is some parameters of a stage, in the order in which a
+backward makes their gradients. Its ``num_bytes`` are those of its gradients, in the device's precision, except for
+reads and writes of drives. Activations: copies of what one layer saves of a microbatch for its backward.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WriteStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedDown:
-    """Copy what ``layer`` of the graph keeps of one microbatch for its backward from the device to its host."""
+    """Copy what ``layer`` of the graph saves of one microbatch for its backward from the device to its host."""
 
     stage: int
     microbatch: int
@@ -67,9 +67,9 @@ class SavedDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedUp:
-    """Copy what the backward of ``layer`` reads of one microbatch back to the device, while the next layer goes back.
+    """Copy the saved values of ``layer`` for one microbatch back to the device during the next layer's backward.
 
-    The backward of the stage waits for it inside, before that layer.
+    The backward of the stage waits for it before that layer.
     """
 
     stage: int

@@ -1,9 +1,9 @@
-"""Functions in a user's own files: ``path/to/file.py:function`` is found, run as a script would be, and read.
+"""Functions in a user's own files: ``path/to/file.py:function`` is located, run like a script, and read.
 
-A file's folder is importable while it is loaded and called (`beside`). Whatever it raises becomes one paragraph with
-its own message and line. Who asks for a function says what it should return and which error tells of a fault. Paths are
-those of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is what a model of a
-user's own computes.
+A file's folder is importable while it is loaded and called (`beside`). Any exception becomes one paragraph with its own
+message and line. The caller says what the function should return and which error class reports a fault. Paths are those
+of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is the loss of a user's
+model.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from meshwright.spec.files import read_regular
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Source files of people are thousands of times smaller; a device or a data file is refused instead of read.
+# Users' source files are thousands of times smaller; a device or a data file is refused instead of read.
 MAX_SOURCE_BYTES = 16 * 2**20
 
 
 def split_reference(reference: str) -> tuple[Path, str] | None:
-    """``path/to/file.py:function`` as path and name; None if it is not of that form."""
+    """``path/to/file.py:function`` as path and name; None if it has another form."""
     path, separator, name = reference.rpartition(":")
     return (Path(path).expanduser(), name) if separator and path.endswith(".py") else None
 
 
 def order_file(reference: str) -> Path | None:
-    """``path/to/orders.csv``, a file that lists the order of every rank, as a path; None if it is not of that form."""
+    """``path/to/orders.csv``, a file that lists the order of every rank, as a path; None if it has another form."""
     return Path(reference).expanduser() if reference.endswith(".csv") else None
 
 
 def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> bytes:
-    """The content of a Python file; ``error`` says what is wrong with it and that ``expected`` was."""
+    """The content of a Python file; raises ``error``, which says what is wrong and what was ``expected``."""
     if not path.exists() or path.is_dir():
         nearby = sorted(item.name for item in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise error(
@@ -51,19 +51,19 @@ def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> byte
         )
     content = read_regular(path, MAX_SOURCE_BYTES + 1, error)
     if len(content) > MAX_SOURCE_BYTES:
-        raise error(f"{path}: more than {MAX_SOURCE_BYTES} bytes, which is no Python file. Check which one was meant.")
+        raise error(f"{path}: more than {MAX_SOURCE_BYTES} bytes, so not a Python file. Check which one was meant.")
     return content
 
 
 def source_hash(content: bytes) -> str:
-    """Hash of a file's content: 16 hexadecimal digits of SHA-256, as documents have theirs."""
+    """Hash of a file's content: 16 hexadecimal digits of SHA-256, as for documents."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def load_function(
     path: Path, name: str, *, expected: str, error: type[MeshwrightError], content: bytes | None = None
 ) -> Callable[..., Any]:
-    """The callable ``name`` of the Python file at ``path``, which is run (``content``: what was read of it before).
+    """The callable ``name`` of the Python file at ``path``, which is run (``content``: its content, if already read).
 
     ``expected`` says what the function does ("returns ..."), for messages. Raises ``error``.
     """
@@ -80,16 +80,16 @@ def load_function(
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Let ``import`` find the files of a folder, first of all, while the block runs."""
+    """Let ``import`` find the files of a folder, before all others, while the block runs."""
     with folder_at(folder).importable():
         yield
 
 
 @contextmanager
 def reported(path: Path, what: str, error: type[MeshwrightError], *, otherwise: str = "") -> Iterator[None]:
-    """Turn what a user's code raises into ``error`` with its own message and line.
+    """Turn exceptions of a user's code into ``error`` with their own message and line.
 
-    ``otherwise``: the place to name where no line of the file took part.
+    ``otherwise``: the place to name if no line of the file is in the traceback.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def reported(path: Path, what: str, error: type[MeshwrightError], *, otherwise: 
 
 
 def own_line(problem: BaseException, path: Path, otherwise: str = "") -> str:
-    """Where in the user's file it happened, with the source line; the place nearest to the cause, or ``otherwise``."""
+    """The place in the user's file, with the source line; the place nearest to the cause, or ``otherwise``."""
     if isinstance(problem, SyntaxError) and problem.filename:
         return f"{problem.filename}:{problem.lineno}: {(problem.text or '').strip()}"
     frames = traceback.extract_tb(problem.__traceback__)
@@ -113,7 +113,7 @@ def own_line(problem: BaseException, path: Path, otherwise: str = "") -> str:
 
 
 def first_line(function: Callable[..., Any], path: Path) -> str:
-    """Where in the user's file a function begins, with the source line; the file alone if it is from elsewhere."""
+    """The first line of a function in the user's file, with the source; the file alone if it is from elsewhere."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or Path(code.co_filename).resolve() != path.resolve():
         return str(path)
@@ -126,7 +126,7 @@ def source_line(path: Path, line: int) -> str:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model computes: what it returns under the name ``loss``, or all that it returns.
+    """The loss that a model computes: its output named ``loss``, or its whole output.
 
     Models of transformers return it so for a batch with labels.
     """
@@ -136,17 +136,17 @@ def own_loss(output: Any) -> Any:
 
 
 def _run_file(path: Path, content: bytes, error: type[MeshwrightError]) -> ModuleType:
-    # Files of one name are told apart, and a file has the same name in each process.
+    # Two files of one name get different module names, and a file has the same one in each process.
     place = source_hash(str(path.resolve()).encode("utf-8", "surrogateescape"))
     spec = importlib.util.spec_from_file_location(f"meshwright_own_{path.stem}_{place}", path)
     if spec is None or spec.loader is None:
         raise error(f"{path} is not a Python file; give one whose name ends with .py.")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles of the file's classes look their module up here.
+    # Dataclasses and pickle look up the module of the file's classes here.
     sys.modules[spec.name] = module
     linecache.checkcache(str(path.resolve()))
     folder = folder_at(path.parent, is_loaded=True)
     with folder.importable(), reported(path, f"Loading {path} raised", error):
-        # The content that was read (and perhaps hashed) is what runs, not what the file holds by now.
+        # The content that was read (and perhaps hashed) is run, not the file's content by now.
         exec(compile(content, str(path.resolve()), "exec", dont_inherit=True), vars(module))
     return module

@@ -1,7 +1,7 @@
-"""Text to plain data: JSON and TOML of strangers, within limits that are checked before anything is parsed.
+"""Parse JSON and TOML from untrusted sources, within limits that are checked before anything is parsed.
 
-The suffix of the path decides the format. Keys that occur twice, numbers that JSON does not know, files that were cut
-off and texts that would exhaust memory are refused, with the path and what to do. Nothing is executed.
+The suffix of the path decides the format. Repeated keys, numbers that JSON does not define, truncated files and texts
+that would exhaust memory are refused, with the path and what to do. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshwright.spec.files import read_regular
 from meshwright.spec.units import format_bytes
 
 # Larger files are refused before they are read: untrusted input must not exhaust memory. Ten times the timeline of a
-# program of 195,000 instructions (15.9 MiB), the largest that we write.
+# program of 195,000 instructions (15.9 MiB), the largest document that we write.
 MAX_DOCUMENT_BYTES = 192 * 2**20
-# What a document may take in memory while it is parsed, and what each of its characters may stand for at most, by
+# The memory that a document may take while it is parsed, and the most that each of its characters may stand for, by
 # sys.getsizeof of CPython 3.11 on 64 bits (collector's head and a list's spare places included): a container, a key
 # with its entry, an item, half a string. Ten times that timeline comes to 1.4e9.
 MAX_PARSED_BYTES = 1_600_000_000
@@ -33,7 +33,7 @@ MAX_TOML_LINE_DOTS = 400
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-# A TOML file that was cut off between two lines still parses; those that we write say how they end.
+# A TOML file that was cut off between two lines still parses; the files that we write end with a marker.
 TOML_HEAD = '# A complete file ends with the line "# end".\n'
 TOML_TAIL = "# end\n"
 
@@ -45,12 +45,10 @@ def read_data(path: Path | str) -> Any:
 
 
 def parse_data(content: bytes, path: Path) -> Any:
-    """Parse the content of a JSON or TOML file (by the suffix of ``path``, which messages name) into plain data."""
+    """Parse the content of a JSON or TOML file (by the suffix of ``path``, which messages name) to plain data."""
     most = min(MAX_TOML_BYTES, MAX_DOCUMENT_BYTES) if path.suffix == ".toml" else MAX_DOCUMENT_BYTES
     if len(content) > most:
-        raise DocumentError(
-            f"{path}: more than {most} bytes, to which such documents are limited. Check which file was meant."
-        )
+        raise DocumentError(f"{path}: more than {most} bytes, the limit of such documents. Check which file was meant.")
     try:
         text = content.decode("utf-8")
         del content
@@ -61,7 +59,7 @@ def parse_data(content: bytes, path: Path) -> Any:
             return tomllib.loads(text)
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
         if _SURROGATE.search(text):
-            # A pair is one character; half of one is none, and can be neither printed nor written to a file.
+            # A surrogate pair is one character; a lone surrogate is not, and can be neither printed nor written.
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except (RecursionError, ValueError) as error:
@@ -71,7 +69,7 @@ def parse_data(content: bytes, path: Path) -> Any:
 
 
 def _refuse_costly(text: str, path: Path) -> None:
-    """Refuse before parsing what would exhaust memory: ``[{},{},...]`` takes thirty times its length."""
+    """Refuse, before parsing, texts that would exhaust memory: ``[{},{},...]`` takes thirty times its length."""
     if path.suffix == ".toml":
         if (found := text.count("[") + text.count(".")) > MAX_TOML_PARTS:
             raise DocumentError(
@@ -80,7 +78,7 @@ def _refuse_costly(text: str, path: Path) -> None:
             )
         if any(line.count(".") > MAX_TOML_LINE_DOTS for line in text.split("\n")):
             raise DocumentError(
-                f"{path}: a line of more dots than TOML is limited to ({MAX_TOML_LINE_DOTS}). Shorten the line."
+                f"{path}: a line has more dots than the limit for TOML ({MAX_TOML_LINE_DOTS}). Shorten the line."
             )
         return
     cost = 2 * sys.getsizeof(text) + sum(text.count(mark) * size for mark, size in _PARSED_BYTES.items())
@@ -92,7 +90,7 @@ def _refuse_costly(text: str, path: Path) -> None:
 
 
 def _parse_remedy(error: Exception) -> str:
-    """What to do about a text that does not parse: files that end too early are told from files of another kind."""
+    """What to do about a text that does not parse; truncated files are distinguished from files of another kind."""
     if isinstance(error, UnicodeDecodeError):
         return "The file holds no text; check which file was meant."
     if isinstance(error, RecursionError):

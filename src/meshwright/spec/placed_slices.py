@@ -1,13 +1,13 @@
-"""What the stages of a placement need, and what passes between them: the same `StageSlice`s that cut layers have.
+"""The stages of a placement and the values between them, as the same `StageSlice`s that cut layers have.
 
-Rules, beside those of `slices`:
+Rules, in addition to those of `slices`:
 
-- A tensor crosses to another rank once, from its maker to the first stage there that reads it. That stage hands it on
-  to later ones of its rank, which costs nothing; gradients come back the same way, so they are summed on each rank
-  before they cross.
-- A replicable op is computed by the first stage of every rank that needs it, and handed on.
-- A gradient passes where one flows: to what the loss depends on in a way that autograd follows, and only from stages
-  that have a backward themselves.
+- A tensor is sent to another rank once, from its maker to the first stage there that reads it. That stage passes it to
+  later ones of its rank, which costs nothing; gradients return the same way, so they are summed on each rank before
+  they are sent.
+- A replicable op is computed by the first stage of every rank that needs it, and passed on.
+- A gradient passes to each value on which the loss depends in a way that autograd follows, and only from stages that
+  have a backward themselves.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _Pair = tuple[int, int]
 
 
 def slice_stages(graph: Graph, plan: Plan | Placement) -> tuple[StageSlice, ...]:
-    """The stages of a plan or of a placement. Raises PlanError if it does not fit the graph."""
+    """The stages of a plan or of a placement. Raises PlanError if it does not match the graph."""
     return slice_placement(graph, plan) if isinstance(plan, Placement) else slice_graph(graph, plan.bounds)
 
 
 @lru_cache(maxsize=64)
 def slice_placement(graph: Graph, placement: Placement) -> tuple[StageSlice, ...]:
-    """What each stage of a placement computes, reads and passes on. Raises PlanError if it does not fit the graph."""
+    """The ops, inputs and outputs of each stage of a placement. Raises PlanError if it does not match the graph."""
     check_placement(placement, graph)
     needs, carried = _Walk(graph, placement).run()
     random_stages = [index for index, need in enumerate(needs) if any(graph.ops[op].random for op in need.ops)]
@@ -83,7 +83,7 @@ class _Need:
 
 
 class _Walk:
-    """Goes through the stages in order and notes where each finds what it reads."""
+    """Visits the stages in order and notes where each gets the values that it reads."""
 
     def __init__(self, graph: Graph, placement: Placement) -> None:
         self._graph = graph
@@ -95,15 +95,15 @@ class _Walk:
             for op in stage.ops
             for tensor in graph.ops[op].outputs
         }
-        # Of each rank: the stage that has a tensor first, made there or received.
+        # For each rank: the first stage that has a tensor, made there or received.
         self._held: dict[int, dict[int, int]] = defaultdict(dict)
 
     def run(self) -> tuple[list[_Need], dict[_Pair, list[int]]]:
-        """Needs of all stages, and the tensors that pass between each two."""
+        """The needs of all stages, and the tensors that pass between each two."""
         needs = [_Need(ops=set(stage.ops)) for stage in self._stages]
         carried: dict[_Pair, list[int]] = defaultdict(list)
         for tensor in dict.fromkeys(self._graph.outputs):
-            # What no stage makes (an input, state, what anyone computes) is yielded by the last one.
+            # Outputs that no stage makes (inputs, state, replicable results) are yielded by the last stage.
             needs[self._maker.get(tensor, len(needs) - 1)].outputs.append(tensor)
         for index, need in enumerate(needs):
             todo = [*(i for op in sorted(need.ops) for i in self._graph.ops[op].inputs), *need.outputs]
@@ -168,7 +168,7 @@ def _gradients(
 def flowing_ops(graph: Graph) -> set[int]:
     """The ops through which a gradient of the loss may pass.
 
-    Memory counts, not the tensor: what is written in place carries the gradient of what was written.
+    The storage counts, not the tensor: a tensor written in place carries the gradient of the written value.
     """
     tensors, flowing = graph.tensors, set()
     reached = {tensors[graph.outputs[0]].storage} if graph.has_loss and graph.outputs else set()

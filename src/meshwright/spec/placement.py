@@ -1,10 +1,10 @@
 """Placement: every op of a graph on a rank. A small JSON document, like a plan.
 
-A placement is a list of **stages**. A stage is a run of ops that one rank computes without any communication in
-between: what it reads from other ranks has arrived before it begins, and what it sends leaves when it ends. The stages
-stand in an order in which each reads only what earlier ones made, so the stages of a rank, run in that order, never
-wait in a circle. Unlike those of a `Plan` they are any sets of ops, a rank has any number of them, and they form a
-directed acyclic graph: branches of a model run side by side.
+A placement is a list of **stages**. A stage is a set of ops that one rank computes without communication in between:
+the values that it reads from other ranks arrive before it starts, and the values that it sends leave when it ends. The
+stages are in an order in which each reads only results of earlier ones, so running the stages of each rank in that
+order cannot deadlock. Unlike those of a `Plan` they are any sets of ops, a rank has any number of them, and they form a
+directed acyclic graph: branches of a model run in parallel.
 
 Ops that are `replicable` belong to no stage: every rank that needs them computes them.
 """
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.graph import Graph
 
-# Ranks that a message names one by one.
+# The number of ranks that a message lists.
 _SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedStage:
-    """Ops (ids, ascending) that ``rank`` computes in one go, in the graph's order."""
+    """Ops (ids, ascending) that ``rank`` computes without a break, in the graph's order."""
 
     rank: int
     ops: tuple[int, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank alone: what is placed has no replicas."""
+        """The rank alone: placed ops have no replicas."""
         return (self.rank,)
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The one replica, again and again."""
+        """The one replica, for every microbatch."""
         return (0,)
 
-    def rank_of(self, microbatch: int) -> int:  # noqa: ARG002 - the same for all
+    def rank_of(self, microbatch: int) -> int:  # noqa: ARG002 - the same rank for all
         """The rank that computes a microbatch."""
         return self.rank
 
@@ -57,8 +57,8 @@ class PlacedStage:
 class Placement:
     """The ops of one graph on the devices of one cluster, for one workload; rank r is device r.
 
-    ``stages`` in an order in which each reads only what earlier ones made. ``model``, ``cluster``, ``graph_hash``,
-    ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for what no graph could fit.
+    ``stages`` are in an order in which each reads only results of earlier ones. ``model``, ``cluster``, ``graph_hash``,
+    ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for a placement that fits no graph.
     """
 
     model: str
@@ -83,12 +83,12 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks up to the last that computes; one before it may have nothing to do."""
+        """Ranks up to the last one that computes; an earlier one may be idle."""
         return 1 + max(stage.rank for stage in self.stages)
 
     @property
     def num_devices(self) -> int:
-        """Devices that take part: as many as ranks."""
+        """Devices that take part: one per rank."""
         return self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def check_fit(plan: Plan | Placement, graph: Graph, cluster: Cluster | None = No
 
 
 def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None = None) -> None:
-    """Raise PlanError unless the placement fits the graph (content hash, ops, their order, batch) and the cluster."""
+    """Raise PlanError unless the placement fits the graph (content hash, ops, order, batch) and the cluster."""
     if placement.graph_hash != graph.content_hash:
         raise GraphMismatchError(
             f"The placement was made for graph {placement.graph_hash} of {placement.model!r}, but this graph is "
@@ -151,12 +151,12 @@ def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None 
 
 
 def _check_ops(placement: Placement, graph: Graph) -> None:
-    """Every op once, each stage after those that it reads, random ops in the graph's order."""
+    """Check that every op occurs once, stages follow those that they read, and random ops keep the graph's order."""
     stage_of: dict[int, int] = {}
     for index, stage in enumerate(placement.stages):
         for op in stage.ops:
             if not 0 <= op < len(graph.ops) or op in stage_of or graph.ops[op].replicable:
-                what = "twice" if op in stage_of else "which the graph has not, or computes wherever it is needed"
+                what = "twice" if op in stage_of else "which the graph lacks or computes wherever it is needed"
                 raise PlanError(f"Stage {index} of the placement names op {op}, {what}. Place the graph again.")
             stage_of[op] = index
     missing = [i for i, op in enumerate(graph.ops) if not op.replicable and i not in stage_of]
@@ -171,14 +171,14 @@ def _check_ops(placement: Placement, graph: Graph) -> None:
         late = [i for i in graph.ops[op].inputs if i in maker and stage_of[maker[i]] > stage_of[op]]
         if late:
             raise PlanError(
-                f"Op {graph.ops[op].name!r} stands in stage {stage_of[op]} of the placement, but reads "
+                f"Op {graph.ops[op].name!r} is in stage {stage_of[op]} of the placement, but reads "
                 f"{graph.tensors[late[0]].name!r}, which a later stage makes. Place the graph again."
             )
         if graph.ops[op].random:
             if stage_of[op] < latest_random:
                 raise PlanError(
-                    f"Op {graph.ops[op].name!r} draws random numbers in an earlier stage of the placement than one "
-                    "that draws before it in the graph, so the numbers would not be those of one process. Place the "
+                    f"Op {graph.ops[op].name!r} draws random numbers in an earlier stage of the placement than an op "
+                    "that precedes it in the graph, so the numbers would differ from those of one process. Place the "
                     "graph again."
                 )
             latest_random = stage_of[op]

@@ -1,9 +1,8 @@
 """Plan: which part of the graph runs where and how it is split. A small JSON document.
 
-Replicas of a stage take its microbatches in turn, or have shares of them (`stage_plan`), so stages may differ in their
+Replicas of a stage compute its microbatches in turn, or by their shares (`stage_plan`), so stages may differ in their
 number of replicas; data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages,
-chunks) where the schedule knows how to take turns among them. The loss of a step is the mean over its microbatches,
-whatever the plan.
+chunks) if the schedule interleaves them. The loss of a step is the mean over its microbatches, whatever the plan.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
 SynchronousName = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v"
 ]
-# These never flush: each microbatch is a minibatch, and weights change while others are under way.
+# Asynchronous: each microbatch is a minibatch, and weights change while others are in flight.
 AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "hetpipe"]
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
-# Those that deal out a number of stages to every rank in turn.
+# Schedules that assign a number of stages to every rank in turn.
 DEALT_IN_TURN: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs")
-# One stage on every rank and whole backwards: what slicings are searched for.
+# One stage on every rank and whole backwards: the schedules for which slicings are searched.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
 
-# A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
+# A program lists every microbatch of every stage; beyond this number, building it takes minutes and gigabytes.
 MAX_MICROBATCH_STAGES = 2_000_000
 
 
@@ -54,17 +53,16 @@ MAX_MICROBATCH_STAGES = 2_000_000
 class Plan:
     """A layout of one graph on one cluster for one workload.
 
-    ``model`` and ``cluster`` are the references that were given, ``model_sizes`` the sizes asked for beside the
-    model's own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the
-    reference of the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``,
-    that of the file's content, binds. With a ``sharding`` that splits ops, every rank stands for a team of
-    ``sharding.width`` devices side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in
-    the backward; those in ``keeps`` do not, their results stay in memory (`recompute`). ``offload`` says what is
-    kept away from devices (`offload`); ``compiled``: torch compiles the layers, each on its own (`compiled_units`).
-    ``idle`` are devices of the cluster, ascending, that take no part, wherever they stand; ranks count the others.
-    ``rewritten`` is the kind of device for which the model's graph was rewritten before it was laid out
-    (`rewrite.planned`); empty where it is the model's own. ``made_with`` says what it was estimated with when it was
-    written (`made_with`).
+    ``model`` and ``cluster`` are the references that the user gave, ``model_sizes`` the sizes given beside the model's
+    own (for people and for `run`); ``graph_hash`` identifies the graph that the plan is for. ``schedule`` is a name or
+    a reference to the user's own schedule, ``path/to/file.py:function`` or ``path/to/orders.csv``; ``schedule_hash`` is
+    the hash of that file's content. With a ``sharding`` that splits ops, every rank is a team of ``sharding.width``
+    neighbouring devices (`teams`). ``recompute`` lists ranges of the graph's ops that run again in the backward, except
+    those in ``keeps``, whose results stay in memory (`recompute`). ``offload`` lists what is kept in host memory or on
+    drives (`offload`); ``compiled``: torch compiles each layer on its own (`compiled_units`). ``idle`` lists the
+    devices of the cluster, ascending, that take no part; ranks count the others. ``rewritten`` is the kind of device
+    for which the model's graph was rewritten before planning (`rewrite.planned`); empty for the model's own graph.
+    ``made_with`` records the inputs of the estimate when the plan was written (`made_with`).
     """
 
     model: str
@@ -93,14 +91,14 @@ class Plan:
         _check_plan(self)
 
     def __hash__(self) -> int:
-        # Plans are keys of many caches, and most of them differ in this; going through all stages takes longer than
-        # what is looked up.
+        # Plans are keys of many caches, and most of them differ in this field; hashing all stages takes longer than
+        # the values looked up.
         ends = self.stages[0], self.stages[-1], len(self.stages)
         return hash((self.graph_hash, self.schedule, self.schedule_hash, self.num_microbatches, self.workload, ends))
 
     @property
     def microbatch_size(self) -> int:
-        """Samples in one microbatch, of each of the ranks of an expert axis."""
+        """Samples in one microbatch, for each rank of an expert axis."""
         return self.workload.global_batch // (self.num_microbatches * self.sharding.expert)
 
     @property
@@ -110,7 +108,7 @@ class Plan:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the schedule never flushes, so that weights change while microbatches are under way."""
+        """Whether the schedule is asynchronous: weights change while microbatches are in flight."""
         return self.schedule in ASYNCHRONOUS_SCHEDULES
 
     @property
@@ -120,7 +118,7 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """Devices that take part: those of the teams for which the ranks stand, and further ranks that only serve."""
+        """Devices that take part: those of all teams, and further ranks that are only parameter servers."""
         return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
 
     @property
@@ -131,12 +129,12 @@ class Plan:
 
     @property
     def has_shares(self) -> bool:
-        """Whether replicas of some stage compute so many microbatches each as its shares say."""
+        """Whether the replicas of some stage compute unequal numbers of microbatches, given by its shares."""
         return any(stage.shares for stage in self.stages)
 
     @property
     def has_local_graph(self) -> bool:
-        """Whether ranks compute another graph than the model's: shares of ops, parts again, compiled (`lower_plan`)."""
+        """Whether ranks compute another graph than the model's: sharded, recomputed or compiled (`lower_plan`)."""
         return not self.sharding.is_whole or bool(self.recompute) or self.compiled
 
     @property
@@ -146,11 +144,11 @@ class Plan:
 
     @property
     def has_branches(self) -> bool:
-        """Whether some stages run beside each other, as ``feeds`` say."""
+        """Whether some stages run in parallel branches, as ``feeds`` say."""
         return any(stage.feeds for stage in self.stages)
 
     def feeds(self, stage: int) -> tuple[int, ...]:
-        """The stages that a stage hands its values to; in a chain the next one."""
+        """The stages that receive a stage's values; in a chain the next one."""
         if self.has_branches:
             return self.stages[stage].feeds
         return (stage + 1,) if stage + 1 < len(self.stages) else ()
@@ -162,12 +160,12 @@ class Plan:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether all ranks agree, before an update, on whether gradients of a scaled loss are finite."""
+        """Whether all ranks agree, before an update, on whether the gradients of a scaled loss are finite."""
         return self.exchange.loss_scale or (self.workload.kind == "training" and self.workload.numbers.scales_loss)
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: nothing kept away, sums of buckets.
+        """Whether the runtime executes the plan: gradients are summed in buckets.
 
         Every plan can be simulated.
         """
@@ -175,11 +173,11 @@ class Plan:
 
     @property
     def only_simulated(self) -> str:
-        """What the runtime does not execute, in words; nothing of a plan that it does."""
+        """What the runtime does not execute, in words; empty for a plan that it executes."""
         return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Indices of the stages that a rank works for, ascending; at least one."""
+        """Indices of the stages on a rank, ascending; at least one."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def _repr_html_(self) -> str:
@@ -207,7 +205,7 @@ class Plan:
         return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{self.describe_extras()}"
 
     def describe_extras(self) -> str:
-        """What follows behind the schedule: ``, tensor 4, ZeRO 1``; nothing of a plan without such."""
+        """The part of the description after the schedule: ``, tensor 4, ZeRO 1``; empty for a plan without extras."""
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
@@ -219,8 +217,8 @@ class Plan:
             if self.exchange.sequence
             else ""
         )
-        kept = f" but for {format_count(len(self.keeps), 'op')}" if self.keeps else ""
-        again = f", {format_count(len(self.recompute), 'part')} computed again{kept}" if self.recompute else ""
+        kept = f" except {format_count(len(self.keeps), 'op')}" if self.keeps else ""
+        again = f", {format_count(len(self.recompute), 'part')} recomputed{kept}" if self.recompute else ""
         away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
         compiled = ", compiled" if self.compiled else ""
         idle = f", {format_count(len(self.idle), 'device')} left out" if self.idle else ""
@@ -228,7 +226,7 @@ class Plan:
 
 
 def name_stages(plan: Plan, rank: int) -> str:
-    """``stage 3``, or ``stages 0 and 7``, of a rank, for messages."""
+    """``stage 3``, or ``stages 0 and 7``: the stages of a rank, for messages."""
     *others, last = map(str, plan.stages_of(rank))
     return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
 
@@ -238,10 +236,10 @@ def _first_numbers(ranks: tuple[int, ...]) -> str:
 
 
 def with_branches(plan: Plan, graph: Graph) -> Plan:
-    """The plan with the edges between its stages written down, if some of them lie on parallel branches of the graph.
+    """The plan with the edges between its stages listed, if some of them lie on parallel branches of the graph.
 
-    Schedules then keep as many microbatches under way as the longest way from a stage to the end asks for, instead of
-    as many as there are later stages. Plans with several stages on a rank stay as they are.
+    Schedules then keep as many microbatches in flight as the longest path from a stage to the end needs, instead of
+    the number of later stages. Plans with several stages on a rank stay as they are.
     """
     edges = _edges(plan, graph)
     is_chain = all(index + 1 in targets for index, targets in enumerate(edges[:-1]))
@@ -283,7 +281,7 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
 
 
 def unknown_schedule(name: str) -> PlanError:
-    """The error for what is neither the name of a schedule nor the reference of one."""
+    """The error for a text that is neither the name of a schedule nor a reference to one."""
     return PlanError(
         f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
         "path/to/file.py:function or path/to/orders.csv."
@@ -298,21 +296,21 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.is_asynchronous and plan.scales_loss:
         raise PlanError(
-            f"The precision {plan.workload.precision} was given for the schedule {plan.schedule}, which never flushes; "
-            "losses are scaled there, and all ranks agree on each step whether to update. Choose --precision amp, or a "
-            "schedule that flushes, as 1f1b."
+            f"The precision {plan.workload.precision} was given for the asynchronous schedule {plan.schedule}; its "
+            "losses are scaled, and all ranks agree on each step whether to update. Choose --precision amp, or a "
+            "synchronous schedule such as 1f1b."
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(
-            f"An exchange with {plan.exchange.describe_changes()} was given for the schedule {plan.schedule}, which "
-            "never flushes; expected all-reduces of whole buckets there. Choose a schedule that flushes, as 1f1b, or "
-            "leave that out."
+            f"An exchange with {plan.exchange.describe_changes()} was given for the asynchronous schedule "
+            f"{plan.schedule}; expected all-reduces of whole buckets. Choose a synchronous schedule such as 1f1b, or "
+            "leave these options out."
         )
     if plan.sharding.expert > 1 and (plan.exchange.servers or plan.exchange.algorithm == "hierarchical"):
         raise PlanError(
-            f"An exchange with {plan.exchange.describe_changes()} was given for a plan that lays experts out, whose "
-            "gradients are summed over other devices than the rest; expected sums of buckets. Leave it out, or "
-            "`expert`."
+            f"An exchange with {plan.exchange.describe_changes()} was given for a plan with expert parallelism, where "
+            "gradients of experts are summed over other devices than the rest; expected sums of buckets. Leave it "
+            "out, or leave out `expert`."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:
@@ -326,7 +324,7 @@ def _check_schedule(plan: Plan) -> None:
     if not _HASH.fullmatch(plan.schedule_hash):
         raise PlanError(
             f"The schedule {plan.schedule!r} has schedule_hash {plan.schedule_hash!r}; expected the 16 hexadecimal "
-            "digits of its file. Let `meshwright plan --schedule` or `with_schedule` write it."
+            "digits of its file's hash. Let `meshwright plan --schedule` or `with_schedule` write it."
         )
 
 
@@ -344,8 +342,8 @@ def _check_plan(plan: Plan) -> None:
         )
     if plan.idle and not (plan.idle[0] >= 0 and all(one < other for one, other in pairwise(plan.idle))):
         raise PlanError(
-            f"The devices {list(plan.idle)} were to be left out; expected numbers of devices of the cluster, "
-            "ascending, none twice. Sort them."
+            f"The devices to leave out are {list(plan.idle)}; expected numbers of devices of the cluster, "
+            "ascending, without repetition. Sort them."
         )
     for index, stage in enumerate(plan.stages):
         if any(not index < target < len(plan.stages) for target in stage.feeds):
@@ -360,7 +358,7 @@ def _check_plan(plan: Plan) -> None:
         )
     each = count * plan.sharding.expert
     if count < 1 or batch % each:
-        of_each = f" of each of {plan.sharding.expert} expert ranks" if plan.sharding.expert > 1 else ""
+        of_each = f" for each of {plan.sharding.expert} expert ranks" if plan.sharding.expert > 1 else ""
         raise PlanError(
             f"A global batch of {batch} samples does not divide into {count} microbatches{of_each}. "
             f"Choose a number of microbatches that divides {batch // plan.sharding.expert if of_each else batch}."

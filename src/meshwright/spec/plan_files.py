@@ -1,4 +1,4 @@
-"""A file that says which part of a graph runs where: a plan, or a placement."""
+"""Read a file that assigns the parts of a graph to ranks: a plan, or a placement."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.spec.plan import Plan
 
 
 def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Placement:
-    """Read a plan or a placement; DocumentError names file, place and remedy for everything else.
+    """Read a plan or a placement; DocumentError names file, place and remedy for any other file.
 
-    ``compiled``: whether layers are compiled, whatever the plan says.
+    ``compiled``: overrides whether layers are compiled.
     """
     data = read_data(Path(path))
     found: Plan | Placement
@@ -27,12 +27,12 @@ def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Place
 
 
 def with_compiled(plan: Plan | Placement, compiled: bool) -> Plan | Placement:
-    """The plan with its layers compiled, or not. Raises PlanError for a placement whose ops were to be compiled."""
+    """The plan with layers compiled or not. Raises PlanError for compiling a placement."""
     if isinstance(plan, Plan):
         return replace(plan, compiled=compiled)
     if compiled:
         raise PlanError(
-            "Layers were to be compiled of a placement, which puts every op on a device of its own. Compile a plan by "
+            "Layers of a placement cannot be compiled, as it puts every op on a device of its own. Compile a plan by "
             "layers, or leave out --compile."
         )
     return plan

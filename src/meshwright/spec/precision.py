@@ -1,4 +1,4 @@
-"""Precisions: each is one word, with one meaning in memory, cost and runtime.
+"""Precisions: each is one word with one meaning in memory, cost and runtime.
 
     word                    parameters   activations  gradients   beside them, for the optimizer
     float64                 float64      float64      float64     states in float64
@@ -13,14 +13,14 @@
     float8                  bfloat16     bfloat16     float32     master weights and states in float32
 
 Bytes per parameter under AdamW are 32, 16, 16, 16, 16, 18, 16, 8, 18 and 18. "amp" runs forwards under torch's
-autocast to bfloat16. "mixed" is Megatron-LM's ``--bf16``: gradients of microbatches are added up, and summed over
-replicas, in float32. Losses of float16 are scaled; all ranks agree before an update on whether some gradient is not
+autocast to bfloat16. "mixed" is Megatron-LM's ``--bf16``: gradients of microbatches are accumulated, and summed over
+replicas, in float32. Losses in float16 are scaled; all ranks agree before an update on whether all gradients are
 finite.
 
-"tf32" is float32 whose matrix products tensor cores compute in TF32; convolutions and recurrent layers of cuDNN do so
-in float32, too, which is torch's default. "float8" is mixed whose linear layers, where both sizes of the weight are
-multiples of 16, multiply in float8_e4m3fn: factors are scaled by the largest of each tensor and cast right before each
-product, and kept in bfloat16 (torchao: float8 training, recipe tensorwise).
+"tf32" is float32 whose matrix products tensor cores compute in TF32; convolutions and recurrent layers of cuDNN use
+TF32 under "float32", too, which is torch's default. "float8" is "mixed" whose linear layers, if both sizes of the
+weight are multiples of 16, multiply in float8_e4m3fn: factors are scaled by the largest value of each tensor, cast
+right before each product, and kept in bfloat16 (torchao: float8 training, recipe tensorwise).
 
 Under ZeRO 2 and 3 the master weights are the weights: each rank keeps its shard of them in float32, and gathers them in
 the type of the parameters (FSDP2: ``MixedPrecisionPolicy(param_dtype)``). Gradients are reduced in their own type
@@ -51,10 +51,10 @@ Precision = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The types of a precision by torch's names; "" for no ``master`` weights, and for no ``autocast``.
+    """The types of a precision by torch's names; "" if it has no ``master`` weights or no ``autocast``.
 
-    ``values`` are parameters and, but for what autocast computes, activations. ``products``: the type in which tensor
-    cores multiply; "" where it is that of the factors.
+    ``values`` is the type of parameters and, except under autocast, activations. ``products``: the type in which tensor
+    cores multiply; "" if it is the type of the factors.
     """
 
     values: str
@@ -66,7 +66,7 @@ class Numbers:
 
     @property
     def compute(self) -> str:
-        """The type in which factors of products are kept."""
+        """The type in which factors of products are stored."""
         return self.autocast or self.values
 
     @property
@@ -112,12 +112,12 @@ _NUMBERS: dict[str, Numbers] = {
     "mixed-float16": Numbers("float16", "float32", "float32", "float32"),
     "float8": Numbers("bfloat16", "float32", "float32", "float32", products="float8_e4m3fn"),
 }
-# What the runtime does not compute in.
+# Precisions that the runtime does not execute.
 SIMULATED_ONLY: tuple[Precision, ...] = ("mixed-float16", "float8")
 
 
 def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:
-    """Data of a document with a workload; in version 1 ``bfloat16`` had float32 master weights and states."""
+    """The data of a document with a workload; in version 1 ``bfloat16`` had float32 master weights and states."""
     workload = data.get("workload")
     if version == 1 and isinstance(workload, dict) and workload.get("precision") == "bfloat16":
         return {**data, "workload": {**workload, "precision": "mixed-bf16-gradients"}}

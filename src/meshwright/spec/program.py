@@ -1,4 +1,4 @@
-"""Program: what every rank does, as columns that two interpreters read.
+"""Program: what every rank does, as columns for two interpreters.
 
 A program has named streams per rank; the instructions of a stream run in order. An instruction waits for other
 instructions, or for marks that they raise inside their span ("the gradients of bucket k are ready"). Instruction ids
@@ -12,22 +12,22 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
                                          or, -1 - layer, activations of a layer may be copied
-    join_instruction, join_need          ``join_instruction[j]`` goes on after ``join_need[j]`` of its waits
+    join_instruction, join_need          ``join_instruction[j]`` continues after ``join_need[j]`` of its waits
     late_instruction, late_section,      ``late_instruction[l]`` waits for ``late_awaited[l]`` of another section,
     late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
 
-The typed classes of `instructions` are the row views; `program.ProgramBuilder` is the only writer, of one or of many.
-What cuts or repeats a program (`program.endless`, `program.repeat`) moves its rows.
-A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone. In one that
-never flushes, a microbatch that enters in one repetition of the body may leave in another. Its sections number
-microbatches and versions as if the body came once; in repetition r, and in the epilogue behind r more, the microbatches
-are those in the columns + r·``advance``, and the versions those + r·(updates of the stage in the body).
+The typed classes of `instructions` are views of the rows; only `program.ProgramBuilder` writes the rows of a program.
+Modules that cut or repeat a program (`program.endless`, `program.repeat`) copy its rows.
+A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a synchronous schedule has only a body. In an
+asynchronous one, a microbatch that enters in one repetition of the body may leave in another. Its sections number
+microbatches and versions as if the body came once; in repetition r, and in the epilogue after r repetitions, the
+microbatches are those in the columns + r·``advance``, and the versions those + r·(updates of the stage in the body).
 
-A *late wait* reaches back into an earlier repetition: where an asynchronous schedule sums waves of minibatches, or
-where the exchange of one step goes on in the next (`program.exchange`). With n repetitions the sections stand in the
-order prologue (-1), body (0 ... n - 1), epilogue (n). One of the section at place x is for an instruction of the
-section at place x - lag: of the prologue where ``late_section`` is 0, of the body where it is 1. Where another section
-stands there, or none, it is not waited for.
+A *late wait* refers to an earlier repetition: when an asynchronous schedule sums waves of minibatches, or when the
+gradient exchange of one step continues in the next (`program.exchange`). With n repetitions the sections have the
+order prologue (-1), body (0 ... n - 1), epilogue (n). A late wait in the section at place x is for an instruction of
+the section at place x - lag: of the prologue if ``late_section`` is 0, of the body if it is 1. If that place has
+another section, or does not exist, the wait is skipped.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from meshwright.spec.instructions import RECEIVES, Instruction, Opcode, StreamNa
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Ranks that may do nothing at all. More would let a small file ask for tables of any length.
+# Ranks that may do nothing at all. More would let a small file request tables of any length.
 MAX_IDLE_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One ordered queue of a rank; ``lane`` tells several of one name apart, such as those to different servers."""
+    """One ordered queue of a rank; ``lane`` distinguishes queues of one name, such as those to different servers."""
 
     rank: int
     name: StreamName
@@ -98,7 +98,7 @@ class Section:
         return instruction_of([int(column[index]) for column in columns])
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
-        """Ids (or marks, from ``num_instructions`` on) that one instruction waits for."""
+        """Ids (or marks, from ``num_instructions``) for which one instruction waits."""
         return self.waits[self.wait_offsets[index] : self.wait_offsets[index + 1]]
 
     def stream_range(self, stream: int) -> range:
@@ -110,9 +110,9 @@ class Section:
 class Program:
     """Everything that all ranks issue, for ``prologue``, any number of ``body`` repetitions, and ``epilogue``.
 
-    ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` say where the program came from. ``advance`` is the
-    number of microbatches by which each repetition of the body is ahead of the one before; 0 for programs that flush.
-    ``body_steps``: so many steps of the training make one repetition of the body.
+    ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` record the origin of the program. ``advance`` is the
+    number of microbatches by which each repetition of the body is ahead of the one before; 0 for synchronous programs.
+    ``body_steps``: the number of training steps in one repetition of the body.
     """
 
     schedule: str
@@ -141,9 +141,7 @@ class Program:
                 "(0 and up). Build the program again from its plan."
             )
         if self.body_steps < 1:
-            raise ProgramError(
-                f"A repetition of the body was said to make {self.body_steps} steps; expected 1 or more."
-            )
+            raise ProgramError(f"A repetition of the body has {self.body_steps} steps; expected 1 or more.")
         if self.advance < 0:
             raise ProgramError(f"The program advances by {self.advance} microbatches; expected 0 or more.")
         for name, section in self.sections():
@@ -155,12 +153,12 @@ class Program:
 
     @property
     def crosses_steps(self) -> bool:
-        """Whether more than the order of streams joins a repetition of the body to others: messages or late waits."""
+        """Whether messages or late waits, not only the order of streams, join a repetition of the body to others."""
         return self.advance > 0 or any(len(section.late_instruction) for _, section in self.sections())
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether some backwards come in two parts."""
+        """Whether some backwards are split into two instructions."""
         return any(bool((section.opcode == Opcode.BACKWARD_INPUT).any()) for _, section in self.sections())
 
     def sections(self) -> Iterator[tuple[str, Section]]:

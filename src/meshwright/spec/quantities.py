@@ -1,6 +1,6 @@
-"""Quantities that people write with their unit: ``"8 h"``, ``"25 GB/s"``, ``"80 GiB"``. Inside they are SI floats.
+"""Quantities with their unit as text: ``"8 h"``, ``"25 GB/s"``, ``"80 GiB"``. Inside they are SI floats.
 
-A number without a unit is refused: nobody can tell hours from seconds.
+A number without a unit is refused: hours could be taken for seconds.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _BYTES = {
 
 
 class _Quantity(float):
-    """A number with a unit, not negative; ``UNITS`` are the factors to the first one, in which it is kept."""
+    """A number with a unit, not negative; ``UNITS`` are the factors to the first unit, in which it is kept."""
 
     UNITS: ClassVar[dict[str, float]] = {}
     WORD: ClassVar[str] = ""
     EXAMPLES: ClassVar[str] = ""
 
     def encode_scalar(self) -> str:
-        """The text that is read again as the same number."""
+        """The text that parses to the same number."""
         number = repr(float(self)).removesuffix(".0")
         return f"{number} {next(iter(self.UNITS))}"
 
     @classmethod
     def decode_scalar(cls, data: Any) -> Self:
-        """Read a text like those in EXAMPLES. Raises ValueError, saying what is expected."""
+        """Parse a text like those in EXAMPLES. Raises ValueError, which says what is expected."""
         expected = f"expected {cls.WORD} with its unit, as {cls.EXAMPLES}"
         if isinstance(data, int | float) and not isinstance(data, bool):
             raise ValueError(f"{data} has no unit; {expected}")

@@ -1,9 +1,9 @@
-"""What of a graph is computed again in the backward instead of kept: ranges of ops ``start:stop``, and ops in them.
+"""Recompute (activation checkpointing): ranges of ops ``start:stop``, and ops in them whose results are kept.
 
-A range keeps what it reads from outside, and the results of those of its ops that `Graph.keeps` names. When the
-backward comes to its end, its other ops run again, up to the last value that their backward reads
-(torch.utils.checkpoint stops early, too; results are kept as by its create_selective_checkpoint_contexts). Words for
-what users ask for stand in `recompute_words`.
+A range keeps the values that it reads from outside, and the results of those of its ops that are in `Graph.keeps`. When
+the backward reaches the end of the range, its other ops run again, up to the last value that their backward reads
+(torch.utils.checkpoint stops early, too; results are kept as by its create_selective_checkpoint_contexts).
+`recompute_words` defines the words by which users choose.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 Ranges = tuple[tuple[int, int], ...]
 
 ATTENTION = ("aten.scaled_dot_product_attention", "aten._scaled_dot_product")
-# Stands in the name of a block between its own and what of it is computed again.
+# In the name of a block, separates its own name from its recomputed ranges.
 _AGAIN = "+again "
 
 
 class Recompute(NamedTuple):
-    """Ranges of ops that are computed again, and ops in them whose results are kept, both ascending."""
+    """Ranges of ops that are recomputed, and ops in them whose results are kept, both ascending."""
 
     ranges: Ranges = ()
     keeps: tuple[int, ...] = ()
 
 
 def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
-    """The ranges of ops that computing these layers again means, each layer on its own."""
+    """The ranges of ops for recomputing these layers, each layer on its own."""
     return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
 
 
 def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
-    """The longest runs of ops whose kinds begin so, each within a layer."""
+    """The longest runs of ops whose kinds start with one of ``kinds``, each within a layer."""
     home = [index for index, layer in enumerate(graph.layers) for _ in range(layer.start, layer.stop)]
     runs = groupby(range(len(graph.ops)), key=lambda op: (home[op], graph.ops[op].kind.startswith(kinds)))
     chosen = (list(ops) for (_, is_chosen), ops in runs if is_chosen)
@@ -49,9 +49,9 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
 
 
 def with_recompute(graph: Graph, ranges: Iterable[tuple[int, int]], keeps: Iterable[int] = ()) -> Graph:
-    """The graph with these ranges computed again, but for ops whose results are kept.
+    """The graph with these ranges recomputed, except ops whose results are kept.
 
-    Blocks of layers of which other parts are computed again or kept have another name.
+    Blocks of layers that recompute or keep different parts get different names.
     """
     chosen = tuple(sorted((start, stop) for start, stop in ranges)), tuple(sorted(keeps))
     return graph if chosen == (graph.recompute, graph.keeps) else _with_sorted(graph, *chosen)
@@ -69,18 +69,18 @@ def _with_sorted(graph: Graph, ranges: Ranges, keeps: tuple[int, ...]) -> Graph:
 
 
 def check_recompute(graph: Graph) -> None:
-    """Raise GraphError unless the graph is for training, its ranges ascend in it apart, and what it keeps can be."""
+    """Raise GraphError unless the graph is for training, its ranges ascend without overlap, and its keeps are legal."""
     if not graph.recompute and not graph.keeps:
         return
     inside = all(0 <= start < stop <= len(graph.ops) for start, stop in graph.recompute)
     if not inside or any(before[1] > after[0] for before, after in pairwise(graph.recompute)):
         raise GraphError(
-            f"Ranges of ops to compute again were given as {list(graph.recompute)[:8]}; expected ascending ranges "
+            f"The ranges of ops to recompute are {list(graph.recompute)[:8]}; expected ascending ranges "
             f"within 0:{len(graph.ops)} that do not overlap. Take them from `recompute_layers`."
         )
     if graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
         raise GraphError(
-            f"Graph {graph.name!r} is for inference or holds its own backward, so nothing can be computed again in it. "
+            f"Graph {graph.name!r} is for inference or holds its own backward, so nothing can be recomputed in it. "
             "Capture the model alone, for training."
         )
     _check_keeps(graph)
@@ -91,14 +91,14 @@ def _check_keeps(graph: Graph) -> None:
     outside = [op for op in graph.keeps if op not in covered]
     if outside or any(before >= after for before, after in pairwise(graph.keeps)):
         raise GraphError(
-            f"Ops whose results are kept were given as {list(graph.keeps)[:8]}; expected ascending ones within the "
-            f"ranges that are computed again, {list(graph.recompute)[:8]}. Take both from `read_recompute`."
+            f"The ops whose results are kept are {list(graph.keeps)[:8]}; expected ascending ones within the "
+            f"recomputed ranges, {list(graph.recompute)[:8]}. Take both from `read_recompute`."
         )
     written = written_storages(graph) if graph.keeps else frozenset()
     for op in graph.keeps:
         if reason := why_not_kept(graph, op, written):
             raise GraphError(
-                f"The result of {graph.ops[op].name!r} was to be kept while ops around it are computed again, but "
+                f"The result of {graph.ops[op].name!r} cannot be kept while the ops around it are recomputed: "
                 f"{reason}. Leave it out of `keeps`."
             )
 
@@ -110,24 +110,24 @@ def written_storages(graph: Graph) -> frozenset[int]:
 
 
 def why_not_kept(graph: Graph, op: int, written: frozenset[int]) -> str:
-    """Why the result of an op cannot be kept among ops that run again; nothing if it can.
+    """Why the result of an op cannot be kept inside a recomputed range; empty if it can.
 
     ``written`` are the graph's `written_storages`.
     """
     item = graph.ops[op]
     if item.random:
-        return "it draws random numbers, and what runs again behind it would draw others than before"
+        return "it draws random numbers, and the ops that run again after it would draw others than before"
     if item.is_in_place or any(graph.tensors[i].storage in written for i in item.outputs):
         return "it is written in place later, or writes in place itself"
     if not any(graph.tensors[i].storage == i for i in item.outputs):
-        return "it is a view of what another op made"
+        return "it is a view of another op's result"
     if item.kind.startswith(ATTENTION) and not set(item.outputs) & set(item.saved):
         return "its attention is computed op by op, not by one kernel"
     return ""
 
 
 def passed_again(graph: Graph, start: int, stop: int) -> range:
-    """The ops of a range up to the last one that makes or keeps a value that their backward reads."""
+    """The ops of a range up to the last one that makes or keeps a value for their backward."""
     ops, tensors = graph.ops, graph.tensors
     savers = [index for index in range(start, stop) if ops[index].saved]
     if not savers:
@@ -141,7 +141,7 @@ def passed_again(graph: Graph, start: int, stop: int) -> range:
 
 
 def computed_again(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """The ops of a range that run again: those that are passed (`passed_again`) and whose results are not kept."""
+    """The ops of a range that run again: those of `passed_again` whose results are not kept."""
     passed = passed_again(graph, start, stop)
     kept = kept_within(graph, start, stop)
     return tuple(passed) if not kept else tuple(op for op in passed if op not in kept)
@@ -153,7 +153,7 @@ def kept_within(graph: Graph, start: int, stop: int) -> frozenset[int]:
 
 
 def read_from_outside(graph: Graph, start: int, stop: int) -> set[int]:
-    """Storages of values that a range reads and does not make, which are kept until it runs again."""
+    """Storages of values that a range reads but does not make; they are kept until it runs again."""
     ops = graph.ops[start:stop]
     made = {i for op in ops for i in op.outputs}
     read = {i for op in ops for i in op.inputs} - made

@@ -1,22 +1,22 @@
-"""What users ask to be computed again, in words, and what these mean for a graph.
+"""The words by which users choose what is recomputed, and their meaning for a graph.
 
     none          nothing
     full          every repeated block
-    op            every repeated block, but for the results of products and of attention (below)
+    op            every repeated block, except the results of products and of attention (below)
     attention     attention alone: where scores are kept, their softmax and its dropout (Korthikanti et al., MLSys 2023,
-                  section 5); where one kernel computes it, that op and all between the products before and behind it
+                  section 5); where one kernel computes it, that op and all between the products before and after it
     every-N       each N-th repeated block, as torchtitan's layer-wise selective checkpointing
-    keep=A+B      every repeated block, but for the results of ops whose kind or name matches one of the patterns
+    keep=A+B      every repeated block, except the results of ops whose kind or name matches one of the patterns
     0:12,20:24    these layers
-    op[0:12],full[12:20]   one of the words above but every-N for some layers
+    op[0:12],full[12:20]   one of the words above except every-N for some layers
     full@0,op@1:3 one of the words above for some stages, and nothing elsewhere
 
-``selective`` is an older word for ``attention``. What ``op`` keeps is what torchtitan's selective policy saves
+``selective`` is an older word for ``attention``. ``op`` keeps what torchtitan's selective policy saves
 (torchtitan/distributed/activation_checkpoint.py, SelectiveAC): results of attention in one kernel, of convolutions, of
 products with a bias or of batches of matrices (aten.addmm, bmm), and of every second plain product (aten.mm), the
-first, the third and so on of each block; also of topk and of the largest value of a tensor. Where ops are split over
-devices, what these reduce-scatter or exchange all to all is kept, too (`program.lowering`). torchtitan leaves routers
-by their name out of the count of plain products; here they count.
+first, the third and so on of each block; also of topk and of the largest value of a tensor. If ops are sharded,
+the results of reduce-scatters and all-to-alls are kept, too (`program.lowering`). torchtitan leaves routers,
+by their name, out of the count of plain products; here they count.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ OLDER_NAMES = {"selective": "attention"}
 _EVERY = re.compile(r"every-([1-9]\d{0,8})")
 _LAYERS = re.compile(r"[\d:,]+")
 _KEEP, _AT = "keep=", "@"
-# A word for some layers, and several of them with commas between.
+# A word for some layers, and a list of them separated by commas.
 _IN_LAYERS = re.compile(r"([a-z]+)\[([\d:,]+)\]")
 _ALL_IN_LAYERS = re.compile(rf"{_IN_LAYERS.pattern}(,{_IN_LAYERS.pattern})*")
 
-# From the scores of attention on. A dropout alone keeps less in its mask than its input has.
+# The op kinds of attention after its scores. A dropout alone keeps less in its mask than its input has.
 _SCORES = ("aten.softmax", "aten._softmax")
 _AFTER_SCORES = ("aten.dropout",)
 _VIEWS = ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view", "aten.clone", "aten._to_copy", "aten.to.")
 _BATCHED = ("aten.bmm", "aten.baddbmm", "aten.matmul")
-# Products that lie at both ends of attention.
+# Products before and after attention.
 _PROJECTIONS = ("aten.linear.", "aten.addmm.", "aten.mm.", "aten.matmul.", "aten.bmm.", "aten.conv", "aten.einsum.")
-# Kept whatever their number; a product of two matrices is kept every second time.
+# Always kept; a product of two matrices is kept every second time.
 _ALWAYS_KEPT = ("aten.addmm.", "aten.bmm.", "aten.conv", "aten.einsum.", "aten._scaled_mm.", "aten.topk.")
 _MAX = "aten.max.default"
 _MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
@@ -67,7 +67,7 @@ _MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
 
 @lru_cache(maxsize=32)
 def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
-    """Ranges and kept ops by the word for them; blocks are layers that stand in a list of the model's."""
+    """Ranges and kept ops for each word; blocks are layers that are elements of a list in the model."""
     blocks = _blocks(graph)
     full = recompute_layers(graph, blocks)
     return {
@@ -79,12 +79,12 @@ def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
 
 
 def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | None = None) -> Recompute:
-    """What a word, layers, or words for stages mean for a graph.
+    """Parse a word, layers, or words for stages into the recomputed ranges and kept ops of a graph.
 
     ``bounds`` are the layers of each stage; words for stages need them.
 
-    Raises PlanError for other words, for a word that means nothing in this graph, for patterns that match no op of it,
-    and for stages that there are not.
+    Raises PlanError for unknown words, for a word without a meaning in this graph, for patterns that match none of its
+    ops, and for stages that do not exist.
     """
     if _AT in text:
         return _read_stages(graph, text, bounds)
@@ -108,7 +108,7 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
 
 
 def name_recompute(graph: Graph, again: Recompute) -> str:
-    """The words that mean what is given, or its layers as ``1:3,5``; empty if there are none."""
+    """The words for the given ranges, or their layers as ``1:3,5``; empty if nothing is recomputed."""
     choices = recompute_choices(graph)
     for word, found in choices.items():
         if found == again:
@@ -120,7 +120,7 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
     if not again.keeps:
         step = blocks.index(layers[0]) + 1 if layers[0] in blocks else 0
         return f"every-{step}" if step and layers == blocks[step - 1 :: step] else _say_layers(layers)
-    # A block of which nothing is kept is computed again as a whole, unless its ops have nothing to keep.
+    # A block without kept results is recomputed as a whole, unless its ops have nothing to keep.
     kept = set(again.keeps)
     words = {
         i: "op" if kept.intersection(range(graph.layers[i].start, graph.layers[i].stop)) else "full" for i in layers
@@ -133,7 +133,7 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
 
 
 def words_in_layers(text: str) -> tuple[str, ...]:
-    """The words for some layers in a text, each once; none if it is of another form."""
+    """The distinct words for layers in a text; empty if the text has another form."""
     if _LAYERS.fullmatch(text) or _EVERY.fullmatch(text):
         return ("full",)
     return (
@@ -142,36 +142,36 @@ def words_in_layers(text: str) -> tuple[str, ...]:
 
 
 def is_alike(text: str) -> bool:
-    """Whether words mean the same for blocks that are alike, wherever these stand in the model."""
+    """Whether the words mean the same for all equal blocks, wherever they are in the model."""
     return text in (*RECOMPUTE_NAMES, *OLDER_NAMES) or (text.startswith(_KEEP) and not is_by_stage(text))
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words for stages in a text, and what holds for stages that it may not name; else the text alone."""
+    """The words for stages in a text, and the word for stages that it may leave out; else the text alone."""
     if not is_by_stage(text):
         return (text,)
     return tuple(dict.fromkeys((*(part[0] for part in _parts_by_stage(text)), "none")))
 
 
 def is_by_stage(text: str) -> bool:
-    """Whether words are for stages, so that what they mean depends on where the model is cut."""
+    """Whether the words are for stages, so that their meaning depends on where the model is cut."""
     return _AT in text
 
 
 def num_named_stages(text: str) -> int:
-    """How many stages a plan needs to have all that are named in words for stages."""
+    """The number of stages that a plan needs so that all stages named in a text exist."""
     return max(stop for _, _, stop in _parts_by_stage(text))
 
 
 def word_of_first(text: str) -> str:
-    """Of words for stages, the one of the first stage that is named; any other text is itself."""
+    """The word of the first stage named in a text with words for stages; any other text is returned unchanged."""
     return min(_parts_by_stage(text), key=lambda part: part[1])[0] if is_by_stage(text) else text
 
 
 def _means_nothing(graph: Graph, text: str, lacking: str) -> PlanError:
     return PlanError(
-        f"Computing again was asked for with {text!r}, but graph {graph.name!r} has no {lacking}. Name layers, as "
-        "0:12, or give none."
+        f"{text!r} was given as what to recompute, but graph {graph.name!r} has no {lacking}. Name layers, as "
+        "0:12, or leave it out."
     )
 
 
@@ -192,7 +192,7 @@ def _costly(graph: Graph, block: int) -> Iterator[int]:
 
 
 def _multiplies_matrices(graph: Graph, op: Op) -> bool:
-    """Whether torch computes a product by aten.mm: by a matrix, without a bias."""
+    """Whether torch computes a product by aten.mm: with a matrix, without a bias."""
     return len(op.inputs) == 2 and len(graph.tensors[op.inputs[1]].shape) == 2
 
 
@@ -202,7 +202,7 @@ def _score_runs(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _has_scores(graph: Graph, op: int) -> bool:
-    """Whether an op is a softmax whose result weighs values in a product; that of a router, for one, is not."""
+    """Whether an op is a softmax whose result weighs values in a product; the softmax of a router is not."""
     if not graph.ops[op].kind.startswith(_SCORES):
         return False
     weights = set(graph.ops[op].outputs)
@@ -216,7 +216,7 @@ def _has_scores(graph: Graph, op: int) -> bool:
 
 
 def _fused_runs(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Attention in one op, from behind the product before it to the product behind it, within a layer."""
+    """Attention in one op, from after the product before it to the product after it, within a layer."""
     for layer in graph.layers:
         ops = range(layer.start, layer.stop)
         attending = [op for op in ops if graph.ops[op].kind.startswith(ATTENTION)]
@@ -229,7 +229,7 @@ def _read_keep(graph: Graph, text: str) -> Recompute:
     patterns = [pattern.strip() for pattern in text.removeprefix(_KEEP).split("+")]
     if not all(patterns):
         raise PlanError(
-            f"{text!r} names no op whose result is kept. Give kinds or names with a plus between, as "
+            f"{text!r} names no op whose result is kept. Give kinds or names separated by plus signs, as "
             "keep=aten.linear+aten.scaled_dot_product*."
         )
     blocks = _blocks(graph)
@@ -242,15 +242,15 @@ def _read_keep(graph: Graph, text: str) -> Recompute:
         if not matching:
             kinds = list(dict.fromkeys(_short(graph.ops[op].kind) for op in ops))
             raise PlanError(
-                f"Results of {pattern!r} were to be kept{suggest(pattern, kinds)}; no op in the repeated blocks of "
-                f"graph {graph.name!r} is of such a kind or name. Give kinds or patterns of them with a plus between, "
-                "as keep=aten.linear+aten.scaled_dot_product*."
+                f"{pattern!r} was given as results to keep{suggest(pattern, kinds)}; no op in the repeated blocks of "
+                f"graph {graph.name!r} has such a kind or name. Give kinds or patterns of kinds separated by plus "
+                "signs, as keep=aten.linear+aten.scaled_dot_product*."
             )
         reasons = {op: why_not_kept(graph, op, written) for op in matching}
         if all(reasons.values()):
             op, reason = next(iter(reasons.items()))
             raise PlanError(
-                f"Results of {pattern!r} were to be kept, but that of {graph.ops[op].name!r} cannot be: {reason}. "
+                f"{pattern!r} was given as results to keep, but that of {graph.ops[op].name!r} cannot be: {reason}. "
                 "Leave the pattern out."
             )
         found |= {op for op, reason in reasons.items() if not reason}
@@ -274,13 +274,13 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
         except ValueError:
             known = (*RECOMPUTE_NAMES, *OLDER_NAMES, "every-2", _KEEP)
             raise PlanError(
-                f"{text!r} does not say what to compute again{suggest(text, known)}; expected "
+                f"{text!r} does not say what to recompute{suggest(text, known)}; expected "
                 f"{', '.join(RECOMPUTE_NAMES)}, every-2 (each second block), keep=KIND+KIND (blocks without these "
                 "ops), layers as 0:12 or 0:12,20:24, words for layers as op[0:12], or for stages as full@0,op@1:3."
             ) from None
         if not start < stop <= len(graph.layers):
             raise PlanError(
-                f"Layers {part.strip()} were to be computed again, but the graph has layers 0 to "
+                f"Layers {part.strip()} were given as what to recompute, but the graph has layers 0 to "
                 f"{len(graph.layers) - 1}; expected start:stop with start below stop. Choose among them."
             )
         chosen += range(start, stop)
@@ -288,7 +288,7 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
 
 
 def _say_layers(layers: Sequence[int]) -> str:
-    """Ascending layers, runs of them as ``3:8``."""
+    """Ascending layers as text, runs of them as ``3:8``."""
     runs = [
         [value for _, value in group] for _, group in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     ]
@@ -319,7 +319,7 @@ def _read_numbers(text: str) -> tuple[int, int]:
 
 
 def _parts_by_stage(text: str) -> list[tuple[str, int, int]]:
-    """Word, first stage and the stage behind the last one, of ``full@0,op@1:3``."""
+    """Word, first stage and the stage after the last one, for each part of ``full@0,op@1:3``."""
     found, seen = [], set[int]()
     for part in text.split(","):
         word, _, stages = part.strip().rpartition(_AT)
@@ -329,14 +329,13 @@ def _parts_by_stage(text: str) -> list[tuple[str, int, int]]:
             start, stop = 0, 0
         if not word or start >= stop or _AT in word or ":" in word or word.isdecimal():
             raise PlanError(
-                f"{part.strip()!r} in {text!r} does not say what stages compute again; expected a word and a stage or "
-                "a range of them, as full@0,op@1:3, with commas between. Give it so, or one word for all stages."
+                f"{part.strip()!r} in {text!r} does not say which stages recompute; expected a word and a stage or a "
+                "range of stages, as full@0,op@1:3, separated by commas. Or give one word for all stages."
             )
         twice = seen.intersection(range(start, stop))
         if twice:
             raise PlanError(
-                f"{text!r} was to say what stages compute again, but names stage {min(twice)} twice. Name each at most "
-                "once."
+                f"{text!r} says which stages recompute, but names stage {min(twice)} twice. Name each at most once."
             )
         seen.update(range(start, stop))
         found.append((word, start, stop))
@@ -347,15 +346,14 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
     parts = _parts_by_stage(text)
     if bounds is None:
         raise PlanError(
-            f"Stages were named in {text!r}, but here it is not known where the model is cut. Give one word, or layers "
-            "as 0:12."
+            f"{text!r} names stages, but the cuts of the model are not known here. Give one word, or layers as 0:12."
         )
     found = Recompute()
     for word, first, last in parts:
         if last > len(bounds):
             raise PlanError(
-                f"{text!r} was to say what stages compute again, but names stage {last - 1}, where the plan has stages "
-                f"0 to {len(bounds) - 1}. Name stages that it has."
+                f"{text!r} says which stages recompute, but names stage {last - 1}, and the plan has stages "
+                f"0 to {len(bounds) - 1}. Name stages of the plan."
             )
         start, stop = graph.layers[bounds[first][0]].start, graph.layers[bounds[last - 1][1] - 1].stop
         more = _within(graph, word, start, stop)
@@ -364,7 +362,7 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
 
 
 def _within(graph: Graph, word: str, start: int, stop: int) -> Recompute:
-    """What a word means for the ops ``start:stop``; a stage may lack what it names."""
+    """The meaning of a word for the ops ``start:stop``; a stage may lack such ops."""
     found = read_recompute(graph, word)
     inside: Callable[[int], bool] = range(start, stop).__contains__
     return Recompute(tuple(item for item in found.ranges if inside(item[0])), tuple(filter(inside, found.keeps)))

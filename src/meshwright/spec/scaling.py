@@ -1,4 +1,4 @@
-"""Scaling: how many of a deployment's devices are there follows from what arrives."""
+"""Scaling: the number of a deployment's devices follows the arrivals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Devices are started and handed back, between ``minimum`` and ``maximum`` (all of the deployment).
+    """Devices are started and released, between ``minimum`` and ``maximum`` (all of the deployment).
 
-    It begins with ``minimum``. ``start``: how long a device that is started takes until it is there, which the
-    simulator asks; a server's takes what it takes. The number is decided anew ``every`` so often. ``target``: the share
-    of requests that is to be in time: the closer to 1, the more devices stand by for bursts. Devices are handed back
-    when fewer have been enough for the time ``calm``.
+    The run starts with ``minimum`` devices. ``start``: the time to start a device in the simulator; a server's devices
+    take their real time. The number is decided anew after each ``every``. ``target``: the share of requests to answer
+    in time: the closer to 1, the more spare devices for bursts. Devices are released after fewer have been enough for
+    the time ``calm``.
     """
 
     minimum: int = 1
@@ -42,7 +42,7 @@ class Scaling:
 
 
 def check_scaling(deployment: Deployment) -> None:
-    """Raise ServingError for numbers of devices that cannot be, and where groups own the devices."""
+    """Raise ServingError for impossible numbers of devices, and for scaling combined with groups."""
     scaling = deployment.scaling
     if scaling is None:
         return
@@ -50,6 +50,6 @@ def check_scaling(deployment: Deployment) -> None:
     _check("Scaling", minimum=(1, scaling.minimum, scaling.maximum or deployment.devices))
     if deployment.groups:
         raise ServingError(
-            "The deployment has groups, each of which owns its devices, and scaling, which starts and hands back "
+            "The deployment has groups, each of which owns its devices, and scaling, which starts and releases "
             "devices that hold all models. Leave one of the two out."
         )

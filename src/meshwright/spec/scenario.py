@@ -1,4 +1,4 @@
-"""Scenario: what happens to a cluster and to a run on it, as a list of small effects that apply in order.
+"""Scenario: changes of a cluster and events of a run on it, as a list of small effects that apply in order.
 
     SlowDevice       devices compute slower, for good or for a while
     OtherDevice      devices are of another kind
@@ -7,13 +7,13 @@
     NetworkCards     nodes have more or fewer NICs, which their devices share
     Oversubscription racks whose uplinks carry less than their NICs
     Jitter           every computation or transfer takes its time times a random factor
-    LostDevice       devices are away for a while
+    LostDevice       devices are missing for a while
     Failures         devices or nodes fail at random, or at given moments
-    Checkpoints      how the state is saved, and what it costs to go on from it
+    Checkpoints      how the state is saved, and the cost to resume from it
     Price            money per hour
 
 Effects are facts; `meshwright.simulator.scenarios` applies them. Quantities have units (`spec.quantities`), devices and
-links are selected by short texts (`spec.selectors`). Everything that is random follows from ``seed``.
+links are selected by short texts (`spec.selectors`). All random choices follow from ``seed``.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _check = partial(check_bounds, ScenarioError)
 
 def _check_while(kind: str, since: float, until: float | None) -> None:
     if until is not None and until <= since:
-        raise ScenarioError(f"{kind}: until is {until:g} s and since is {since:g} s; expected an end after the begin.")
+        raise ScenarioError(f"{kind}: until is {until:g} s and since is {since:g} s; expected an end after the start.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowDevice:
-    """Whatever ``devices`` compute takes ``factor`` times as long, from ``since`` to ``until`` of the run."""
+    """Computations on ``devices`` take ``factor`` times as long, from ``since`` to ``until`` of the run."""
 
     KIND: ClassVar = "slow-device"
     devices: Devices
@@ -73,7 +73,7 @@ class OtherDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Devices have so much memory."""
+    """Devices have the given amount of memory."""
 
     KIND: ClassVar = "device-memory"
     memory: Bytes
@@ -85,7 +85,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLink:
-    """Links have a bandwidth, a latency, or both ``factor`` times as slow as they were, or several of these."""
+    """Links get another bandwidth or latency, or both become ``factor`` times as slow, or several of these."""
 
     KIND: ClassVar = "slow-link"
     links: Links
@@ -101,7 +101,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkCards:
-    """Every node has so many NICs, which its devices share."""
+    """Every node has this number of NICs, which its devices share."""
 
     KIND: ClassVar = "network-cards"
     num_nics: int
@@ -127,8 +127,8 @@ class Oversubscription:
 class Jitter:
     """Times are multiplied by exp(``spread`` · N(0, 1)), and with some probability by ``straggler_factor`` as well.
 
-    A factor is drawn for every instruction, or one for all that a device does in a step. A sum of gradients takes one
-    factor for all its members.
+    A factor is drawn for every instruction, or one for all computations of a device in a step. A gradient reduction
+    has one factor for all its members.
     """
 
     KIND: ClassVar = "jitter"
@@ -150,9 +150,9 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostDevice:
-    """Devices are away from ``since`` to ``until`` of the run; without an end they do not come back.
+    """Devices are missing from ``since`` to ``until`` of the run; without an end they do not return.
 
-    Meanwhile the run waits, or goes on with a plan that is made anew for the other devices.
+    Meanwhile the run waits, or continues with a new plan for the other devices.
     """
 
     KIND: ClassVar = "lost-device"
@@ -167,7 +167,7 @@ class LostDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Every device, or every node, fails after a random time and is back after ``repair``; or at given ``times``.
+    """Every device, or every node, fails after a random time and returns after ``repair``; or at given ``times``.
 
     ``mttf`` is the mean time to failure of one of them, exponentially distributed, or by Weibull's law with ``shape``
     (below 1: early failures are more frequent). ``times`` are moments of the run at which something fails.
@@ -183,15 +183,15 @@ class Failures:
     def __post_init__(self) -> None:
         _check(self.KIND, mttf=(1e-3, self.mttf, 1e12), shape=(0.1, self.shape, 10))
         if (self.mttf is None) == (not self.times):
-            raise ScenarioError(f"{self.KIND}: give either mttf or times, not both and not none.")
+            raise ScenarioError(f"{self.KIND}: give exactly one of mttf and times.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """The state is saved every ``interval`` of work, by default the one that loses least time.
+    """The state is saved after every ``interval`` of work, by default the interval that loses the least time.
 
-    Saving takes ``cost``, or what the state takes over ``bandwidth``, while nothing is computed. After a failure pass
-    ``detection``, the repair, and ``restart``; then work goes on from the last checkpoint.
+    Saving takes ``cost``, or the size of the state divided by ``bandwidth``, during which nothing is computed. After a
+    failure come ``detection``, the repair, and ``restart``; then work continues from the last checkpoint.
     """
 
     KIND: ClassVar = "checkpoints"
@@ -211,7 +211,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What a device or a node costs per hour; ``kind`` names those that it is the price of."""
+    """The price of a device or a node per hour; ``kind`` names the kind that it applies to."""
 
     KIND: ClassVar = "price"
     per_hour: float
@@ -240,9 +240,9 @@ Effect = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Effects in the order in which they apply, and the seed of what is random.
+    """Effects in the order in which they apply, and the seed of random choices.
 
-    ``origins``: the file of each effect and its number there, for messages; none of what was not read from files.
+    ``origins``: the file of each effect and its number there, for messages; empty if not read from files.
     """
 
     name: str = ""
@@ -262,20 +262,20 @@ class Scenario:
         return tuple(effect for effect in self.effects if isinstance(effect, kinds))
 
     def only(self, *kinds: type[object]) -> Scenario:
-        """The scenario with its effects of some kinds alone."""
+        """The scenario with only its effects of some kinds."""
         kept = [place for place, effect in enumerate(self.effects) if isinstance(effect, kinds)]
         copy = replace(self, effects=tuple(self.effects[place] for place in kept))
         return copy.read_from([self.origins[place] for place in kept] if self.origins else ())
 
     def read_from(self, origins: Sequence[str]) -> Scenario:
-        """The scenario, whose effects were read from there."""
+        """The scenario with ``origins`` set."""
         copy = replace(self)
         object.__setattr__(copy, "origins", tuple(origins))
         return copy
 
     @contextmanager
     def naming(self, place: int, key: str) -> Iterator[None]:
-        """Let a ScenarioError that is raised inside say which key of which effect it is about."""
+        """Add to a ScenarioError raised in the block the effect and the key that it is about."""
         try:
             yield
         except ScenarioError as error:
@@ -284,7 +284,7 @@ class Scenario:
 
 
 def compose(scenarios: Sequence[Scenario]) -> Scenario:
-    """One scenario of several: their effects behind each other, and the seed of the last one that has one."""
+    """Combine scenarios into one: their effects in sequence, and the seed of the last one that has one."""
     seeds = [scenario.seed for scenario in scenarios if scenario.seed is not None]
     origins = [
         scenario.origins[place] if scenario.origins else f"{scenario.name or 'scenario'}.effects[{place}]"
@@ -301,7 +301,7 @@ def compose(scenarios: Sequence[Scenario]) -> Scenario:
 def load_scenario(reference: str | Path) -> Scenario:
     """Read a scenario: a TOML or JSON file, or the name of a shipped one.
 
-    Raises DocumentError or ScenarioError, naming the file and the key, for what is none.
+    Raises DocumentError or ScenarioError, naming the file and the key, for an invalid file.
     """
     path = Path(reference)
     if path.suffix in (".toml", ".json"):

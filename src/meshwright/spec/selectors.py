@@ -1,10 +1,10 @@
-"""Which devices and links of a cluster does a scenario mean? Short texts that are checked when they are read.
+"""Select devices and links of a cluster for a scenario: short texts that are checked when they are read.
 
     devices   all · rank 5 · ranks 0-3,8 · node 1 · nodes 0-2 · kind A100 · every 4th · every 4th from 1 · 3 at random
     links     inside nodes · inside node 1 · between nodes · of node 1 · between node 0 and node 1
               between racks · to hosts
 
-Nodes go by their number or their name. A random choice follows from the seed of the scenario.
+Nodes are selected by number or name. A random choice follows from the seed of the scenario.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from meshwright.spec.cluster import Cluster
 
-# No cluster has a million of anything, and Python reads no number of thousands of digits.
+# No cluster has a million of anything, and Python refuses to parse numbers of thousands of digits.
 _NUMBER = "[0-9]{1,6}"
 _LIST = rf"{_NUMBER}(?:-{_NUMBER})?(?:\s*,\s*{_NUMBER}(?:-{_NUMBER})?)*"
 _DEVICES = tuple(
@@ -47,7 +47,7 @@ _LINKS = tuple(
         r"(?P<what>to hosts)",
     )
 )
-# A message names so many of what there is.
+# The number of existing names that a message lists.
 _MOST_NAMED = 8
 
 Way = Literal["inside", "between", "path", "racks", "hosts"]
@@ -55,7 +55,7 @@ Way = Literal["inside", "between", "path", "racks", "hosts"]
 
 @dataclass(frozen=True, slots=True)
 class _Selector:
-    """A text of one of some forms. Raises ScenarioError for any other."""
+    """A text in one of several forms. Raises ScenarioError for any other text."""
 
     text: str
 
@@ -72,7 +72,7 @@ class _Selector:
 
     @classmethod
     def decode_scalar(cls, data: Any) -> Self:
-        """Read the text; ValueError for one that means nothing."""
+        """Parse the text; ValueError if it has none of the forms."""
         if not isinstance(data, str) or not any(form.fullmatch(data) for form in cls.FORMS):
             raise ValueError(cls._refusal(data))
         return cls(data)
@@ -96,7 +96,7 @@ class Devices(_Selector):
     )
 
     def select(self, cluster: Cluster, seed: Sequence[int]) -> tuple[int, ...]:
-        """Ranks, ascending; ``seed`` is for a random choice. Raises ScenarioError for what the cluster has not."""
+        """Ranks, ascending; ``seed`` is for a random choice. Raises ScenarioError if the cluster lacks them."""
         match self._read():
             case {"ranks": text}:
                 return _numbers(self.text, text, cluster.num_ranks, "ranks", cluster.name)
@@ -130,7 +130,7 @@ class Links(_Selector):
     )
 
     def select(self, cluster: Cluster) -> tuple[Way, tuple[int, ...]]:
-        """What kind of links, and of which nodes. Raises ScenarioError for links that the cluster has not."""
+        """The kind of links, and their nodes. Raises ScenarioError if the cluster lacks such links."""
         every = tuple(range(len(cluster.nodes)))
         match self._read():
             case {"first": first, "second": second}:
@@ -152,14 +152,14 @@ class Links(_Selector):
                 return "hosts", every
             case {"what": "between" | "of", **rest}:
                 if len(every) < 2:
-                    _refuse(self.text, "has one node, so nothing lies between nodes", cluster.name)
+                    _refuse(self.text, "has one node, so no links between nodes", cluster.name)
                 return "between", find_nodes(self.text, rest["nodes"], cluster) if "nodes" in rest else every
             case other:
                 raise AssertionError(other)
 
 
 def find_nodes(selector: str, text: str, cluster: Cluster) -> tuple[int, ...]:
-    """Nodes by number or name, ascending. Raises ScenarioError for one that the cluster has not."""
+    """Nodes by number or name, ascending. Raises ScenarioError for a node that the cluster lacks."""
     names = [node.name for node in cluster.nodes]
     if re.fullmatch(_LIST, text):
         return _numbers(selector, text, len(names), "nodes", cluster.name)

@@ -1,4 +1,4 @@
-"""Where a server listens, and its limits."""
+"""The address and limits of a server."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from meshwright.spec.latency import LONGEST
 from meshwright.spec.quantities import Seconds
 
 A_MINUTE, HALF_A_MINUTE = Seconds(60.0), Seconds(30.0)
-# Processes of a server: that read requests, and that compute.
+# Limits of the numbers of processes of a server: those that read requests, and those that compute.
 MOST_FRONTS = MOST_WORKERS = 256
 _check = partial(check_bounds, ServingError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where a server listens, and its limits.
+    """The address and limits of a server.
 
     HTTP is answered at ``port``, and gRPC at ``grpc_port`` unless ``grpc`` is false.
-    ``fronts`` are processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one GPU each.
-    ``tensor_bytes`` bounds the memory of requests that are being served, of each front and model. A request's body has
-    at most ``body_bytes`` and its headers ``header_bytes``; it must have come within ``receive`` seconds, and a
-    connection may be idle for ``idle``. Requests may ask for deadlines up to ``longest_deadline``. A worker that
-    computes one batch for ``stuck``, and much longer than expected, is killed and started again.
+    ``fronts`` are frontend processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one
+    GPU each. ``tensor_bytes`` bounds the memory of requests in service, per frontend and model. A request's body has at
+    most ``body_bytes`` and its headers ``header_bytes``; it must arrive within ``receive`` seconds, and a connection
+    may be idle for ``idle``. Requests may set deadlines up to ``longest_deadline``. A worker that computes one batch
+    for ``stuck``, and much longer than expected, is killed and restarted.
     """
 
     host: str = "127.0.0.1"
@@ -47,7 +47,7 @@ class Server:
     def __post_init__(self) -> None:
         what = "A server"
         if not self.host.strip():
-            raise ServingError("A server's host is empty; expected an address. 0.0.0.0 is all of this machine's.")
+            raise ServingError("A server's host is empty; expected an address; 0.0.0.0 means all of this machine's.")
         for name in ("port", "grpc_port", "admin_port"):
             _check(what, **{name: (0, getattr(self, name), 65_535)})
         _check(what, fronts=(1, self.fronts, MOST_FRONTS), connections=(1, self.connections, 10**6))

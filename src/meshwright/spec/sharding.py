@@ -2,15 +2,16 @@
 
     tensor    products by columns, then by rows; heads of attention; the vocabulary (Shoeybi et al., Megatron-LM, 2019)
     context   the tokens of every sequence; attention exchanges keys and values (Liu et al., Ring Attention, 2023)
-    expert    the experts; their tokens travel to them and back (Lepikhin et al., GShard, 2020). Tables of embeddings,
-              too, by placements of their own: rows, whose sums are scattered, or columns (Naumov et al., DLRM, 2019)
+    expert    the experts; tokens travel to them and back (Lepikhin et al., GShard, 2020). Embedding tables, too, by
+              placements of their own: rows, whose sums are scattered, or columns (Naumov et al., DLRM, 2019)
 
-One replica of a stage is a team of tensor · context · expert ranks, which lie side by side in this order. Those of the
-expert axis hold samples of their own, as replicas do (others count them as such: tensor · context · expert · replicas
-devices are tensor · context · data ones where data = expert · replicas); they are of one team because they wait for
-each other in every exchange of tokens. What sums gradients of replicas ("data") is no axis here.
+One replica of a stage is a team of tensor · context · expert neighbouring ranks, in this order. The ranks of the expert
+axis have samples of their own, as replicas do (other software counts them as data-parallel: tensor · context · expert ·
+replicas devices are tensor · context · data devices with data = expert · replicas); they belong to one team because
+they wait for each other in every exchange of tokens. The data-parallel axis, over which gradients of replicas are
+summed, is not an axis here.
 
-A `Layout` says how one tensor lies on one axis. What the ranks of an axis exchange stands in `collective`.
+A `Layout` says how one tensor is laid out on one axis. `collective` lists what the ranks of an axis exchange.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ ContextMethod = Literal["ring", "all_gather"]
 class Shard:
     """Each rank has a part of dim ``dim``, in the order of the ranks.
 
-    ``parts`` other than 1: the dim is cut into so many equal parts first, and each rank has its share of every part, as
-    the columns of a product that makes queries, keys and values at once, or tokens beside the samples in one dim
-    (DTensor's ``_StridedShard``).
+    If ``parts`` is not 1, the dim is first cut into this number of equal parts, and each rank has its share of every
+    part: for example the columns of a product that computes queries, keys and values at once, or tokens beside the
+    samples in one dim (DTensor's ``_StridedShard``).
     """
 
     dim: int
@@ -56,10 +57,10 @@ Layout = Shard | Replicate | Partial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlacement:
-    """A choice of one's own for the ops whose name or module matches ``op`` (``*`` and ``?`` as in file names).
+    """The user's own choice for the ops whose name or module matches ``op`` (``*`` and ``?`` as in file names).
 
     On ``axis`` they are split along dim ``output_dim`` of their first output, or along dim ``input_dim`` of their first
-    input, which is summed over; whole if neither is given.
+    input, over which they sum; they stay whole if neither is given.
     """
 
     op: str
@@ -71,7 +72,7 @@ class OpPlacement:
         if self.output_dim is not None and self.input_dim is not None:
             raise PlanError(
                 f"The placement of {self.op!r} gives output_dim {self.output_dim} and input_dim {self.input_dim}; "
-                "expected one of them, or none for whole ops. Leave one out."
+                "expected at most one of them (neither keeps the ops whole). Leave one out."
             )
 
 
@@ -79,9 +80,9 @@ _PLACEMENT = re.compile(r"(?P<op>.+)=(?P<axis>\w+)(:(?P<side>input|output)(?P<di
 
 
 def read_placement(text: str) -> OpPlacement:
-    """A placement in words: ``embeddings.*=expert:output1``, or ``head=tensor`` for whole ops.
+    """Parse a placement: ``embeddings.*=expert:output1``, or ``head=tensor`` for whole ops.
 
-    Raises PlanError for other words.
+    Raises PlanError for any other text.
     """
     found = _PLACEMENT.fullmatch(text)
     if found is None or found["axis"] not in AXES:
@@ -99,9 +100,9 @@ class Sharding:
     """Sizes of the mesh axes of a plan's stages, and what they split.
 
     ``sequence_parallel``: between the split products, tokens are split over the tensor axis (Korthikanti et al., MLSys
-    2023). ``regather``: what such a product reads is kept split and gathered again in the backward, as Megatron-LM
-    does; torch keeps it whole. ``context_method``: keys and values travel round the ranks, or are gathered.
-    ``placements``: choices that go before the rules; of several that match an op, the last one counts.
+    2023). ``regather``: the input of such a product is kept split and gathered again in the backward, as in
+    Megatron-LM; torch keeps it whole. ``context_method``: keys and values travel round the ranks, or are gathered.
+    ``placements``: choices that override the rules; if several match an op, the last one counts.
     """
 
     tensor: int = 1
@@ -116,7 +117,7 @@ class Sharding:
         for axis in AXES:
             if self.size(axis) < 1:
                 raise PlanError(
-                    f"The {axis} axis has size {self.size(axis)}; expected at least 1. Give 1 to not split."
+                    f"The {axis} axis has size {self.size(axis)}; expected at least 1, which does not split."
                 )
         if self.sequence_parallel and self.tensor == 1:
             raise PlanError(
@@ -153,16 +154,14 @@ class Sharding:
         return ", ".join(sizes)
 
     def describe_teams(self) -> str:
-        """One sentence on what ranks of plans and timelines stand for; nothing where each is one device."""
+        """One sentence on the devices behind each rank of plans and timelines; empty if each rank is one device."""
         if self.width == 1:
             return ""
         own = ", each expert rank with samples of its own" if self.expert > 1 else ""
-        return (
-            f"Every rank stands for {self.width} devices side by side, which share each op out: {self.describe()}{own}."
-        )
+        return f"Every rank stands for {self.width} devices side by side, which split each op: {self.describe()}{own}."
 
     def stride(self, axis: Axis) -> int:
-        """How far apart neighbours on an axis are among the ranks of a team."""
+        """The distance between neighbours on an axis, in ranks of a team."""
         return {"tensor": 1, "context": self.tensor, "expert": self.tensor * self.context}[axis]
 
     def size(self, axis: Axis) -> int:

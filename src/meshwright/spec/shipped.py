@@ -1,4 +1,4 @@
-"""Graphs that ship with Meshwright: every model of the zoo as it was captured for training, readable without torch.
+"""Graphs that ship with Meshwright: every model of the zoo, captured for training, readable without torch.
 
 ``spec/graphs/NAME.json.gz`` is the graph of zoo name NAME in the sizes of its own shape file; symbolic in the batch
 size. `scripts/renew_graphs.py` writes the files, and a test captures the models anew and compares content hashes.
@@ -19,13 +19,13 @@ from meshwright.spec.parsing import parse_data
 
 SUFFIX = ".json.gz"
 
-# A shipped graph unpacks to 10 MB at most (a test); a file that unpacks to more is not one of ours.
+# A shipped graph unpacks to 10 MB at most (a test checks this); a file that unpacks to more is not one of ours.
 MAX_UNPACKED_BYTES = 64 * 2**20
 
 
 @cache
 def shipped_graphs() -> tuple[str, ...]:
-    """Names of the models whose graphs come with Meshwright."""
+    """Names of the models whose graphs ship with Meshwright."""
     folder = resources.files("meshwright.spec") / "graphs"
     return tuple(sorted(item.name.removesuffix(SUFFIX) for item in folder.iterdir() if item.name.endswith(SUFFIX)))
 

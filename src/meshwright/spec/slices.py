@@ -1,12 +1,11 @@
-"""What a stage needs and what crosses between stages, when a graph is cut at layer boundaries.
+"""What a stage needs and what passes between stages, if a graph is cut at layer boundaries.
 
-The one place where a cut is worked out: the program sends what is listed here, the cost model weighs it, and the
-runtime asks `capture.part` for exactly these feeds and fetches.
+This is the only place that computes a cut: the program sends what is listed here, the cost model counts its bytes, and
+the runtime passes exactly these feeds and fetches to `capture.part`.
 
-Rules (research: cutting a captured model): values that are `replicable` are computed again in each stage instead of
-sent; a value used by several later stages travels directly from its producer to each of them; the state of the random
-number generator travels along the stages that draw random numbers, so that dropout depends neither on the cut nor on
-the schedule.
+Rules: values that are `replicable` are recomputed in each stage instead of sent; a value used by several later stages
+is sent directly from its producer to each of them; the state of the random number generator is passed along the stages
+that draw random numbers, so that dropout depends neither on the cut nor on the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from meshwright.spec.graph import Graph
 
-# Bytes of the generator state that travels with an activation: `torch.get_rng_state()` of the CPU's Mersenne Twister
+# Bytes of the generator state that is sent with an activation: `torch.get_rng_state()` of the CPU's Mersenne Twister
 # (CUDA's has 16).
 RNG_STATE_BYTES = 5056
 
@@ -33,7 +32,7 @@ class Channel:
     """Values that stage ``source`` sends to the later stage ``target`` for each microbatch.
 
     Gradients return the same way: ``gradients`` are those of ``tensors`` that require gradients. ``carries_rng``: the
-    generator's state travels along.
+    generator's state is sent with them.
     """
 
     source: int
@@ -115,8 +114,8 @@ def check_bounds(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
         for start, stop in graph.recompute:
             if start < cut < stop:
                 raise PlanError(
-                    f"Stage {stage} begins with layer {layer}, amid the ops {start}:{stop}, which are to be computed "
-                    "again together. Cut elsewhere, or compute layers again one by one."
+                    f"Stage {stage} starts with layer {layer}, inside the ops {start}:{stop}, which are recomputed "
+                    "together. Cut elsewhere, or recompute layers one by one."
                 )
 
 
@@ -129,7 +128,7 @@ class _Needs:
 
 
 def _stage_needs(graph: Graph, stage: int, home: dict[int, int], producer: dict[int, int], num_stages: int) -> _Needs:
-    """Walk back from the stage's own ops; replicable ops join it, everything else is received."""
+    """Walk back from the stage's own ops; replicable ops join it, all other values are received."""
     ops = {op for op, where in home.items() if where == stage and not graph.ops[op].replicable}
     todo = [tensor for op in ops for tensor in graph.ops[op].inputs]
     if stage == num_stages - 1:

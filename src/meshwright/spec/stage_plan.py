@@ -1,11 +1,11 @@
 """One stage of a plan: its layers, its ranks, and which of them computes which microbatch.
 
-Replicas take microbatches in turn: microbatch m is of replica m mod R. Where they have ``shares``, replica r computes
-``shares[r]`` of a step's M microbatches, and its k-th stands where k + 1/2 of its share are done,
+Replicas compute microbatches in turn: replica m mod R computes microbatch m. If they have ``shares``, replica r
+computes ``shares[r]`` of a step's M microbatches, and its k-th comes when k + 1/2 of its share is due,
 
-    at (k + 1/2) / shares[r]  of the step; of several at one place the first replica comes first
+    at (k + 1/2) / shares[r]  of the step; among several at one place the first replica comes first
 
-so that a replica that is faster is due more often. Equal shares are the same as none where R divides M.
+so that a replica with a larger share takes turns more often. Equal shares are the same as none if R divides M.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class StagePlan:
     """Layers ``start:stop`` on ``ranks``, one replica per rank.
 
-    ``feeds``: the stages that receive what this one makes, where stages form parallel branches; none given for a chain.
-    ``shares``: how many microbatches of a step each replica computes; none given where they take turns.
+    ``feeds``: the stages that receive this one's values, if stages form parallel branches; empty in a chain.
+    ``shares``: the number of microbatches of a step for each replica; empty if they take turns.
     """
 
     start: int
@@ -45,7 +45,7 @@ class StagePlan:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The replicas whose turn it is, one microbatch after the other; then they begin anew."""
+        """The replica of each microbatch in turn; the sequence repeats."""
         return _deal(self.shares) if self.shares else tuple(range(len(self.ranks)))
 
     def rank_of(self, microbatch: int) -> int:
@@ -84,7 +84,7 @@ def _deal(shares: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_shares(plan: Plan, index: int) -> None:
-    """Raise PlanError unless the shares of a stage add up, and the plan can have any."""
+    """Raise PlanError unless the shares of a stage add up and the plan may have unequal shares."""
     stage = plan.stages[index]
     if sum(stage.shares) != plan.num_microbatches:
         raise PlanError(
@@ -95,17 +95,17 @@ def check_shares(plan: Plan, index: int) -> None:
         what = f"the schedule {plan.schedule}" if plan.is_asynchronous else "sums that are not of every step"
         raise PlanError(
             f"Shares of microbatches were given for stage {index} and {what}, where replicas update weights by "
-            "themselves; expected equal ones there. Leave them out, or choose another."
+            "themselves; expected equal shares. Leave them out, or choose another."
         )
 
 
 def takes_part_alike(num_replicas: int, num_microbatches: int, zero: int) -> bool:
-    """Whether replicas that take turns may share states so: with ZeRO 2 and 3 all gather and scatter in every pass."""
+    """Whether replicas that take turns may shard states: with ZeRO 2 and 3 all gather and scatter in every pass."""
     return zero < 2 or num_microbatches % num_replicas == 0
 
 
 def check_counts(plan: Plan) -> None:
-    """Raise PlanError for replicas that gather and scatter in every pass, and have unequal numbers of them."""
+    """Raise PlanError if replicas gather and scatter in every pass, but have unequal numbers of passes."""
     for index, stage in enumerate(plan.stages) if plan.exchange.zero >= 2 else ():
         counts = sorted(set(stage.counts(plan.num_microbatches)))
         if len(counts) > 1:

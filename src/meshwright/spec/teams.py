@@ -1,14 +1,14 @@
-"""Teams: devices side by side that hold one replica of a stage together, seen as the ranks of a smaller cluster.
+"""Teams: neighbouring devices that hold one replica of a stage together, as the ranks of a smaller cluster.
 
-Where ops are split over w devices (tensor · context · expert), these compute as one: each has its share of every op,
-and they wait for each other wherever they exchange. So a plan, its program and its timeline number teams: rank r stands
-for the devices r·w ... r·w + w - 1. The cluster of teams tells of each rank what is so of one of its devices:
+If ops are split over w devices (tensor · context · expert), these compute as one: each has its share of every op, and
+they wait for each other at every exchange. So a plan, its program and its timeline number teams: rank r is the devices
+r·w ... r·w + w - 1. The cluster of teams gives for each rank the facts of one of its devices:
 
     device       the slowest of the team, with the least memory
     device link  the node's own: the w messages between two teams of a node have links of their own
-    NICs         the w messages of a team share what the team has of them, so each goes at a part of their bandwidth;
+    NICs         the w messages of a team share the team's NICs, so each gets a part of their bandwidth;
                  uplinks of racks and paths between nodes likewise
-    host         what falls to each of the w devices of its memory, of that memory's bandwidth and of its drives
+    host         the share of each of the w devices in host memory, its bandwidth and the drives
 
 A team lies within a node, or covers whole nodes.
 """
@@ -26,7 +26,7 @@ from meshwright.spec.units import format_bytes
 
 
 def team_cluster(cluster: Cluster, width: int) -> Cluster:
-    """The cluster whose ranks are teams of ``width`` devices. Raises ClusterError where teams and nodes do not fit."""
+    """The cluster whose ranks are teams of ``width`` devices. Raises ClusterError if teams do not fit the nodes."""
     if width == 1:
         return cluster
     known = {kind.name: kind for kind in cluster.device_kinds}
@@ -34,7 +34,7 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
     nodes, gathered, made = [], list[Node](), dict[tuple[object, ...], Node]()
     for node in cluster.nodes:
         if not node.num_devices and not gathered:
-            # One that has lost all of its devices keeps its place, by which racks and paths name it.
+            # A node that has lost all of its devices keeps its index, which racks and paths use.
             nodes.append(node)
             continue
         gathered.append(node)
@@ -52,7 +52,7 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
     if gathered:
         sizes = sorted({node.num_devices for node in cluster.nodes})
         raise ClusterError(
-            f"Teams of {width} devices (tensor times context times expert) were asked for on nodes of "
+            f"Teams of {width} devices (tensor times context times expert) were requested on nodes of "
             f"{', '.join(map(str, sizes))}; expected teams that divide a node, or cover whole nodes. Choose other "
             "sizes of the axes."
         )
@@ -79,7 +79,7 @@ def _team_racks(cluster: Cluster, width: int) -> Racks | None:
     racks, covered = cluster.racks, _nodes_of_team(cluster, width)
     if racks.nodes_per_rack % covered:
         raise ClusterError(
-            f"Teams of {width} devices cover {covered} nodes, of which racks have {racks.nodes_per_rack}; expected "
+            f"Teams of {width} devices cover {covered} nodes, but racks have {racks.nodes_per_rack} nodes; expected "
             "teams within a rack. Choose smaller axes, or other racks."
         )
     num_devices = racks.nodes_per_rack * cluster.nodes[0].num_devices
@@ -92,13 +92,13 @@ def _team_racks(cluster: Cluster, width: int) -> Racks | None:
 
 
 def _team_path(cluster: Cluster, path: NodePath, width: int) -> NodePath:
-    """The w messages of a team share the one path; teams that cover nodes meet the path of any of them."""
+    """The path for the w messages of a team, which share it; teams that cover nodes use the path of any of them."""
     covered = _nodes_of_team(cluster, width)
     ends = path.nodes[0] // covered, path.nodes[1] // covered
     if ends[0] == ends[1]:
         raise ClusterError(
-            f"Teams of {width} devices cover nodes {path.nodes[0]} and {path.nodes[1]}, between which there is a path "
-            "of its own; expected teams on one side of it. Choose smaller axes."
+            f"Teams of {width} devices cover nodes {path.nodes[0]} and {path.nodes[1]}, which have a path of their "
+            "own between them; expected teams on one side of it. Choose smaller axes."
         )
     return NodePath(nodes=ends, link=_slower([path.link], share=1.0 / width))
 
@@ -117,7 +117,7 @@ def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], 
         devices=tuple(DeviceGroup(kind=name, count=len(list(group))) for name, group in groupby(k.name for k in kinds)),
         host_memory_bytes=min(node.host_memory_bytes for node in nodes) // messages,
         host_memory_bandwidth_bytes_per_s=min(node.host_memory_bandwidth_bytes_per_s for node in nodes) / messages,
-        # A team goes on when the last of its hosts has issued an op.
+        # A team continues when the last of its hosts has issued an op.
         host_call_s=max(node.host_call_s for node in nodes),
         nvme=_slowest_drives(nodes, messages),
         num_cores=sum(node.num_cores for node in nodes),
@@ -129,7 +129,7 @@ def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], 
 
 
 def _slowest_drives(nodes: Sequence[Node], parts: int) -> Nvme | None:
-    """An equal part of the drives of the node that has the worst; None where one has none."""
+    """An equal part of the slowest drives among the nodes; None if a node has no drives."""
     drives = [node.nvme for node in nodes]
     found = [item for item in drives if item is not None]
     if len(found) < len(drives):
@@ -142,7 +142,7 @@ def _slowest_drives(nodes: Sequence[Node], parts: int) -> Nvme | None:
 
 
 def _slowest(team: Sequence[DeviceKind]) -> DeviceKind:
-    """What a team of devices is as one: as slow as its slowest, with the least memory."""
+    """A team of devices as one device: as slow as its slowest, with the least memory."""
     slowest = min(team, key=_speed)
     memory_bytes = min(kind.memory_bytes for kind in team)
     if memory_bytes == slowest.memory_bytes:
@@ -155,7 +155,7 @@ def _speed(kind: DeviceKind) -> tuple[float, float]:
 
 
 def _slower(links: Iterable[Link], share: float = 1.0) -> Link:
-    """The slowest of some links, of whose bandwidth there is a share."""
+    """The slowest of some links, with a share of its bandwidth."""
     given = list(links)
     return Link(
         latency_s=max(link.latency_s for link in given),

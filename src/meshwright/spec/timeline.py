@@ -1,11 +1,10 @@
 """Timeline: when every instruction ran, predicted by the simulator or measured by the runtime.
 
-Both have the same tracks and span names.
+Predicted and measured timelines have the same tracks and span names.
 
-Times are int64 picoseconds from the start of the step. ``memory_*`` sample the bytes in use per rank whenever they
-change.
+Times are int64 picoseconds from the start of the step. ``memory_*`` sample the bytes in use per rank at every change.
 
-`OpSpans` say what happens inside the computations of a timeline, op by op.
+`OpSpans` list the ops inside the computations of a timeline.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Timeline:
 
     Span i is on track ``track[i]`` (an index into ``tracks``), from ``start_ps[i]`` to ``end_ps[i]``.
     ``step`` numbers the repetitions of the program's body. ``peak_memory_bytes`` has one entry per rank (empty if not
-    known), as has ``reserved_memory_bytes``, what a GPU's allocator took from the device for that.
+    known), as has ``reserved_memory_bytes``, the bytes that a GPU's allocator reserved on the device.
     """
 
     origin: Literal["predicted", "measured"]
@@ -140,7 +139,7 @@ class Timeline:
         )
 
     def until(self, step: int) -> Timeline:
-        """The spans of the steps before a step; the samples of memory are kept."""
+        """The spans of all steps before ``step``; the samples of memory are kept."""
         chosen = self.step < step
         columns = ("track", "opcode", "stage", "microbatch", "peer", "step", "num_bytes", "start_ps", "end_ps")
         return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
@@ -148,7 +147,7 @@ class Timeline:
     def step_seconds(self) -> NDArray[np.float64]:
         """Seconds of each step, shape (num_steps,).
 
-        From the end of the step before (0 for the first) to the end of its last span, over all ranks.
+        Each is from the end of the step before (0 for the first) to the end of its last span, over all ranks.
         """
         if not self.num_spans:
             return np.zeros(0)
@@ -166,7 +165,7 @@ class Timeline:
         return busy
 
     def bubble_fraction(self) -> float:
-        """Share of device time in which the compute streams are idle."""
+        """Share of device time during which the compute streams are idle."""
         total = self.duration_s * self.num_ranks
         return max(1.0 - float(self.busy_seconds().sum()) / total, 0.0) if total else 0.0
 

@@ -1,4 +1,4 @@
-"""Units: SI base units inside, readable units only where a person reads.
+"""Units: SI base units inside, readable units only in output.
 
 Simulated time is int64 picoseconds, so that "equal" means equal; everything else is float seconds, int bytes,
 int floating-point operations.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshwright.spec.errors import MeasurementError
 
 PICOSECONDS_PER_SECOND = 1_000_000_000_000
-# A quarter of int64, so that a few such times can be added up.
+# A quarter of the int64 range, so that a few such times can be added.
 MOST_PICOSECONDS = 2**61
 
 # Bytes of one element, by dtype name as torch prints it.
@@ -31,7 +31,7 @@ DTYPE_BYTES: dict[str, int] = {
 }
 
 FLOAT_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
-# Bytes of a factor, by the type in which products are computed. TF32 is float32 to everything else.
+# Bytes of a factor, by the type in which products are computed. TF32 is stored as float32.
 ARITHMETIC_BYTES = {**{name: DTYPE_BYTES[name] for name in FLOAT_DTYPES}, "tf32": DTYPE_BYTES["float32"]}
 
 
@@ -52,12 +52,12 @@ def to_seconds(picoseconds: float) -> float:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """``1 stage``, ``3 stages``; ``plural`` for nouns that do not just take an s."""
+    """``1 stage``, ``3 stages``; ``plural`` for nouns whose plural does not just add an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with the unit that suits: ``1.24 ms``."""
+    """Three significant digits with a suitable unit: ``1.24 ms``."""
     return _format(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))) if seconds else "0 s"
 
 
@@ -72,7 +72,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_money(amount: float) -> str:
-    """Three significant digits, whole from a thousand on; the currency stands beside it."""
+    """Three significant digits, whole numbers from a thousand on; the caller adds the currency."""
     return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"
 
 
@@ -82,7 +82,7 @@ def format_flops(flops: float) -> str:
 
 
 def _format(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """Three significant digits, or all those before the point, in the largest unit that the value reaches."""
+    """Three significant digits, or all those before the point, in the largest unit not above the value."""
     factor, unit = next((pair for pair in units if abs(value) >= pair[0]), units[-1])
     number = value / factor
     # ".3g" would write 1023 as 1.02e+03.

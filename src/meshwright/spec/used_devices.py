@@ -1,4 +1,4 @@
-"""Which devices of a cluster a plan uses, and where they stand: all but those that it leaves out (`Plan.idle`)."""
+"""The devices of a cluster that a plan uses, and their nodes: all but those in `Plan.idle`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def used_of(plan: Plan, cluster: Cluster) -> Cluster:
-    """The cluster without the devices that a plan leaves out. Raises PlanError for one that is too small."""
+    """The cluster without the devices that a plan leaves out. Raises PlanError if the cluster is too small."""
     left = cluster.num_ranks - len(plan.idle)
     if plan.num_devices > left or (plan.idle and plan.idle[-1] >= cluster.num_ranks):
         without = f" and leaves out {list(plan.idle)}" if plan.idle else ""
@@ -28,7 +28,7 @@ def used_of(plan: Plan, cluster: Cluster) -> Cluster:
 def devices_per_node(plan: Plan, cluster: Cluster) -> dict[int, tuple[int, ...]]:
     """Indices of the nodes that a plan uses, each with its devices as the node counts them, in the order of ranks.
 
-    Raises PlanError for a cluster that is too small.
+    Raises PlanError if the cluster is too small.
     """
     used_of(plan, cluster)
     nodes = cluster.columns().node
@@ -40,9 +40,9 @@ def devices_per_node(plan: Plan, cluster: Cluster) -> dict[int, tuple[int, ...]]
 
 
 def visible_devices(plan: Plan, cluster: Cluster) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is on each node that a plan uses; nothing where ranks have the first devices of nodes.
+    """CUDA_VISIBLE_DEVICES on each node that a plan uses; empty if ranks have the first devices of their nodes.
 
-    Raises PlanError for a cluster that is too small.
+    Raises PlanError if the cluster is too small.
     """
     found = list(devices_per_node(plan, cluster).values())
     if all(devices == tuple(range(len(devices))) for devices in found):

@@ -1,4 +1,4 @@
-"""Workload: what is to be done with the model, apart from how."""
+"""Workload: what is to be done with the model, independent of the plan."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshwright.spec.precision import Numbers, Precision, numbers_of
 if TYPE_CHECKING:
     from meshwright.spec.graph import Tensor
 
-# Far beyond any published training; more is a slip, and finding its divisors would take minutes.
+# Far beyond any published training; more is a typing error, and finding its divisors would take minutes.
 MAX_GLOBAL_BATCH = 2**40
 
-# What a user can ask for by a word.
+# The words by which a user chooses an optimizer.
 OptimizerName = Literal["adamw", "sgd", "sgd-momentum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """The optimizer, as far as time and memory depend on it."""
+    """The optimizer, as far as it determines time and memory."""
 
     kind: Literal["sgd", "adamw"] = "adamw"
     momentum: bool = False
@@ -28,18 +28,18 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.kind not in ("sgd", "adamw"):
             raise PlanError(
-                f"{self.kind!r} is no kind of optimizer; expected 'sgd' or 'adamw'. `Optimizer.named` takes the words "
-                "of the command line."
+                f"The optimizer kind {self.kind!r} was given; expected 'sgd' or 'adamw'. `Optimizer.named` takes the "
+                "words of the command line."
             )
 
     @classmethod
     def named(cls, text: OptimizerName) -> Optimizer:
-        """The optimizer that an option asks for."""
+        """The optimizer for a word of the command line."""
         return cls(kind="adamw" if text == "adamw" else "sgd", momentum=text == "sgd-momentum")
 
     @property
     def option(self) -> OptimizerName:
-        """The word that asks for it."""
+        """The command line's word for this optimizer."""
         if self.kind == "adamw":
             return "adamw"
         return "sgd-momentum" if self.momentum else "sgd"
@@ -57,9 +57,9 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """The input pipeline of each rank: seconds for a sample, and how many microbatches it may be ahead.
+    """The input pipeline of each rank: seconds per sample, and how many microbatches it may prefetch.
 
-    A microbatch counts as ahead until its forward is over.
+    A microbatch counts as prefetched until its forward has ended.
     """
 
     seconds_per_sample: float
@@ -77,8 +77,8 @@ class Loader:
 class Workload:
     """One step over ``global_batch`` samples.
 
-    ``precision`` is a word of `spec.precision`. Inference has neither gradients nor optimizer. ``loader``: what inputs
-    come from; they are always there if none is given.
+    ``precision`` is a word of `spec.precision`. Inference has neither gradients nor optimizer. ``loader`` makes the
+    inputs; without it they are always ready.
     """
 
     kind: Literal["training", "inference"] = "training"
@@ -91,12 +91,12 @@ class Workload:
 
     @property
     def numbers(self) -> Numbers:
-        """The types that the precision stands for."""
+        """The number types of the precision."""
         return numbers_of(self.precision)
 
     @property
     def float_bytes(self) -> int | None:
-        """Bytes of one floating element of an activation or parameter; None where a graph says it (`autocast`)."""
+        """Bytes of one floating element of an activation or parameter; None if the graph decides it (`autocast`)."""
         return None if self.numbers.autocast else self.numbers.value_bytes
 
     def gradient_bytes(self, parameter: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The user's training API: prepare, step, save; and the ready job that `meshwright run` starts."""
+"""The training API: prepare, step, save; and the ready job that `meshwright run` starts."""
 
 from meshwright.training.batches import measure_batches_here
 from meshwright.training.calibrate import Calibration, calibrate_here, correct_table

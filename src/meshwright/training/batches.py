@@ -1,4 +1,4 @@
-"""What batches of a named model take on a device of this machine: zoo, host and measurement put together."""
+"""Times of batches of a named model on a device of this machine: joins zoo, host and measurement."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def measure_batches_here(
     known: Measurements | None = None,
     events: EventSink | None = None,
 ) -> Measurements:
-    """Time the model's inference on batches of each size, on one device of this host; a table of nothing else.
+    """Time the model's inference on batches of each size, on one device of this host; return a table of only these.
 
     ``device`` is ``cpu`` or ``cuda:0``; by default the first GPU if torch sees one. A processor computes with one
-    thread, because that is what the device kind ``cpu`` is: one core. ``known``: the table that the rows are for, which
-    is refused before anything is timed if it is of another device.
+    thread, because the device kind ``cpu`` is one core. ``known``: the table to which the rows will be added; it is
+    refused before anything is timed if it is for another device.
 
-    Raises MeasurementError for a device that is not here or another than the table's, for sizes that are none and with
-    what the model raises, and what loading the model raises.
+    Raises MeasurementError for a device that is not here or not the table's, for invalid sizes and for errors of the
+    model while it runs, and the errors of loading the model.
     """
     place = _choose_device(device)
     name = name_model(reference, sizes)
@@ -76,13 +76,13 @@ def _choose_device(device: str | None) -> torch.device:
     chosen = "cuda:0" if device == "cuda" else device
     if chosen not in here:
         raise MeasurementError(
-            f"Batches were to be timed on device {device!r}; torch sees {', '.join(here)} here. Give one of these."
+            f"Device {device!r} was given to time batches on; torch sees {', '.join(here)} here. Give one of these."
         )
     return torch.device(chosen)
 
 
 def _describe(place: torch.device) -> tuple[str, str]:
-    """The device kind, and what it is in this machine."""
+    """The device kind, and the device's name in this machine."""
     if place.type == "cpu":
         return "cpu", processor_name(Host())
     name = torch.cuda.get_device_name(place)
@@ -90,17 +90,17 @@ def _describe(place: torch.device) -> tuple[str, str]:
 
 
 def _load(reference: str, batch_size: int, sizes: Sizes) -> ModelSource:
-    """The model with an example of the largest batch; with its own, where its function takes no batch size."""
+    """The model with an example of the largest batch; with its own example, if its function takes no batch size."""
     options: dict[str, Any] = dict(sizes)
     try:
         return load_model(reference, batch_size=batch_size, **options)
     except ModelReferenceError:
-        # Whatever else was wrong is so without a batch size, too.
+        # Any other error would occur without a batch size, too.
         return load_model(reference, **options)
 
 
 def _sliced(source: ModelSource) -> Callable[[int], Any]:
-    """Batches of any size from the samples of the example, which are repeated where there are too few."""
+    """Batches of any size from the samples of the example, repeated if there are too few."""
 
     def first(tensor: torch.Tensor, count: int) -> torch.Tensor:
         return tensor[:count] if tensor.ndim and len(tensor) >= count else tile(tensor, count)

@@ -1,8 +1,8 @@
-"""Correct a measurement table by a few real steps on this host, and tell by other steps whether that helped.
+"""Correct a measurement table by a few real steps on this host, and check with other steps whether that helped.
 
 The model trains under the best plan for the given ranks. The first half of the recorded steps fits one factor each for
-forward, backward and optimizer step (`cost.calibration`); the second half judges the step time predicted before and
-after.
+forward, backward and optimizer step (`cost.calibration`); with the second half the step times predicted before and
+after are compared.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from meshwright.training.job import Job
 from meshwright.training.launch import run_plan
 from meshwright.training.measure import Sizes, captured_model
 
-# Steps before the recorded ones: allocator and oneDNN's cache warm up in the first.
+# Steps before the recorded ones: allocator and oneDNN's cache warm up in them.
 _WARM_UP_STEPS = 2
 _MICROBATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The corrected table, and how far steps that it was not corrected by are from the prediction before and after.
+    """The corrected table, and the errors of the predictions before and after, for steps that did not fit it.
 
-    ``scatter`` is that of those steps' median, as a share of it: (p90 - p10) / median / sqrt(number).
+    ``scatter`` is the relative standard error of their median: (p90 - p10) / median / sqrt(number).
     """
 
     table: Measurements
@@ -58,7 +58,7 @@ class Calibration:
 
     @property
     def error_before(self) -> float:
-        """Of the step time, (predicted - measured) / measured."""
+        """Error of the step time, (predicted - measured) / measured."""
         return self.before_s / self.measured_s - 1.0
 
     @property
@@ -67,7 +67,7 @@ class Calibration:
         return self.after_s / self.measured_s - 1.0
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "corrections": [asdict(item) | {"factor": item.factor} for item in self.corrections],
             "steps_fitted": self.num_fitted,
@@ -83,17 +83,17 @@ class Calibration:
 
     @property
     def why_kept(self) -> str:
-        """Why the old table is to be kept: the judging steps show no gain beyond chance. Empty if they do."""
+        """The reason to keep the old table: the second half shows no gain beyond chance. Empty if it does."""
         gained = abs(self.error_before) - abs(self.error_after)
         if gained <= 0:
-            why = f"errors went from {self.error_before:+.1%} to {self.error_after:+.1%}: the table got no better"
+            why = f"errors went from {self.error_before:+.1%} to {self.error_after:+.1%}: the table did not improve"
         elif gained <= self.scatter:
-            why = f"the table got better by {gained:.1%}, but the {self.num_judged} steps scatter by {self.scatter:.1%}"
+            why = f"the table improved by {gained:.1%}, but the {self.num_judged} steps scatter by {self.scatter:.1%}"
         else:
             return ""
         return (
-            f"By steps that it was not corrected by, {why}. The table is kept as it was. To try again: calibrate "
-            "when nothing else runs here, by more steps (--repeats), or measure the model's ops anew."
+            f"By steps that did not fit it, {why}. The table is kept as it was. To try again: calibrate "
+            "when nothing else runs here, with more steps (--repeats), or measure the model's ops anew."
         )
 
 
@@ -109,13 +109,13 @@ def calibrate_here(
 ) -> Calibration:
     """Train ``num_steps`` recorded steps of the model on ``num_ranks`` processes of this host and correct the table.
 
-    Raises MeasurementError for a table of another device or fewer than two steps, and what planning and running raise.
+    Raises MeasurementError for a table of another device or fewer than two steps, and errors of planning and running.
     """
     cluster = load_cluster(f"{num_ranks}xcpu")
     device = cluster.device_kind(0).name
     if table.device != device or num_steps < 2:
         raise MeasurementError(
-            f"A table of device {table.device!r} was to be corrected by {num_steps} steps; expected a table of "
+            f"A table of device {table.device!r} was given to correct by {num_steps} steps; expected a table of "
             f"{device!r}, whose steps can run here, and at least 2 steps: one to fit and one to judge."
         )
     graph = captured_model(reference, sizes, None)[1].graph
@@ -143,7 +143,7 @@ def correct_table(
     seconds = measured.step_seconds()
     half = len(seconds) // 2
     if not half:
-        raise MeasurementError(f"{len(seconds)} steps were recorded; expected one to fit and one to judge at least.")
+        raise MeasurementError(f"{len(seconds)} steps were recorded; expected at least one to fit and one to judge.")
     before = _simulate(plan, graph, cluster, table)
     bare = _simulate(plan, graph, cluster, replace(table, overhead_s=0.0))
     low, middle, high = np.percentile(seconds[half:], (10, 50, 90))

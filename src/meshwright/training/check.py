@@ -1,7 +1,7 @@
-"""Were the losses of a run those of one process? The same model, batches, seeds and optimizer, in a serial loop.
+"""Compare the losses of a run with those of one process: same model, batches, seeds and optimizer, in a serial loop.
 
-A step adds up the gradients of its microbatches, each divided by their number, and updates all parameters at once.
-Under schedules that never flush weights are older than that, so only runs that flush can be checked.
+A step accumulates the gradients of its microbatches, each divided by their number, and updates all parameters at once.
+Under asynchronous schedules weights are older than that, so only synchronous runs can be checked.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.plan import Plan
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 
-# Sums in another order: float32 has 24 bits and a loss is a sum of some thousand terms. Updates pass differences on, so
-# what is allowed doubles from step to step, behind the first ones, in which a gradient that is wrong shows.
+# Sums in another order: float32 has 24 bits and a loss is a sum of some thousand terms. Updates propagate differences,
+# so the tolerance doubles from step to step, after the first ones, in which a wrong gradient shows.
 _FIRST_STEPS, _FIRST, _MOST = 5, 1e-5, 1e-3
 
 
 def tolerance(step: int) -> float:
-    """How far the loss of a step, from 0, may be off, of itself."""
+    """The largest allowed relative difference of the loss of a step, counted from 0."""
     return float(min(_FIRST * 2.0 ** max(step + 1 - _FIRST_STEPS, 0), _MOST))
 
 
 def refuse_unchecked(job: Job) -> None:
-    """Raise PlanError for a run whose losses one process would not have."""
+    """Raise PlanError for a run whose losses differ from those of one process by design."""
     plan = job.read_plan()
     why = ""
     if not isinstance(plan, Plan) or plan.workload.kind != "training":
@@ -37,11 +37,11 @@ def refuse_unchecked(job: Job) -> None:
     elif plan.is_asynchronous:
         why = f"the schedule {plan.schedule}, under which weights are older than in one process"
     elif plan.workload.precision not in ("float32", "float64"):
-        why = f"{plan.workload.precision}, whose products round otherwise than those of smaller parts"
+        why = f"{plan.workload.precision}, whose products are rounded differently than those of smaller parts"
     elif job.resume:
-        why = "a run that goes on from a checkpoint"
+        why = "a run that continues from a checkpoint"
     if why:
-        raise PlanError(f"Losses were to be checked of {why}. Leave out --check.")
+        raise PlanError(f"Losses cannot be checked for {why}. Leave out --check.")
 
 
 def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -> float:
@@ -78,7 +78,7 @@ def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -
             torch.nn.utils.clip_grad_norm_(parameters, job.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        # A loss that has come to nothing is rounded at the size that it had.
+        # A loss that has vanished is rounded at its former size.
         found = result.losses[step]
         if found is None or not math.isfinite(loss):
             raise RunError(

@@ -1,10 +1,10 @@
-"""Checkpoints of one plan: what every process holds, whole or not at all, to go on with the same plan later.
+"""Checkpoints of a plan: the state of every process, complete or not at all, to continue with the same plan later.
 
     folder/step-00000020/meta.json        plan, processes, steps
-                        /process-3.pt     that process's parameters, buffers and optimizer states, or its parts of them
+                        /process-3.pt     that process's parameters, buffers and optimizer states, or its shards of them
 
-All processes write into a folder beside, which is renamed when all are done: one that was interrupted is never found.
-Files are tensors and plain values, loaded with ``weights_only``. On several nodes the folder must be one that all see.
+All processes write into a temporary folder, which is renamed when all are done: an interrupted one is never found.
+Files are tensors and plain values, loaded with ``weights_only``. On several nodes the folder must be a shared one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _META = "meta.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeta:
-    """What a checkpoint is of: ``settings`` of the run by name, and SHA-256 ``sums`` of the files of all processes."""
+    """The run of a checkpoint: its ``settings`` by name, and SHA-256 ``sums`` of the files of all processes."""
 
     plan_hash: str
     num_processes: int
@@ -50,10 +50,10 @@ class CheckpointMeta:
 def save_checkpoint(
     session: Session, folder: Path, num_steps: int, run_seed: int, settings: Mapping[str, str], keep: int
 ) -> Path:
-    """Write a checkpoint after so many steps, and drop all but the newest ``keep``. All processes call it together.
+    """Write a checkpoint after ``num_steps`` steps; remove all but the newest ``keep``. All processes call it together.
 
-    Nothing may be under way (`Session.finish`). Raises RunError on all of them if one cannot write, or if the folder
-    has checkpoints of more steps, which are of another run.
+    No work may be in progress (`Session.finish`). Raises RunError on all processes if one cannot write, or if the
+    folder has checkpoints of more steps, which are of another run.
     """
     _refuse_others(folder, num_steps)
     name = f"step-{num_steps:08d}"
@@ -64,7 +64,7 @@ def save_checkpoint(
         torch.save(_own_state(session), beside / f"process-{session.rank}.pt")
         own_sum = _sum_of(beside / f"process-{session.rank}.pt")
     except (OSError, RuntimeError) as problem:
-        # Torch's writer tells of a full disk by a RuntimeError.
+        # torch's writer reports a full disk as a RuntimeError.
         error = f"{folder}: process {session.rank} cannot write a checkpoint there ({problem})."
     errors = [found for found in _gather(error) if found]
     sums = tuple(_gather(own_sum))
@@ -92,13 +92,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Mapping[str, str]) -> int:
-    """Take the newest checkpoint of a folder; returns its number of steps. All processes call it together.
+    """Load the newest checkpoint of a folder; return its number of steps. All processes call it together.
 
-    Raises RunError for a folder without one, or one of another plan, number of processes, seed or other settings.
+    Raises RunError for a folder without one, or one of another plan, number of processes, seed or settings.
     """
     newest = find_newest(folder)
     if newest is None:
-        raise RunError(f"{folder}: no checkpoint is there. Give the folder that checkpoints were written to.")
+        raise RunError(f"{folder}: no checkpoint is there. Give the folder to which checkpoints were written.")
     meta = read_document(CheckpointMeta, newest / _META)
     wanted = {
         "plan": _hash_of(session.plan),
@@ -111,15 +111,15 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
     for what, value in wanted.items():
         if found.get(what, value) != value:
             raise RunError(
-                f"{newest}: the checkpoint is of {what} {found[what]}, and {value} is run. Go on with the same one, or "
-                "start from the weights alone, which `--save-model` writes."
+                f"{newest}: the checkpoint has {what} {found[what]}, but the run has {value}. Continue with the same "
+                "one, or start from the weights alone, which `--save-model` writes."
             )
     path = newest / f"process-{session.rank}.pt"
-    advice = f"Remove {newest} to go on from the checkpoint before."
+    advice = f"Remove {newest} to continue from the checkpoint before."
     try:
         if meta.sums and _sum_of(path) != meta.sums[session.rank]:
             raise RunError(f"{path}: was changed since it was written. {advice}")
-        # States that lie on the host go there at once.
+        # States that are kept on the host go there at once.
         steps_on_host = isinstance(session.plan, Plan) and session.plan.offload.optimizer != "device"
         place = "cpu" if steps_on_host else session.device
         state = torch.load(path, map_location=place, weights_only=True)
@@ -138,7 +138,7 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def _own_state(session: Session) -> dict[str, Any]:
-    """What this process holds, as plain tensors."""
+    """The state of this process, as plain tensors."""
     return {
         "parameters": {str(i): own_part(item.detach()) for i, item in session.parameters.items()},
         "buffers": {f"{place}.{name}": item for place, name, item in _buffers(session)},
@@ -151,7 +151,7 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
     own |= {f"{place}.{name}": item for place, name, item in _buffers(session)}
     saved = {**state["parameters"], **state["buffers"]}
     if own.keys() != saved.keys() or any(own[key].shape != saved[key].shape for key in own):
-        raise RunError(f"{path}: holds other tensors than this model has. Go on with the model that it was saved of.")
+        raise RunError(f"{path}: holds other tensors than this model has. Continue with the model of the checkpoint.")
     with torch.no_grad():
         for key, value in saved.items():
             own[key].copy_(value)
@@ -161,9 +161,9 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
 
 
 def _hash_of(plan: Plan | Placement) -> str:
-    """Of a plan without its clipping, which is a setting, and without what it was estimated with.
+    """The hash of a plan without its clipping, which is a setting, and without the inputs of its estimate.
 
-    Compiled layers go on where others stopped, and the other way round.
+    A run with compiled layers can continue one without, and the other way round.
     """
     if isinstance(plan, Plan):
         plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False), compiled=False)
@@ -185,7 +185,7 @@ def _refuse_others(folder: Path, num_steps: int) -> None:
     newest = find_newest(folder)
     if newest is not None and _steps_of(newest) > num_steps:
         raise RunError(
-            f"{folder}: holds a checkpoint of {_steps_of(newest)} steps, and one of {num_steps} was to be written. It "
+            f"{folder}: holds a checkpoint of {_steps_of(newest)} steps, but one of {num_steps} is to be written. It "
             "is of another run: resume that one, or choose another folder."
         )
 
@@ -195,7 +195,7 @@ def _steps_of(path: Path) -> int:
 
 
 def _drop_old(folder: Path, keep: int) -> None:
-    """Remove what was interrupted, and all but the newest checkpoints."""
+    """Remove interrupted checkpoints, and all but the newest ones."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
     whole = sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
@@ -204,7 +204,7 @@ def _drop_old(folder: Path, keep: int) -> None:
 
 
 def _agree(own: str) -> str:
-    """What the first process says."""
+    """The text of the first process."""
     said = [own]
     dist.broadcast_object_list(said, 0)
     return said[0]

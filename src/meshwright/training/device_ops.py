@@ -1,6 +1,6 @@
-"""The distinct ops of a model, cut out one by one for a device, in the types in which a precision makes them compute.
+"""The distinct ops of a model as single calls on a device, in the types in which a precision computes them.
 
-The model is captured without memory. Keys are those by which ops are looked up (`cost.work.key_in`).
+The model is captured without memory. Keys are those of the measurement table (`cost.work.key_in`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meshwright.training.measure import Sizes
 from meshwright.training.precision import OF_ONE_TYPE
 from meshwright.zoo import load_model
 
-# Ops whose second input are places in the first dim of the first one, and losses whose second input are classes.
+# Ops whose second input has indices into the first dim of the first one, and losses whose second input has classes.
 _LOOKUPS = ("embedding", "embedding_bag")
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward")
-# Ops that read places along some dim of their first input.
+# Ops that read at indices along some dim of their first input.
 _PLACES = (
     "gather",
     "index",
@@ -45,7 +45,7 @@ _PLACES = (
 
 
 def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captured:
-    """The model's training graph without memory for weights; for all batch sizes where it can be."""
+    """The model's training graph without memory for weights; for all batch sizes if possible."""
     options: dict[str, Any] = dict(sizes)
     for size in (None, batch_size):
         source = load_model(reference, batch_size=size, fake=True, **options)
@@ -73,7 +73,7 @@ class ModelOps:
         self.keys = frozenset(self._key_of.values())
 
     def ops(self) -> Iterator[DeviceOp]:
-        """Each distinct op once, in the layout that it has most often."""
+        """Each distinct op once, in its most frequent layout."""
         layouts: dict[str, Counter[Any]] = {}
         for i, key in self._key_of.items():
             layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
@@ -86,7 +86,7 @@ class ModelOps:
                 yield self._op(i)
 
     def moves(self, kept: frozenset[str]) -> list[DeviceOp]:
-        """Conversions and sums beside the ops, each size once, but for those whose keys are ``kept``."""
+        """Conversions and sums besides the ops, each size once, except those whose keys are ``kept``."""
         kind = load_cluster("H100").device_kinds[0]  # they are the same on every device that computes in the precision
         found: dict[Move, None] = {}
         for place, added in zip(self._classes.representatives, self._classes.added, strict=True):
@@ -103,13 +103,13 @@ class ModelOps:
         return [op for op in {op.key: op for op in made}.values() if op.key not in kept]
 
     def surrounding(self) -> AbstractContextManager[Any]:
-        """What a forward runs in."""
+        """The context in which a forward runs."""
         if not self._numbers.autocast:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self._numbers.autocast))
 
     def segments(self) -> list[tuple[str, Callable[[], Segment]]]:
-        """Layers that hold every distinct op, by name, to be made one after the other."""
+        """Layers that together contain every distinct op, by name, as functions that create them one by one."""
         layers = covering_layers(self._graph, [self._key_of[i] for i in range(len(self._graph.ops))])
         return [
             (self._graph.layers[stage.index].name, lambda stage=stage: self._segment(stage))  # type: ignore[misc]
@@ -161,7 +161,7 @@ class ModelOps:
         )
 
     def _type_in(self, op: Op, tensor: int) -> str:
-        """The type in which an op reads a tensor: as autocast casts it."""
+        """The type in which an op reads a tensor, after autocast."""
         if self._numbers.autocast and tensor in cast_inputs(self._graph, op, self._numbers.autocast):
             return op_type(self._graph, op, self._numbers)
         dtype = self._type(tensor)
@@ -169,7 +169,7 @@ class ModelOps:
         return self._numbers.values if is_cast else dtype
 
     def _type(self, tensor: int) -> str:
-        """The type that a tensor has in the precision."""
+        """The type of a tensor in the precision."""
         dtype = self._graph.tensors[tensor].dtype
         if self._numbers.autocast or dtype not in FLOAT_DTYPES or tensor in self._classes.single:
             return dtype
@@ -177,7 +177,7 @@ class ModelOps:
 
 
 def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
-    """What whole numbers have to be below, by tensor, so that no op reads beside what it looks them up in."""
+    """Exclusive upper bounds of integer inputs, by tensor, so that no op reads outside of its table."""
     found: dict[int, int] = {}
 
     def limit(tensor: int, bound: int) -> None:
@@ -187,7 +187,7 @@ def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
         whole = [i for i in op.inputs if graph.tensors[i].dtype not in FLOAT_DTYPES]
         name, first = operator_name(op).rstrip("_"), op.inputs[0] if op.inputs else None
         for i in whole:
-            # What is made of whole numbers by views and arithmetic is looked up later.
+            # Values made from integers by views and arithmetic may be indices later.
             for made in op.outputs:
                 if made in found and graph.tensors[made].dtype not in FLOAT_DTYPES:
                     limit(i, found[made])

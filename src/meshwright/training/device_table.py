@@ -33,8 +33,8 @@ def device_table_here(
 ) -> tuple[Records, dict[str, str], tuple[str, ...]]:
     """Measure single operators, optimizers and the host on a CUDA device, whatever the model.
 
-    Returns the rows, what was left out and why, and warnings. ``known``: rows that the table has already; those of this
-    device and torch are not taken again. ``save`` gets the rows that are new every few seconds.
+    Returns the rows, the reasons for omitted ones, and warnings. ``known``: rows that the table has already; those of
+    this device and torch are not measured again. ``save`` receives the new rows every few seconds.
     Raises MeasurementError for a device that is not here.
     """
     place, empty = empty_table(device)
@@ -55,7 +55,7 @@ def device_table_on(
     every_s: float = 2.0,
     events: EventSink | None = None,
 ) -> tuple[Records, dict[str, str]]:
-    """As `device_table_here`, by a clock of any device; ``empty`` names it."""
+    """Like `device_table_here`, with a clock of any device; ``empty`` names the device."""
     columns = ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")
     taken: list[Row] = []
     saved = [time.monotonic()]

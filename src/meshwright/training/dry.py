@@ -1,11 +1,11 @@
-"""One step of one process of many, without the others and without memory: does it issue what was predicted?
+"""Dry run: one step of one process of many, without the others and without memory, compared with the prediction.
 
 The process group is torch's fake one, tensors are fake, so the real executor runs the real program of a plan for
-hundreds of devices in seconds on any machine. Every send, receive and collective that reaches torch is noted and
-compared with what the program and the local graph say: issued instructions in their order, and what is exchanged inside
-of forwards, backwards and updates in its own.
+hundreds of devices in seconds on any machine. Every send, receive and collective that reaches torch is recorded and
+compared with the program and the local graph: issued instructions in their order, and communication inside forwards,
+backwards and updates in its own order.
 
-Counted and not compared: numbers of at most 8 bytes (how many targets count in a loss, a norm), and messages of rings,
+Counted but not compared: numbers of at most 8 bytes (the count of targets in a loss, a norm), and messages of rings,
 whose backward sends less than is estimated (docs/concepts/split-plans.md).
 """
 
@@ -43,7 +43,7 @@ from meshwright.spec.plan import Plan
 from meshwright.training.job import Job, capture_fake, tile
 from meshwright.training.precision import bind_plan, capture_in_precision, recaptures
 
-# What a number takes; that many bytes are no tensor.
+# The size of a number; a message of this size is not a tensor.
 _NUMBER_BYTES = 8
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -55,12 +55,12 @@ _KINDS = {
 }
 
 
-# In place of a peer.
+# The value of ``peer`` for a collective.
 EVERYBODY = -1
 
 
 class Communication(NamedTuple):
-    """Something that is exchanged: with the processes of a group, or with ``peer`` alone (`EVERYBODY`: with all)."""
+    """A communication: with the processes of a group, or with ``peer`` alone (`EVERYBODY`: with all)."""
 
     kind: str
     num_processes: int
@@ -70,9 +70,9 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What one process did in ``num_steps`` steps: instructions by kind, and the calls that it made.
+    """The record of one process over ``num_steps`` steps: instructions by kind, and its calls.
 
-    ``issued`` are instructions of the program, ``inside`` calls are made in spans of others; ``numbers`` and
+    ``issued`` are instructions of the program, ``inside`` are calls in spans of others; ``numbers`` and
     ``ring_messages`` are not compared.
     """
 
@@ -87,7 +87,7 @@ class DryRun:
     ring_messages: int
 
     def rows(self) -> list[dict[str, Any]]:
-        """How often what is exchanged by how many processes, and bytes of full tensors in all."""
+        """The number of communications by kind and number of processes, and the bytes of full tensors in total."""
         found: dict[tuple[str, str, int], list[int]] = {}
         for where, calls in (("program", self.issued), ("passes", self.inside)):
             for call in calls:
@@ -101,7 +101,7 @@ class DryRun:
 class FakeModel(NamedTuple):
     """A model without memory: its graph, a batch (inputs, targets), and the mode of its fake tensors.
 
-    ``planned`` is the graph that plans are of, where the model has another one in their precision.
+    ``planned`` is the graph that plans refer to, if the model has another one in their precision.
     """
 
     captured: Captured
@@ -111,7 +111,7 @@ class FakeModel(NamedTuple):
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Has no states, which would ask fake tensors for their values in a second step."""
+    """SGD, which has no states; these would read values of fake tensors in a second step."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
@@ -125,11 +125,11 @@ def dry_run(
 ) -> DryRun:
     """Run a step of a plan as one of its processes, on ``device`` (by default the CPU), without memory there.
 
-    ``model`` is that of the plan, as `fake_model` makes it. A fake process group is made, and ended. An update
-    exchanges nothing by itself, so any ``optimizer`` will do.
+    ``model`` is that of the plan, from `fake_model`. A fake process group is created, and destroyed. An update sends
+    nothing by itself, so any ``optimizer`` will do.
 
-    Raises RunError if what was issued is not what was predicted, PlanError for a process that the plan does not have,
-    and what opening a session raises.
+    Raises RunError if the issued calls differ from the predicted ones, PlanError for a process that the plan does not
+    have, and the errors of opening a session.
     """
     plan = job.read_plan()
     if not isinstance(plan, Plan):
@@ -138,7 +138,7 @@ def dry_run(
     assert isinstance(plan, Plan), "clipping keeps a plan a plan"
     if not 0 <= process < plan.num_devices:
         raise PlanError(
-            f"Process {process} was asked for; expected one of 0 to {plan.num_devices - 1}, as the plan has."
+            f"Process {process} was given; expected one of 0 to {plan.num_devices - 1}, which the plan has."
         )
     num_steps = num_filling_steps(plan) + 1 if plan.is_asynchronous else 1
     with _fake_processes(process, plan.num_devices):
@@ -180,7 +180,7 @@ def dry_run(
 @contextmanager
 def _fake_processes(process: int, count: int) -> Iterator[None]:
     if dist.is_initialized():
-        raise RunError("This process is one of a group already; a dry run makes one of its own. Start it by itself.")
+        raise RunError("This process is in a process group already; a dry run makes its own. Start it by itself.")
     dist.init_process_group("fake", store=FakeStore(), rank=process, world_size=count)
     try:
         yield
@@ -209,7 +209,7 @@ def _global_batch(captured: Captured, batch: tuple[Any, Any], plan: Plan) -> Seq
 
 
 class _Noting(TorchDispatchMode):
-    """Notes what reaches torch's process groups: ``issued`` by the program, or ``inside`` of its spans."""
+    """Records the calls of torch's process groups: ``issued`` by the program, or ``inside`` of its spans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note a call, then let it happen."""
+        """Record a call, then execute it."""
         if func.namespace == "c10d" and (kind := _KINDS.get(func._schema.name.split("::")[1])) is not None:
             self._note(kind, args)
         return func(*args, **(kwargs or {}))
@@ -234,7 +234,7 @@ class _Noting(TorchDispatchMode):
             if isinstance(item, torch.ScriptObject | FakeScriptObject)
         )
         if kind in ("send", "receive"):
-            # Behind the tensors and the group: the other end, in the group.
+            # The argument after the tensors and the group: the peer's rank in the group.
             peer = next(item for item in leaves if isinstance(item, int) and not isinstance(item, bool))
             ranks = dist.get_process_group_ranks(group)
             if group.group_desc in ("default_pg", MESSAGES):
@@ -244,14 +244,14 @@ class _Noting(TorchDispatchMode):
         elif num_bytes <= _NUMBER_BYTES:
             self.numbers += 1
         else:
-            # Of an all-to-all a process has what it hands out.
+            # In an all-to-all the size is that of a process's input.
             full = num_bytes * group.size() if kind == "all_to_all" else num_bytes
             call = Communication(kind, group.size(), EVERYBODY, full)
             (self.issued if group.group_desc in ("default_pg", SUMS) else self.inside).append(call)
 
 
 def _instructions(session: Session) -> list[tuple[Instruction, tuple[int, ...]]]:
-    """What a process is to issue, with the ranks that take part, in order."""
+    """The instructions that a process issues, with the ranks that take part, in order."""
     program = session.program
     names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
     found: list[tuple[Instruction, tuple[int, ...]]] = []
@@ -266,7 +266,7 @@ def _instructions(session: Session) -> list[tuple[Instruction, tuple[int, ...]]]
 def _predict(
     session: Session, instructions: Iterable[tuple[Instruction, tuple[int, ...]]]
 ) -> tuple[list[Communication], list[Communication]]:
-    """The calls of instructions that are exchanges, and of those inside of others."""
+    """The calls of communication instructions, and of those inside of others."""
     plan, grid = session.model.plan, session.grid
     assert isinstance(plan, Plan), "dry runs are of plans"
     graph = as_computed(session.graph, plan.workload.numbers)
@@ -302,7 +302,7 @@ def _predict(
                 if not isinstance(item, AllReduce):
                     total = -(-elements // count) * count
                 else:
-                    # Groups that share states sum what each of their members keeps.
+                    # Groups that shard states sum the shards of each of their members.
                     total = -(-elements // (plan.exchange.shard_size if plan.exchange.shard_optimizer else 1))
                 kind = {AllReduce: "all_reduce", ReduceScatter: "reduce_scatter", AllGather: "all_gather"}[type(item)]
                 issued.append(Communication(kind, count, EVERYBODY, total * width))
@@ -315,7 +315,7 @@ def _predict(
 
 
 def _num_processes(plan: Plan, stage: int, axis: Axis | Literal["replicas", "across"], grid: TeamPosition) -> int:
-    """How many exchange with each other on an axis."""
+    """The number of processes that communicate on an axis."""
     if axis != "replicas" and axis != "across":
         return grid.axes[axis].size
     groups = plan.exchange.shard_groups(plan.stages[stage].ranks)

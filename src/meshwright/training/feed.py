@@ -1,13 +1,13 @@
-"""Data sets as they are read under a plan: every rank makes the microbatches that its own stages read, and no others.
+"""Data sets under a plan: every rank makes only the microbatches that its own stages read.
 
 Sample order is that of the data set, or of a permutation drawn from (seed, epoch): sample k of an epoch is in global
-batch k // G, there in microbatch (k mod G) // S, whatever the number of ranks. Map-style data sets are asked for the
-samples of a rank's own microbatches; iterable ones are read by every rank from end to end, which drops those of others.
+batch k // G, there in microbatch (k mod G) // S, whatever the number of ranks. Of map-style data sets a rank reads only
+the samples of its own microbatches; iterable ones are read by every rank from end to end, which drops those of others.
 
     producers   threads that fetch, collate and move microbatches to the device, several at a time
-    depth       as many microbatches may be ahead of the forwards (`program.loading` has the same queue): when they are,
-                producers wait
-    failure     what a data set raises is raised where its microbatch is awaited, and nothing is read any more
+    depth       the number of microbatches that may be ahead of the forwards (`program.loading` has the same queue); at
+                this number, producers wait
+    failure     an error of a data set is raised where its microbatch is awaited, and nothing more is read
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import Loader
 
-# A producer that is told to end does so behind the sample that it fetches.
+# A producer that is asked to stop does so after the sample that it is fetching.
 _JOIN_S = 5.0
 
 
@@ -42,15 +42,15 @@ class Feed:
 
     Args:
         dataset: map-style (``len`` and ``[index]``) or iterable (``iter``); a sample is ``(inputs, targets)``, or
-            inputs alone where the model returns its loss.
+            inputs alone if the model returns its loss.
         shuffle: draw a new order for every epoch; map-style only.
-        seed: of that order.
+        seed: the seed of that order.
         epochs: how often the data set is read.
-        producers: threads that make microbatches; a data set must allow as many readers at once.
-        depth: microbatches that may be ahead.
+        producers: threads that make microbatches; a data set must allow this number of readers at once.
+        depth: microbatches that may be prefetched.
         collate: makes a batch of a list of samples; by default torch's.
-        drop_last: leave out samples at the end of an epoch that fill no global batch. Otherwise they are a shorter
-            step, if they are whole microbatches.
+        drop_last: leave out samples at the end of an epoch that do not fill a global batch. Otherwise they are a
+            shorter step, if they are whole microbatches.
     """
 
     dataset: Any
@@ -68,8 +68,8 @@ class Feed:
                 raise RunError(f"A feed with {name} = {getattr(self, name)} was given; expected {least} or more.")
         if self.is_iterable and self.shuffle:
             raise RunError(
-                f"{type(self.dataset).__name__} is an iterable data set, which has an order of its own, and was to be "
-                "shuffled. Shuffle in the data set, by a seed that is the same on all ranks, or give a map-style one."
+                f"{type(self.dataset).__name__} is an iterable data set, which has an order of its own, so it cannot "
+                "be shuffled. Shuffle in the data set, by a seed that is equal on all ranks, or give a map-style one."
             )
         if not self.is_iterable and not (hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")):
             raise RunError(
@@ -78,28 +78,28 @@ class Feed:
             )
         if self.is_iterable and self.epochs > 1 and isinstance(self.dataset, Iterator):
             raise RunError(
-                f"{type(self.dataset).__name__} can be read once, and {self.epochs} epochs were asked for. Give a data "
-                "set whose `__iter__` begins anew, or one epoch."
+                f"{type(self.dataset).__name__} can be read once, but {self.epochs} epochs were given. Give a data "
+                "set whose `__iter__` starts anew, or one epoch."
             )
 
     @property
     def is_iterable(self) -> bool:
-        """Whether it is read from end to end."""
+        """Whether the data set is read from end to end."""
         is_map = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
         return isinstance(self.dataset, IterableDataset) or (hasattr(self.dataset, "__iter__") and not is_map)
 
     def describe(self) -> str:
-        """What all ranks must agree on."""
+        """A text on which all ranks must agree."""
         size = "iterable" if self.is_iterable else len(self.dataset)
         return f"{type(self.dataset).__name__} {size} {self.shuffle} {self.seed} {self.epochs} {self.drop_last}"
 
     def describe_order(self) -> str:
-        """What says which samples are in a global batch, of as many epochs as there are."""
+        """A text that determines the samples of each global batch, whatever the number of epochs."""
         size = "iterable" if self.is_iterable else f"of {len(self.dataset)} samples"
         return f"{size}, {f'shuffled by seed {self.seed}' if self.shuffle else 'in its order'}"
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Indices of the samples of an epoch, in their order."""
+        """Indices of the samples of an epoch, in the order of reading."""
         count = len(self.dataset)
         if not self.shuffle:
             return range(count)
@@ -110,9 +110,9 @@ class Feed:
     def batches(
         self, global_batch: int, microbatch: int, own: Callable[[int], bool], first: int = 0
     ) -> Iterator[Batch]:
-        """Global batches from number ``first`` on; of the microbatches that are ``own``, how to fetch their samples.
+        """Global batches from number ``first`` on, with functions that fetch the samples of the ``own`` microbatches.
 
-        Raises RunError for a rest that is no whole number of microbatches, if it is not to be left out.
+        Raises RunError for a remainder that is not a whole number of microbatches, unless it is left out.
         """
         num_batches = 0
         for epoch in range(self.epochs):
@@ -128,8 +128,8 @@ class Feed:
                 if count < global_batch and (self.drop_last or not count):
                     if not num_batches:
                         raise RunError(
-                            f"The data set has {count} samples, and a global batch {global_batch}: there is nothing to "
-                            "train on. Give more samples, plan for smaller batches, or give `drop_last=False`."
+                            f"The data set has {count} samples, but a global batch {global_batch}: no step can be "
+                            "trained. Give more samples, plan for smaller batches, or give `drop_last=False`."
                         )
                     break
                 num_batches += 1
@@ -150,7 +150,7 @@ class Feed:
 
 
 class Batch(NamedTuple):
-    """A global batch: how many microbatches it has, and by microbatch how to fetch its samples, of those wanted."""
+    """A global batch: its number of microbatches, and a function that fetches the samples of each own one."""
 
     num_microbatches: int
     fetch: Mapping[int, Callable[[], list[Any]]]
@@ -163,7 +163,7 @@ class _Ticket(NamedTuple):
 
 
 class MicrobatchQueue:
-    """Microbatches made ahead by several producers, taken one after the other.
+    """Microbatches that several producers prefetch, taken one after the other.
 
     ``make(samples)`` collates them and moves them to the device.
     """
@@ -203,13 +203,13 @@ class MicrobatchQueue:
 
     @property
     def num_ahead(self) -> int:
-        """Microbatches that were begun and not taken."""
+        """Microbatches that were started and not taken."""
         return self._num_begun - self._num_taken
 
     def next_batch(self) -> int | None:
-        """The number of microbatches of the next global batch; None behind the last one.
+        """The number of microbatches of the next global batch; None after the last one.
 
-        Raises RunError with what the data set raised.
+        Raises RunError with the error of the data set.
         """
         with self._changed:
             while not self._counts and not self._is_over:
@@ -219,13 +219,13 @@ class MicrobatchQueue:
             return self._counts.popleft() if self._counts else None
 
     def take(self, batch: int, microbatch: int) -> Prefetched:
-        """A microbatch of this rank's; waits for it. Raises RunError with what the data set raised."""
+        """Wait for a microbatch of this rank. Raises RunError with the error of the data set."""
         key = batch, microbatch
         with self._changed:
             if key not in self._taken:
                 self._taken.add(key)
                 self._num_taken += 1
-                # What is awaited is made next, whatever is ahead: schedules may have an order of their own.
+                # An awaited microbatch is made next, whatever is ahead: schedules may have an order of their own.
                 awaited = next((ticket for ticket in self._tickets if (ticket.batch, ticket.microbatch) == key), None)
                 if awaited is not None:
                     self._tickets.remove(awaited)
@@ -242,13 +242,13 @@ class MicrobatchQueue:
             return made
 
     def forget(self, before: int) -> None:
-        """Batches before this one will not be asked for again."""
+        """Drop batches before this one, which will not be needed again."""
         with self._changed:
             self._made = {key: made for key, made in self._made.items() if key[0] >= before}
             self._taken = {key for key in self._taken if key[0] >= before}
 
     def close(self) -> None:
-        """End the producers."""
+        """Stop the producers."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -256,7 +256,7 @@ class MicrobatchQueue:
             thread.join(_JOIN_S)
 
     def _read(self) -> None:
-        """Read on by a global batch, or wait while another does. The lock is held, but not while it reads."""
+        """Read the next global batch, or wait while another thread does. The lock is held, but not during reading."""
         if self._is_reading:
             self._changed.wait()
             return
@@ -280,14 +280,14 @@ class MicrobatchQueue:
         self._changed.notify_all()
 
     def _next_ticket(self) -> _Ticket | None:
-        """Something to make, as soon as there is room; None at the end. The lock is held."""
+        """The next microbatch to make, as soon as there is room; None at the end. The lock is held."""
         while not self._is_closed:
             first = (self._tickets[0].batch, self._tickets[0].microbatch) if self._tickets else None
             if self._num_begun < self._num_taken + self._depth or first in self._taken:
-                # Ranks that make nothing find no tickets; they read on when they come to a batch.
+                # Ranks that make nothing find no tickets; they read on when they reach a batch.
                 if not self._tickets and not self._is_over and (self._makes_some or not self._counts):
                     self._read()
-                    continue  # others may have begun what there was room for
+                    continue  # others may have taken the room
                 if self._tickets:
                     self._num_begun += 1
                     ticket = self._tickets.popleft()
@@ -331,7 +331,7 @@ def _failed(what: str, error: BaseException | None) -> RunError:
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets of what `collate` made: a pair, or inputs alone."""
+    """Inputs and targets from the result of `collate`: a pair, or inputs alone."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         return inputs, targets
@@ -339,26 +339,26 @@ def unpack(batch: Any) -> tuple[Any, Any]:
 
 
 def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors on a device; on a GPU by a stream of their own, and there when this returns."""
+    """Tensors on a device; on a GPU they are copied on a separate stream, and complete when this returns."""
     if device.type != "cuda":
         return to_device(tensors, device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         moved = to_device(tensors, device)
-    # The producer waits, not the device: whoever takes the tensors finds them whole.
+    # The producer waits, not the device: the tensors are complete when they are taken.
     stream.synchronize()
     return moved
 
 
 def with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
-    """The plan with instructions to load microbatches, where schedules have them; its own depth counts."""
+    """The plan with instructions to load microbatches, if the schedule supports them; a loader in the plan wins."""
     if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
         return plan
     return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))
 
 
 def first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-    """The first samples of an example batch; fewer if it has fewer, and the capture will say so."""
+    """The first samples of an example batch; fewer if it has fewer, which the capture will report."""
     leaves, spec = pytree.tree_flatten(batch)
     cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
     inputs, targets = pytree.tree_unflatten(cut, spec)

@@ -1,7 +1,7 @@
 """The ready job: train the model that a plan names, on data that needs no download.
 
-Byte-level language models read the Python standard library's sources; everything else repeats the model's own
-synthetic batch.
+Byte-level language models read the Python standard library's sources; all other models repeat their own synthetic
+batch.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from meshwright.zoo import ModelSource, load_model
 # Usual starting points: AdamW for small transformers (nanoGPT's order of magnitude), plain SGD for everything else.
 LEARNING_RATES = {"adamw": 1e-3, "sgd": 1e-2}
 
-# What the ranks of a run leave in its folder while it goes on.
+# Files that the ranks of a run write into its folder while it runs.
 PROGRESS_FILE = "progress.jsonl"
-# And what they leave when it is done.
+# Files that they write at the end.
 TIMELINE_FILE, RESULT_FILE = "timeline.json", "result.json"
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its own error."""
+    """The file for a rank's own error."""
     return folder / f"error-{rank}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker is told: the plan's file, the number of steps and of recorded ones, seeds, outputs.
+    """The settings of every worker: the plan's file, the number of steps and of recorded ones, seeds, outputs.
 
-    ``first_recorded``: the first step to record, by number from 0; if none is given, the last ones are recorded.
+    ``first_recorded``: the first step to record, by number from 0; by default the last steps are recorded.
 
     ``repair`` of stale gradients, and the updates in which it fades; the norm to which gradients are clipped.
-    ``checkpoint``: the folder that checkpoints are written to, every so many
-    steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before. ``device``: by
-    default what the plan's cluster has. ``compiled``: whether layers are compiled; by default as the plan says.
-    ``offload_folder``: where states lie that are kept on drives.
+    ``checkpoint``: the folder for checkpoints, written every ``checkpoint_every`` steps and at the end, and from which
+    a run resumes; ``num_steps`` includes the steps before. ``device``: by default that of the plan's cluster.
+    ``compiled``: whether layers are compiled; by default as in the plan. ``offload_folder``: the folder for states on
+    drives.
     """
 
     plan: str
@@ -76,12 +76,12 @@ class Job:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def read_plan(self) -> Plan | Placement:
-        """The plan or placement that is run. Raises as `spec.plan_files.read_plan`."""
+        """The plan or placement to run. Raises as `spec.plan_files.read_plan`."""
         return read_plan(self.plan, compiled=self.compiled)
 
 
 def job_repair(job: Job) -> Repair | None:
-    """What the job does about stale gradients. Raises PlanError for what is none."""
+    """The job's repair of stale gradients. Raises PlanError for an unknown one."""
     if job.repair is None:
         if job.repair_fade:
             raise PlanError(
@@ -93,9 +93,9 @@ def job_repair(job: Job) -> Repair | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayers:
-    """Layers of all ranks that were to be compiled: parts of them, how many differ on a rank, seconds of the slowest.
+    """The compiled layers of all ranks: number of parts, number of different ones on a rank, seconds of the slowest.
 
-    ``eager``: parts that run as they are, by the reason; ``refused``: why all of them do.
+    ``eager``: numbers of parts that run eagerly, by reason; ``refused``: the reason if all of them do.
     """
 
     num_units: int
@@ -116,10 +116,10 @@ class CompiledLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run leaves behind: loss and seconds of every step, and where the measured timeline is.
+    """The results of a run: loss and seconds of every step, and the file of the measured timeline.
 
-    A loss that is not finite is None; a run of inference has none. ``num_before`` are steps that were done before, from
-    a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline; ``compiled``: what became
+    A loss that is not finite is None; a run of inference has none. ``num_before`` is the number of earlier steps, from
+    a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline; ``compiled``: the state
     of layers that were to be compiled.
     """
 
@@ -135,7 +135,7 @@ class RunResult:
 
 
 def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
-    """Write what a run leaves behind, each file whole or not at all; ``timeline`` is the text of its document.
+    """Write the results of a run, each file completely or not at all; ``timeline`` is the text of its document.
 
     Raises DocumentError for a folder that cannot be written to.
     """
@@ -165,7 +165,7 @@ def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
         )
         if captured.graph.batch_size in (None, plan.microbatch_size) or batch_size is not None:
             return source, captured
-        # A model that bakes its batch size in is captured at the size at which it runs.
+        # A model with a fixed batch size is captured at the size at which it runs.
         batch_size = plan.microbatch_size
 
 
@@ -173,11 +173,11 @@ def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
     sizes: dict[str, Any] = dict(plan.model_sizes)
     target = None
     if isinstance(plan, Plan) and plan.rewritten:
-        # Needs packages of an extra, which all other plans do without.
+        # Needs packages of an extra, which other plans do not need.
         from meshwright.rewrite.planned import rewrite_source, target_of
 
         target = target_of(plan)
-        # It was rewritten for one size of batch.
+        # It was rewritten for one batch size.
         sizes["batch_size"] = plan.microbatch_size
     source = load_model(plan.model, **{**options, **sizes})
     if target is not None:
@@ -191,7 +191,7 @@ def make_optimizer(
     """The workload's optimizer over some parameters."""
     rate = LEARNING_RATES[optimizer.kind] if lr is None else lr
     if optimizer.kind == "adamw":
-        # torch's default on GPUs copies all parameters meanwhile; in one kernel it needs nothing (`cost.memory`).
+        # torch's default on GPUs copies all parameters meanwhile; the fused kernel needs no memory (`cost.memory`).
         return torch.optim.AdamW(parameters, lr=rate, fused=all(item.is_cuda for item in parameters) or None)
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if optimizer.momentum else 0.0)
 
@@ -208,7 +208,7 @@ def make_batches(source: ModelSource, global_batch: int, seed: int = 0) -> Itera
 
 
 def tile(tensor: torch.Tensor, global_batch: int) -> torch.Tensor:
-    """Repeat the samples of an example until there are ``global_batch``; a tensor without dims stays as it is."""
+    """Repeat the samples of an example up to ``global_batch``; a tensor without dims stays as it is."""
     if not tensor.ndim:
         return tensor
     repeats = -(-global_batch // tensor.shape[0])

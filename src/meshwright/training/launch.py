@@ -1,4 +1,4 @@
-"""Start a plan on this host: one process per rank under torchrun's agent, watched until all are done or one has failed.
+"""Start a plan on this host: one process per rank under torchrun's agent, watched until all are done or one fails.
 
 When a rank fails, the agent ends the others at once; the launcher then names the rank that failed first and shows its
 own error. A rank that was killed leaves no error of its own, so a death by signal outranks the connection errors that
@@ -64,9 +64,9 @@ _MONITOR_INTERVAL_S = 0.2
 
 
 def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> RunResult:
-    """Run a job on this host and wait for it; returns what rank 0 wrote into ``folder``.
+    """Run a job on this host and wait for it; return what rank 0 wrote into ``folder``.
 
-    Raises RunError naming the rank that failed first, with its own error; all processes are gone by then.
+    Raises RunError naming the rank that failed first, with its own error; all processes have ended by then.
     """
     folder = Path(folder).resolve()
     plan = read_runnable_plan(job)
@@ -107,7 +107,7 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
 
 @contextlib.contextmanager
 def _hidden_devices(plan: Plan | Placement) -> Iterator[None]:
-    """Hide the devices of this host that a plan leaves out, unless the user said which ones ranks see."""
+    """Hide the devices of this host that a plan leaves out, unless the user chose the visible ones."""
     name = "CUDA_VISIBLE_DEVICES"
     if not isinstance(plan, Plan) or not plan.idle or name in os.environ:
         yield
@@ -122,24 +122,24 @@ def _hidden_devices(plan: Plan | Placement) -> Iterator[None]:
 
 
 def _check_room(plan: Plan | Placement, job: Job) -> None:
-    """Raise RunError if this host lacks room for what the plan keeps there."""
+    """Raise RunError if this host lacks room for offloaded states of the plan."""
     if not isinstance(plan, Plan) or plan.offload == ON_DEVICE:
         return
     try:
         _, captured = capture_fake(plan)
     except (MeshwrightError, OSError):
-        # A model that cannot be made without memory: its ranks ask their hosts themselves.
+        # A model that cannot be made without memory: its ranks check their hosts themselves.
         return
     check_host(plan, captured.graph, choose_folder(job.offload_folder), choose_device(plan, job.device))
 
 
 def num_processes(plan: Plan | Placement) -> int:
-    """One for each device: of a plan that splits ops, several for each of its ranks."""
+    """The number of processes: one for each device; a plan that splits ops has several for each of its ranks."""
     return plan.num_devices if isinstance(plan, Plan) else plan.num_ranks
 
 
 def read_runnable_plan(job: Job) -> Plan | Placement:
-    """The job's plan. Raises PlanError for one whose model has no code, and what `compute_orders` raises."""
+    """The job's plan. Raises PlanError for one whose model has no code, and the errors of `compute_orders`."""
     plan = job.read_plan()
     check_model_is_here(plan.model)
     if isinstance(read_model_file(plan.model), Graph):
@@ -148,13 +148,13 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
             "Plan again from the model's own reference (a zoo name or path/to/file.py:function)."
         )
     choose_device(plan, job.device)
-    # What its own device lacks each rank says itself.
+    # Each rank reports itself what its own device lacks.
     check_precision(plan)
     check_repair(plan, job_repair(job))
     plan = with_clipping(plan, job.clip_norm)
     if job.checkpoint is not None and not job.resume and (found := find_newest(Path(job.checkpoint))) is not None:
         raise RunError(
-            f"{found}: the folder holds checkpoints already. Go on from them with --resume, or choose another folder."
+            f"{found}: the folder holds checkpoints already. Continue with --resume, or choose another folder."
         )
     if isinstance(plan, Plan):
         check_runnable(plan)
@@ -165,14 +165,14 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
     on_drives = isinstance(plan, Plan) and plan.offload.optimizer == "nvme"
     if job.offload_folder is not None and not on_drives:
         raise PlanError(
-            f"{job.plan} keeps nothing on drives, but a folder was given for that: {job.offload_folder}. Leave "
+            f"{job.plan} keeps nothing on drives, but a folder for that was given: {job.offload_folder}. Leave "
             "--offload-folder out, or plan with --offload optimizer=nvme."
         )
     return plan
 
 
 def _refuse_training(job: Job) -> None:
-    """Raise PlanError for what inference has not."""
+    """Raise PlanError for options that inference does not have."""
     given = {
         "--learning-rate": job.learning_rate,
         "--repair": job.repair,
@@ -189,28 +189,28 @@ def _check_steps(plan: Plan, job: Job) -> None:
     rest = num_steps % job.checkpoint_every if job.checkpoint_every else 0
     if filling and job.checkpoint_every and (job.checkpoint_every < filling or 0 < rest < filling):
         raise PlanError(
-            f"Checkpoints every {job.checkpoint_every} of {num_steps} steps were asked for. For each the pipeline is "
-            f"emptied, and {plan.schedule} takes {filling} steps to fill and to empty it; expected as many or more "
-            "before each checkpoint, and behind the last one as many or none."
+            f"Checkpoints every {job.checkpoint_every} of {num_steps} steps were given. For each the pipeline is "
+            f"emptied, and {plan.schedule} takes {filling} steps to fill and to empty it; expected that number or more "
+            "before each checkpoint, and that number, more or none after the last one."
         )
     if job.first_recorded is not None and job.first_recorded < filling:
         raise PlanError(
-            f"Step {job.first_recorded + 1} was to be recorded; {plan.schedule} takes {filling} steps to fill its "
-            f"pipeline, which have no repetition to show. Record step {filling + 1} or later ones."
+            f"Step {job.first_recorded + 1} was given to record; {plan.schedule} takes {filling} steps to fill its "
+            f"pipeline, which are not in the timeline. Record step {filling + 1} or later ones."
         )
     if num_steps <= filling and filling:
         raise PlanError(
-            f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were asked for, which takes {filling} "
+            f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were given, which takes {filling} "
             f"to fill and to empty the pipeline; expected {filling + 1} or more. Give --steps {filling + 1}, or choose "
-            "a schedule that flushes."
+            "a synchronous schedule."
         )
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, job: Job) -> Iterator[None]:
-    """Make sure before ranks start that results can be written, and states on drives.
+    """Check before ranks start that results, and states on drives, can be written.
 
-    Leaves no empty folder behind a failure.
+    Leaves no empty folder after a failure.
     """
     wanted = [folder, *([Path(job.save_model).parent] if job.save_model is not None else [])]
     wanted += [Path(job.checkpoint)] if job.checkpoint is not None else []
@@ -249,7 +249,7 @@ def _start_again(job: Job) -> str:
     newest = find_newest(Path(job.checkpoint)) if job.checkpoint is not None else None
     if newest is None:
         return "Start it again with the same command."
-    return f"The newest checkpoint is {newest}: go on from there with the same command and --resume."
+    return f"The newest checkpoint is {newest}: continue from there with the same command and --resume."
 
 
 def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> str:
@@ -280,13 +280,13 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
 
 
 def _is_connection_error(message: str) -> bool:
-    """Whether an error is probably the echo of another rank's death."""
+    """Whether an error is probably a consequence of another rank's death."""
     return any(word in message for word in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """The agent's own log repeats what the launcher reports; keep it to itself."""
+    """Suppress the agent's own log, which repeats what the launcher reports."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -301,7 +301,7 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forward_progress(scratch: Path, num_steps: int, events: EventSink) -> Iterator[None]:
-    """Turn rank 0's progress lines into events while the run goes on."""
+    """Turn rank 0's progress lines into events during the run."""
     done = threading.Event()
     thread = threading.Thread(target=_follow, args=(scratch / PROGRESS_FILE, num_steps, events, done), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Measure this machine for a model: capture, runtime and measurement put together."""
+"""Measure this machine for a model: joins capture, runtime and measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure_here(
 ) -> Measurements:
     """Measure ops of the model (if one is named), optimizers, transfers and the runtime's overhead on this host.
 
-    Raises MeasurementError if a process fails, and what loading or capturing the model raises.
+    Raises MeasurementError if a process fails, and the errors of loading or capturing the model.
     """
     events = events or NullSink()
     if reference is not None:
@@ -56,7 +56,7 @@ def host_overhead() -> float:
 
 
 def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
-    """What `measurement` times: the captured model, its parts, and batches made of its example's samples."""
+    """The input of `measurement`: the captured model, its parts, and batches made of its example's samples."""
     source, captured = captured_model(reference, sizes, None)
     if captured.graph.batch_size not in (None, batch_size):
         source, captured = captured_model(reference, sizes, batch_size)
@@ -75,7 +75,7 @@ def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
 
 @lru_cache(maxsize=4)
 def captured_model(reference: str, sizes: Sizes, batch_size: int | None) -> tuple[ModelSource, Captured]:
-    """The model of a reference and its training graph; for one batch size, or None for all where it can be."""
+    """The model of a reference and its training graph; for one batch size, or with None for all sizes if possible."""
     options: dict[str, Any] = dict(sizes)
     source = load_model(reference, batch_size=batch_size, **options)
     captured = capture_model(

@@ -1,4 +1,4 @@
-"""Measure a CUDA device for a model: every distinct op by itself, and what the host takes to issue them."""
+"""Measure a CUDA device for a model: every distinct op by itself, and the host's time to issue them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshwright.training.measure import Sizes, host_overhead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRun:
-    """What was measured; ``left_out``: why, by key. ``num_kept``: rows that the table had already."""
+    """The measured table; ``left_out``: reasons by key. ``num_kept``: rows that the table had already."""
 
     table: Measurements
     left_out: dict[str, str] = field(default_factory=dict)
@@ -60,10 +60,10 @@ def measure_device_here(
 ) -> DeviceRun:
     """Measure ops of the model (if one is named), optimizers, and the links among the GPUs of this host.
 
-    ``known``: the table that the rows are for, whose rows of this device and torch are not taken again; ``save`` gets
-    the whole table every few rows. ``precisions``: by default that in which plans for this device are made.
-    Raises MeasurementError for a table of another device, for a precision that no device computes in, and with what the
-    device raises; and what loading or capturing the model raises.
+    ``known``: the table to which the rows are added; its rows of this device and torch are not measured again;
+    ``save`` receives the whole table every few rows. ``precisions``: by default that of plans for this device.
+    Raises MeasurementError for a table of another device, for a precision that no device computes in, and for errors
+    of the device; and the errors of loading or capturing the model.
     """
     place, empty = empty_table(device)
     _refuse_other(known, empty)
@@ -106,7 +106,7 @@ def measure_on(
     save: Callable[[Measurements], object] = lambda _: None,
     events: EventSink | None = None,
 ) -> DeviceRun:
-    """As `measure_device_here`, by a clock of any device; ``empty`` names it and holds what was measured before."""
+    """Like `measure_device_here`, with a clock of any device; ``empty`` names it and holds earlier measurements."""
     writer = _Writer(empty, known, save)
     writer.put(host_call_s=measure_call(clock))
     left_out: dict[str, str] = {}
@@ -131,12 +131,12 @@ def measure_on(
 
 
 def default_precision(device: torch.device) -> Precision:
-    """That of plans for a kind of device: mixed where bfloat16 is faster than float32."""
+    """The precision of plans for a kind of device: mixed if bfloat16 is faster than float32."""
     return "mixed" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
 
 
 class _Writer:
-    """The table as it grows: rows that are known stay, and it is saved every few seconds."""
+    """The table as it grows: known rows stay, and it is saved every few seconds."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Writer:
         self._rows = {row.key: row for row in self._table.ops}
         self._save, self._every_s, self._saved = save, every_s, time.monotonic()
         same = known is not None and known.software == empty.software
-        # Ops that a host issues have a time for that, unless their layer did not run.
+        # Ops that a host issues have a time for that, unless their layer failed.
         issued = any(row.forward_issue_s for row in self._rows.values())
         done = (key for key, row in self._rows.items() if row.forward_issue_s or not issued or read_move_key(key))
         self.kept = frozenset(done) if same else frozenset()
@@ -159,11 +159,11 @@ class _Writer:
         self.num_kept = 0
 
     def without_steps(self, states: tuple[str, ...]) -> tuple[str, ...]:
-        """Types of optimizer states that were not measured."""
+        """Types of optimizer states that are not measured yet."""
         return tuple(dtype for dtype in states if dtype not in self._steps)
 
     def without_copies(self, gradients: tuple[str, ...]) -> tuple[str, ...]:
-        """Types of gradients whose copies into buckets were not measured."""
+        """Types of gradients whose copies into buckets are not measured yet."""
         return tuple(dtype for dtype in gradients if dtype not in self._copies)
 
     def add(self, row: OpMeasurement) -> None:
@@ -189,7 +189,7 @@ def _issue(
     left_out: dict[str, str],
     events: EventSink | None,
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of the host by key; layers that do not run are left out, and costs of theirs stay predicted."""
+    """Seconds of the host by key; layers that fail are left out, and their costs stay predicted."""
     found: dict[str, tuple[float, float]] = {}
     for name, make in model.segments():
         try:
@@ -204,10 +204,10 @@ def _issue(
 
 
 def empty_table(device: str) -> tuple[torch.device, Measurements]:
-    """The device, and a table of nothing measured there."""
+    """The device, and an empty table for it."""
     if device not in {f"cuda:{index}" for index in range(torch.cuda.device_count())}:
         raise MeasurementError(
-            f"Ops were to be timed on device {device!r}; torch sees {torch.cuda.device_count()} CUDA devices here. "
+            f"Device {device!r} was given to time ops on; torch sees {torch.cuda.device_count()} CUDA devices here. "
             "Give cpu, or cuda:0 and so on."
         )
     place = torch.device(device)
@@ -229,13 +229,13 @@ def _refuse_other(known: Measurements | None, empty: Measurements) -> None:
 def _check_precision(word: str) -> None:
     if numbers_of(word).products or word in SIMULATED_ONLY:
         raise MeasurementError(
-            f"The precision {word!r} was given; ops are timed in types that torch multiplies in by itself. Measure "
-            "float32 for tf32 and mixed for float8 and mixed-float16: what differs is predicted."
+            f"The precision {word!r} was given; ops are timed in types that torch multiplies by itself. Measure "
+            "float32 for tf32 and mixed for float8 and mixed-float16: the differences are predicted."
         )
 
 
 def _links(events: EventSink | None) -> tuple[Any, ...]:
-    """Collectives among the GPUs of this host over NCCL; none where there is one GPU."""
+    """Collectives among the GPUs of this host over NCCL; empty with one GPU."""
     count = torch.cuda.device_count()
     if count < 2:
         return ()
@@ -244,7 +244,7 @@ def _links(events: EventSink | None) -> tuple[Any, ...]:
 
 
 def choose_device(device: str | None) -> str:
-    """Where ops are timed: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
+    """The device to time ops on: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
     if device is None:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return "cuda:0" if device == "cuda" else device

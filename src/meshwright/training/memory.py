@@ -1,8 +1,8 @@
-"""Peak memory of a rank in training: what the platform counts from the moment on when everything is prepared.
+"""Peak memory of a rank in training: what the platform counts from the moment when everything is prepared.
 
 On a CUDA device the allocator counts. On a CPU under Linux it is the growth of the process's resident set (its
-high-water mark is reset first) plus what the stage's parameters already hold: the interpreter, its libraries and what
-capture needed are left out, memory that the C library kept from them for reuse is not seen, so the figure can be
+high-water mark is reset first) plus the size of the stage's parameters: the interpreter, its libraries and the memory
+of the capture are left out, and memory that the C library kept from them for reuse is not seen, so the figure can be
 somewhat low.
 """
 
@@ -23,9 +23,9 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Counts from its making on; ``resident`` are the tensors that are already there and belong to training.
+    """Counts from its creation on; ``resident`` are existing tensors that belong to training.
 
-    ``beside()`` are bytes in use for what is kept away from the device, by which a processor's process grows, too.
+    ``beside()`` returns the bytes of offloaded tensors, which are part of a process's growth on processors, too.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MemoryMeter:
         self._beside_bytes = beside()
 
     def peak(self) -> ProcessPeak:
-        """The most of training so far; 0 where the platform does not tell."""
+        """The peak of training so far; 0 if the platform does not report it."""
         if self._device.type == "cuda":
             in_use, reserved = (
                 read(self._device) for read in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)

@@ -1,7 +1,7 @@
-"""Metrics of a run for others to watch: TensorBoard scalars in a folder, a page for Prometheus on the loopback.
+"""Metrics of a run for other tools: TensorBoard scalars in a folder, a page for Prometheus on the loopback interface.
 
-Both are extras, imported when they are asked for. The loss of a step may be known some steps later (schedules that
-never flush); it is written at its own step.
+Both need extras, imported on use. The loss of a step may be known some steps later (asynchronous schedules); it is
+written at its own step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from meshwright.spec.events import EventSink
 
 
 class Watched(EventSink, Protocol):
-    """A sink that is closed when the run is over."""
+    """A sink that is closed at the end of the run."""
 
     def close(self) -> None:
-        """Write what is left, and give up ports."""
+        """Write buffered values, and release ports."""
 
 
 class TensorBoardSink:
@@ -39,14 +39,14 @@ class TensorBoardSink:
             raise RunError(f"{folder}: scalars cannot be written there ({error.strerror}). Choose a folder.") from None
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Nothing to draw."""
+        """Do nothing."""
 
     def metric(self, name: str, value: float, step: int) -> None:
         """Write a scalar."""
         self._writer.add_scalar(f"training/{name}", value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered values."""
         self._writer.close()
 
 
@@ -74,17 +74,17 @@ class PrometheusSink:
         self.port: int = self._server.server_port
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """The step, and how many there are."""
+        """Set the step, and the number of steps."""
         if task == "steps":
             self._set("step", done, "Steps that are done.")
             self._set("steps", total, "Steps of the run.")
 
     def metric(self, name: str, value: float, step: int) -> None:  # noqa: ARG002 - Prometheus has times of its own
-        """The newest value."""
-        self._set(name, value, f"{name}, as newly known.")
+        """Set the newest value."""
+        self._set(name, value, f"{name}, newest known value.")
 
     def close(self) -> None:
-        """Give up the port."""
+        """Release the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -110,7 +110,7 @@ class _Several:
 
 @contextmanager
 def watching(events: EventSink | None, tensorboard: Path | None, prometheus: int | None) -> Iterator[EventSink]:
-    """A sink that hands on to ``events`` and to whoever is to watch, closed at the end."""
+    """A sink that passes values on to ``events`` and to the chosen tools, closed at the end."""
     with ExitStack() as stack:
         sinks: list[EventSink] = [events] if events is not None else []
         for make, argument in ((TensorBoardSink, tensorboard), (PrometheusSink, prometheus)):

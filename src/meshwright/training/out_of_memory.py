@@ -1,4 +1,4 @@
-"""A rank that ran out of memory: what was predicted for it, and what to change."""
+"""A rank that ran out of memory: its predicted memory, and what to change."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshwright.training.job import capture_fake
 
 _HELP = (
     "What helps: smaller microbatches (plan -m), --recompute op or full, --zero 1 to 3, more stages, or fewer ranks on "
-    "a host; `meshwright show PLAN` tells what the memory goes to."
+    "a host; `meshwright show PLAN` shows what the memory is used for."
 )
 
 
 def predict_memory(plan_file: str, process: int) -> str:
-    """What was predicted for a process, and what helps; why not, where that cannot be told here."""
+    """The predicted memory of a process, and remedies; or the reason why it cannot be predicted here."""
     try:
         known = _predict(plan_file, process)
     except (MeshwrightError, OSError) as error:
-        known = f"What was predicted for it cannot be told: {error}"
+        known = f"Its memory cannot be predicted here: {error}"
     return f"{known} {_HELP}".strip()
 
 

@@ -1,4 +1,4 @@
-"""A run beside its prediction: was the step as long as predicted, what explains a difference, and is a rank slow?"""
+"""Compare a run with its prediction: the step time, the causes of a difference, and slow ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from meshwright.spec.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Seconds of a step, predicted with their 80 % interval and measured; what differs, and slow ranks, in words.
+    """Seconds of a step, predicted with their 80 % interval and measured; differences and slow ranks, in words.
 
-    ``is_measured``: the prediction goes by times that were measured, and not by datasheets alone.
+    ``is_measured``: the prediction uses measured times, not only datasheets.
     """
 
     predicted_s: float
@@ -38,7 +38,7 @@ class Outcome:
         return self.low_s <= self.measured_s <= self.high_s
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "predicted_step_s": self.predicted_s,
             "predicted_interval_s": [self.low_s, self.high_s],
@@ -63,10 +63,10 @@ class Outcome:
 
 
 def judge_run(plan: Plan, graph: Graph, measured: Timeline, first_step: int, measurements: Path | None) -> Outcome:
-    """Hold a measured timeline, whose first step was number ``first_step`` of the run, against a prediction.
+    """Compare a measured timeline, whose first step was number ``first_step`` of the run, with a prediction.
 
-    Raises DocumentError or MeasurementError for a table that cannot be read or is of other devices, ClusterError for a
-    cluster that is not known here.
+    Raises DocumentError or MeasurementError for a table that cannot be read or is of other devices, ClusterError for
+    a cluster that is not known here.
     """
     cluster = load_cluster(plan.cluster)
     usual = load_cost_model(cluster, measurements, plan.workload.precision)
@@ -80,7 +80,7 @@ def judge_run(plan: Plan, graph: Graph, measured: Timeline, first_step: int, mea
         measured_s=float(np.median(measured.step_seconds())),
         is_measured=interval.measured,
         difference=explain_difference(predicted, measured),
-        # Datasheets do not tell how much longer one stage takes than another.
+        # Datasheets do not show how much longer one stage takes than another.
         stragglers=tuple(find_stragglers(measured, predicted if interval.measured else None)),
         first_step=first_step,
     )

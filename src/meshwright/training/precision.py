@@ -1,11 +1,11 @@
-"""A model in the precision of its plan: cast where the plan keeps weights in two bytes, and captured once more.
+"""A model in the precision of its plan: cast if the plan keeps weights in two bytes, and captured again.
 
-    mixed, bfloat16     parameters and persistent buffers are cast. Other buffers are tables that the model computed, as
-                        the frequencies of rotary embeddings, and stay as they are, unless its ops cannot take them so
-    amp, amp-float16    a model that asks a tensor for its type is answered as under autocast
+    mixed, bfloat16     parameters and persistent buffers are cast. Other buffers are tables that the model computed,
+                        such as the frequencies of rotary embeddings; they are not cast, unless its ops need it
+    amp, amp-float16    a model that reads the type of a tensor gets the type under autocast
 
-A plan is bound to the graph of the model as it is given. The model in its precision has another one, of mostly the same
-ops. It is cut into the same layers: where bytes decide on a cut, types must not move it.
+A plan is for the graph of the original model. The model in its precision has another graph, of mostly the same ops. It
+is cut into the same layers: bytes may decide on a cut, but types must not move it.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.units import FLOAT_DTYPES
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan | Placement)
-# An inputs and a targets part, as `capture_model` takes them.
+# The inputs and the targets, as `capture_model` takes them.
 Batch = tuple[Any, Any]
 Capture = Callable[..., Captured]
-# Families of ops whose floating inputs torch wants in one type.
+# Families of ops whose floating inputs must have one type in torch.
 OF_ONE_TYPE = ("product", "convolution", "attention", "recurrent", "norm")
 
 
 def cast_type(plan: Plan | Placement) -> torch.dtype | None:
-    """The type that the plan casts the model to; None where it runs in its own types."""
+    """The type to which the plan casts the model; None if the model keeps its own types."""
     values = plan.workload.numbers.values
     return getattr(torch, values) if values in ("bfloat16", "float16") else None
 
 
 def recaptures(plan: Plan | Placement, model: torch.nn.Module, graph: Graph) -> bool:
-    """Whether a model whose graph is ``graph`` computes by another one in the precision of its plan."""
+    """Whether a model with graph ``graph`` computes by another graph in the precision of its plan."""
     if (dtype := cast_type(plan)) is not None:
         return any(item.dtype is not dtype for item in _castable(model) if item.is_floating_point())
-    # Without such an argument no op has a type of its own.
+    # Without such an argument no op has its own type.
     return bool(plan.workload.numbers.autocast) and any("dtype" in dict(op.attributes) for op in graph.ops)
 
 
 def capture_in_precision(
     plan: Plan | Placement, model: torch.nn.Module, batch: Batch, given: Captured, capture: Capture
 ) -> tuple[Captured, Batch]:
-    """Cast the model if its plan says so, and capture it once more; for one that `recaptures`.
+    """Cast the model if its plan says so, and capture it again; for a model that `recaptures`.
 
-    ``capture(inputs, targets=, autocast=)`` captures the model. Returns what it captured last, and a batch of the types
+    ``capture(inputs, targets=, autocast=)`` captures the model. Returns the last capture, and a batch in the types
     that the model takes. Raises CaptureError as ``capture`` does.
     """
     dtype = cast_type(plan)
@@ -79,7 +79,7 @@ def capture_in_precision(
 
 
 def _mixes_types(graph: Graph) -> bool:
-    """Whether some op has inputs of several floating types that torch wants in one; tracing does not check it."""
+    """Whether some op mixes floating types where torch needs one; tracing does not check it."""
     for op in graph.ops:
         if family_of(op) in OF_ONE_TYPE:
             types = {graph.tensors[i].dtype for i in op.inputs} & FLOAT_DTYPES
@@ -103,7 +103,7 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype, items: list[torch.Tensor])
     """Cast some tensors of a model in place."""
     floating = {id(item) for item in items if item.is_floating_point()}
     if any(isinstance(item, FakeTensor) for item in model.parameters()):
-        # The data of fake tensors has a type for good.
+        # The data of a fake tensor cannot change its type.
         replace_held([model], lambda item: item.detach().to(dtype) if id(item) in floating else item)
         return
     for item in items:
@@ -117,23 +117,23 @@ def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def bind_plan(plan: AnyPlan, given: Graph, made: Graph) -> AnyPlan:
-    """The plan, which fits the ``given`` graph, as one of the graph that the model has in the plan's precision.
+    """The plan for the ``given`` graph, changed to one for the graph that the model has in the plan's precision.
 
-    Raises PlanError if that has other layers, or other ops where the plan names ops.
+    Raises PlanError if that graph has other layers, or other ops where the plan names ops.
     """
     different = _first_difference(given, made)
     has_layers = [layer.name for layer in given.layers] == [layer.name for layer in made.layers]
     if different is not None and (isinstance(plan, Placement) or plan.recompute or not has_layers):
         what = "layers" if not has_layers else "ops of the model"
         raise PlanError(
-            f"The plan is of a model whose {what} are others in {plan.workload.precision}: {different}. Plan with "
+            f"In {plan.workload.precision} the {what} differ from those of the plan: {different}. Plan with "
             f"--precision float32, or {'another' if plan.workload.numbers.autocast else 'amp'}."
         )
     return replace(plan, graph_hash=made.content_hash)
 
 
 def _first_difference(given: Graph, made: Graph) -> str | None:
-    """The first op of another kind; None if there is none."""
+    """The first op of another kind; None if all are equal."""
     for one, other in zip_longest(given.ops, made.ops):
         if one is None or other is None or one.kind != other.kind:
             kinds = [f"{op.kind} ({op.name})" if op is not None else "nothing" for op in (one, other)]

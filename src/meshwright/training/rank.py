@@ -1,7 +1,6 @@
 """One rank of a run that torchrun started: ``torchrun ... --module meshwright run PLAN.json``, on one node or several.
 
-Here the agent is torchrun's own, so each rank answers for itself: it reports its error where it stands, and rank 0
-alone writes the results.
+Here the agent is torchrun's own, so each rank reports its own error directly, and only rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from meshwright.training.worker import StepFacts, take_cores, train_job
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is a rank of torchrun's (torch.distributed.run sets both variables for every rank)."""
+    """Whether torchrun started this process as a rank (torch.distributed.run sets both variables for every rank)."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> RunResult | None:
-    """Run a job on this rank, together with the others; returns the result on rank 0, None elsewhere.
+    """Run a job on this rank, together with the others; return the result on rank 0, None on others.
 
     Raises PlanError if the plan does not fit the model or the number of ranks, RunError if rank 0 cannot write.
     """
     folder, sink = Path(folder).resolve(), events or NullSink()
     is_first = os.environ["RANK"] == "0"
-    # torchrun answers Ctrl-C and ends its ranks; they go without a trace of their own.
+    # torchrun handles Ctrl-C and ends its ranks; they end without a traceback of their own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     read_runnable_plan(job)
     take_cores(job.pin_cores)
@@ -63,9 +62,9 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
 
 
 def leave(code: int) -> None:
-    """End this rank's process at once, everything being written, without taking the interpreter down.
+    """End this rank's process at once, after everything was written, without shutting the interpreter down.
 
-    Once, a finished worker aborted while the interpreter took torch down ("terminate called without an active
+    A finished worker was once aborted while the interpreter shut torch down ("terminate called without an active
     exception"; cause not established).
     """
     sys.stdout.flush()

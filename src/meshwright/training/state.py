@@ -1,4 +1,4 @@
-"""The whole model's state from the ranks that hold its pieces."""
+"""Gather the whole model's state from the ranks that hold its parts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshwright.spec.placed_slices import slice_stages
 def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
     """State dict of ``model`` (its own keys) on rank 0, in host memory; None elsewhere. All ranks call it together.
 
-    A tensor comes from the first replica of the first stage that holds it; what the graph does not use, from rank 0's
-    model.
+    A tensor comes from the first replica of the first stage that holds it; tensors that the graph does not use come
+    from rank 0's model.
     """
     owners = _owners(session)
     buffers = {name: item for module in session.modules for name, item in module.named_buffers()}
@@ -28,7 +28,7 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
         facts = session.graph.tensors[tensor]
         held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
         if isinstance(held, DTensor):
-            # Replicas that have parts of it put them together, at the same place in this loop.
+            # Replicas with shards of it gather them, at the same place in this loop.
             held = _on_device(held, session.device).full_tensor().to(getattr(torch, facts.dtype))
         own = held.detach().contiguous() if held is not None else torch.empty(0)
         if session.rank in holders and session.rank != 0:
@@ -54,7 +54,7 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
 
 
 def _on_device(value: DTensor, device: torch.device) -> DTensor:
-    """A tensor of parts that may lie on the host, where its processes exchange them."""
+    """A sharded tensor on the device where its processes communicate; its shards may be on the host."""
     local = value.to_local()
     if local.device == device:
         return value
@@ -65,7 +65,7 @@ def _on_device(value: DTensor, device: torch.device) -> DTensor:
 
 
 def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a state dict with torch.save beside its place, then rename; DocumentError if that is not possible."""
+    """Write a state dict with torch.save to a temporary file, then rename; DocumentError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -81,7 +81,7 @@ def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _owners(session: Session) -> dict[int, tuple[int, ...]]:
-    """Tensor id of every parameter and buffer → the processes that speak for it: several that have shares, or one."""
+    """Tensor id of every parameter and buffer → the processes that provide it: several with shards, or one."""
     owners: dict[int, tuple[int, ...]] = {}
     width = session.grid.width
     for stage in slice_stages(session.graph, session.model.plan):

@@ -1,7 +1,7 @@
 """Byte-level text that every machine has: the Python standard library's sources.
 
-One sample is a window of ``length + 1`` bytes: inputs are the first ``length``, targets the last. Windows are drawn
-by a seeded generator, so every rank draws the same batches.
+One sample is a window of ``length + 1`` bytes: inputs are the first ``length``, targets the last ``length``. Windows
+are drawn by a seeded generator, so every rank draws the same batches.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@
     trainer.save("model.pt")
 
 The script is started once per rank (``torchrun --nproc-per-node N script.py``). Every rank builds the same model and
-reads the same global batches; each works on its own stage and microbatches. The model, the loss, the optimizer and
+reads the same global batches; each computes its own stage and microbatches. The model, the loss, the optimizer and
 the DataLoader stay the user's own.
 
-`check_same` compares what all ranks have read. `Losses` go from the ranks that compute them to all: a batch's loss is
-the mean over its microbatches, which run on several ranks and, under schedules that never flush, in several calls.
-Ranks then run apart by up to a step, and waiting for each other would empty the pipeline: a sum that was begun in one
-call is looked at in the next.
+`check_same` compares what all ranks have read. `Losses` collects losses from the ranks that compute them: a batch's
+loss is the mean over its microbatches, which run on several ranks and, under asynchronous schedules, in several calls.
+Ranks are then up to a step apart, and waiting for each other would empty the pipeline: a sum that was started in one
+call is read in the next.
 """
 
 from __future__ import annotations
@@ -80,27 +80,28 @@ def prepare(
 
     Args:
         model: the whole model, equal on all ranks (build it after ``torch.manual_seed``). The memory of the parameters
-            that other ranks hold is released, and a plan in ``mixed`` or ``bfloat16`` casts it; else it is not changed.
+            that other ranks hold is released, and a plan in ``mixed`` or ``bfloat16`` casts it; otherwise it is not
+            changed.
         loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss, alone or as ``outputs.loss``. A
             plan for inference has none.
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
             that makes one from a list of parameters; None for inference.
-        batch: an example batch ``(inputs, targets)``; only its shapes matter. Where the model computes its loss, the
+        batch: an example batch ``(inputs, targets)``; only its shapes matter. If the model computes its loss, the
             inputs alone, as a dict with labels, or ``((first, second), ())`` for two positional ones.
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
-        repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
-        clip_norm: the norm that all gradients of the model together have at most, as torch's clip_grad_norm_ does it.
+        repair: the remedy for stale gradients under an asynchronous schedule; by default none.
+        clip_norm: the largest norm of all gradients of the model together, as in torch's clip_grad_norm_.
         feed: the data set that `Trainer.train` reads.
-        verify: compare the captured model with the eager one first.
-        device: ``cpu`` or ``cuda``; by default what the plan's cluster has.
-        compiled: whether torch compiles the layers, each on its own; by default as the plan says.
-        events: receives the progress of compiling, of a plan whose layers are compiled.
-        offload_folder: where optimizer states lie that the plan keeps on drives; by default the folder of temporary
+        verify: first compare the captured model with the eager one.
+        device: ``cpu`` or ``cuda``; by default that of the plan's cluster.
+        compiled: whether torch compiles the layers, each on its own; by default as in the plan.
+        events: receives the progress of compiling, if the plan's layers are compiled.
+        offload_folder: the folder for optimizer states that the plan keeps on drives; by default that of temporary
             files. Nothing stays there.
 
-    Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
-    faithfully, RunError if a host or its drives have no room for what the plan keeps there.
+    Raises PlanError (or GraphMismatchError) if the plan does not match the model, CaptureError if the model cannot be
+    captured faithfully, RunError if a host or its drives lack room for offloaded states.
     """
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     if compiled is not None:
@@ -113,16 +114,16 @@ def prepare(
     if infers:
         loss, targets, optimizer = None, (), _no_optimizer
     if optimizer is None:
-        raise PlanError("The plan is for training, and no optimizer was given. Give one over model.parameters().")
+        raise PlanError("The plan is for training, but no optimizer was given. Give one over model.parameters().")
     check_precision(plan, own_device)
     capture = partial(capture_model, model, loss=loss, mode=plan.workload.kind, verify=False)
     captured = capture(inputs, targets=targets)
     if captured.graph.batch_size not in (None, plan.microbatch_size):
-        # The model bakes its batch size in: capture it at the size at which it will run.
+        # The model has a fixed batch size: capture it at the size at which it will run.
         inputs, targets = first_samples((inputs, targets), plan.microbatch_size)
         captured = capture(inputs, targets=targets)
     if recaptures(plan, model, captured.graph):
-        # A model whose plan is refused stays as it is.
+        # A model whose plan is refused must stay unchanged.
         check_fit(plan, captured.graph)
         given = captured
         captured, (inputs, targets) = capture_in_precision(plan, model, (inputs, targets), given, capture)
@@ -182,7 +183,7 @@ class Trainer:
 
     @property
     def compilation(self) -> Compilation:
-        """What became of this rank's layers under a plan that compiles them."""
+        """The state of this rank's layers under a plan that compiles them."""
         return self._session.model.compilation
 
     @property
@@ -191,12 +192,12 @@ class Trainer:
         return self._session.rank
 
     def step(self, inputs: Any, targets: Any = ()) -> float:
-        """Train one step on a global batch; returns its loss (the mean over the microbatches), the same on every rank.
+        """Train one step on a global batch; return its loss (the mean over the microbatches), the same on every rank.
 
-        Under a schedule that never flushes, the loss is that of the newest batch that is known to have run through
-        its forwards; nan while the pipeline fills. `losses` has all of them. The last batch of a data set may have
-        fewer microbatches of the plan's size. Raises PlanError for other sizes than that of the plan's global batch,
-        RunError if the ranks were given different batches, or for a plan for inference.
+        Under an asynchronous schedule, the loss is that of the newest batch whose forwards are known to have ended;
+        nan while the pipeline fills. `losses` has all of them. The last batch of a data set may have fewer microbatches
+        of the plan's size. Raises PlanError for other sizes than that of the plan's global batch, RunError if the ranks
+        were given different batches, or for a plan for inference.
         """
         if self._losses is None:
             raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
@@ -204,10 +205,10 @@ class Trainer:
         return self._took(made, self._session.count_microbatches(tensors))
 
     def infer(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """Run a global batch forward; returns by name the outputs that this rank made, none on most ranks.
+        """Run a global batch forward; return by name the outputs that this rank made, empty on most ranks.
 
-        They are the rows of the rank's own microbatches, one behind the other: of a last stage that has replicas each
-        makes a part. Raises as `step`, for a plan for training.
+        They are the rows of the rank's own microbatches, in order: if the last stage has replicas, each makes a
+        part. Raises as `step`, for a plan for training.
         """
         if self._losses is not None:
             raise RunError("The plan is for training, whose steps update weights. Call `step`, or plan for inference.")
@@ -227,15 +228,15 @@ class Trainer:
         return tensors, self._session.run_step(self._steps, tensors)
 
     def _flatten(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
-        """A batch in the order of the graph's inputs, cast where the plan casts the model."""
+        """A batch in the order of the graph's inputs, cast if the plan casts the model."""
         tensors, dtype = flatten_batch(self._captured, inputs, targets), cast_type(self.plan)
         return tensors if dtype is None else tuple(cast_batch(tensors, dtype))
 
     def train(self) -> Iterator[float]:
-        """Train on the data set that `prepare` was given; yields, step by step, what `step` returns.
+        """Train on the data set that `prepare` was given; yield, step by step, what `step` returns.
 
-        All ranks call it together. Raises RunError for what the data set raises, with what it was asked for, and if
-        the ranks were given different data sets.
+        All ranks call it together. Raises RunError for errors of the data set, with the place at which they occurred,
+        and if the ranks were given different data sets.
         """
         if self._losses is None:
             raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
@@ -265,7 +266,7 @@ class Trainer:
             self._make_rest(queue, index)
 
     def _make_rest(self, queue: MicrobatchQueue, end: int) -> None:
-        """Where pipelines are not drained between steps: have ready what the last batches before ``end`` still need."""
+        """For pipelines that are not drained between steps: have the rest of the last batches before ``end`` ready."""
         session = self._session
         for index in range(max(end - session.steps.num_filling, 0), end):
             for microbatch in filter(session.reads, range(session.plan.num_microbatches)):
@@ -276,16 +277,16 @@ class Trainer:
         return load_to(self._flatten(*unpack(self._feed.collate(samples))), self._session.device)
 
     def _took(self, made: Outputs, count: int) -> float:
-        """Count a step, and its losses."""
+        """Count a step, and add its losses."""
         assert self._losses is not None, "what trains has losses"
         self._losses.add(self._steps, made, count)
         self._steps += 1
         return self._losses.known[-1] if self._losses.known else math.nan
 
     def finish(self) -> None:
-        """Run to its end what is under way, under a schedule that never flushes; the next step fills it again.
+        """Finish all work in progress under an asynchronous schedule; the next step fills the pipeline again.
 
-        All ranks call it together. Raises RunError if fewer steps were run than it takes to fill and empty the
+        All ranks call it together. Raises RunError if fewer steps were run than are needed to fill and empty the
         pipeline.
         """
         made = self._session.finish()
@@ -295,18 +296,18 @@ class Trainer:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss of every batch that is known, from the first on; of all behind `finish`. None in inference."""
+        """The known losses of batches, from the first on; those of all batches after `finish`. Empty in inference."""
         return self.losses_since(0)
 
     def losses_since(self, count: int) -> tuple[float, ...]:
-        """The same without the first ``count``."""
+        """The losses without the first ``count``."""
         return tuple(self._losses.known[count:]) if self._losses is not None else ()
 
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
         """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
         session = self._session
         given = session.microbatch_inputs(self._flatten(inputs, targets))
-        # Stages share what several of them read: the same memory counts once.
+        # Stages may read the same inputs: shared memory counts once.
         mine = {
             (index, item.data_ptr()): item.nbytes
             for stage, microbatches in given.items()
@@ -319,12 +320,12 @@ class Trainer:
         return sum(held.values()) + sum(mine.values())
 
     def record(self) -> None:
-        """Record spans from the next step on (what was recorded before is dropped)."""
+        """Record spans from the next step on (earlier recordings are dropped)."""
         dist.barrier()
         self._session.recorder.start(self._session.steps.next_repetition)
 
     def stop_recording(self) -> None:
-        """Record no more; what was recorded stays for `timeline`."""
+        """Stop recording; recorded spans stay for `timeline`."""
         self._session.recorder.stop(self._session.steps.next_repetition)
 
     def timeline(self) -> Timeline | None:
@@ -342,32 +343,32 @@ class Trainer:
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole model's state under the user's names, in rank 0's host memory; None elsewhere.
 
-        All ranks call it together. What is under way is brought to its end first (`finish`). Every tensor comes from
-        the first replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.
+        All ranks call it together. Work in progress is finished first (`finish`). Every tensor comes from the first
+        replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.
         """
         self.finish()
         return gather_state(self._model, self._session)
 
     def save(self, path: Path | str) -> None:
-        """Write `state_dict` with torch.save, whole or not at all. All ranks call it together."""
+        """Write `state_dict` with torch.save, completely or not at all. All ranks call it together."""
         state = self.state_dict()
         if state is not None:
             save_state(state, Path(path))
         dist.barrier()
 
     def save_checkpoint(self, folder: Path | str, keep: int = 2) -> Path:
-        """Write what it takes to go on later, beside the ``keep - 1`` checkpoints before. All ranks call it together.
+        """Write a checkpoint from which training can continue; keep ``keep`` in all. All ranks call it together.
 
-        What is under way is brought to its end first (`finish`). Raises RunError if a rank cannot write.
+        Work in progress is finished first (`finish`). Raises RunError if a rank cannot write.
         """
         self.finish()
         return save_checkpoint(self._session, Path(folder), self._steps, self._run_seed, self._settings, keep)
 
     def resume(self, folder: Path | str) -> int:
-        """Go on from the newest checkpoint of a folder; returns the number of steps that are done.
+        """Continue from the newest checkpoint of a folder; return the number of completed steps.
 
         Call it before the first step, all ranks together: weights, optimizer states, random numbers and the order of a
-        `Feed` go on as if nothing had happened. Learning-rate schedulers are your own. Raises RunError for a folder
+        `Feed` continue as if nothing had happened. Learning-rate schedulers are your own. Raises RunError for a folder
         without a checkpoint, or one of another plan, number of processes, seed, data set, clipping or repair.
         """
         if self._steps:
@@ -377,20 +378,20 @@ class Trainer:
 
     @property
     def num_filling_steps(self) -> int:
-        """Steps that a schedule that never flushes takes to fill and to empty its pipeline; 0 for one that flushes."""
+        """Steps that an asynchronous schedule needs to fill and empty its pipeline; 0 for a synchronous one."""
         return self._session.steps.num_filling
 
     def set_learning_rate(self, rate: float) -> None:
-        """A learning rate for all parameters from now on, for instance another one behind `resume`."""
+        """Set the learning rate of all parameters, for instance after `resume`."""
         self._session.updates.set_rate(rate)
 
     def close(self) -> None:
-        """Remove what was hooked into the user's parameters."""
+        """Remove the hooks from the user's parameters."""
         self._session.close()
 
 
 def _no_optimizer(_parameters: list[torch.nn.Parameter]) -> None:
-    """Nothing is updated."""
+    """No optimizer, for inference."""
 
 
 def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
@@ -411,7 +412,7 @@ def check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def check_same(what: str, own: str) -> None:
-    """Raise RunError unless all ranks say the same."""
+    """Raise RunError unless ``own`` is the same text on all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
@@ -431,16 +432,16 @@ class Losses:
         self._output = session.graph.outputs[0]
         self._num_microbatches = session.plan.num_microbatches
         self._expected: dict[int, int] = {}
-        # Of a team each process has the loss, or a part of it; and all of them count a microbatch.
+        # Each process of a team has the loss, or a part of it; and all of them count a microbatch.
         self._loss_share, self._share = session.model.loss_share, 1.0 / session.grid.width
         self._device = session.device
         self._under_way: tuple[int, torch.Tensor, dist.Work] | None = None
-        # Sum of the losses, and number of microbatches, of batches that have run in part.
+        # Sum of the losses, and number of microbatches, of batches that have run only in part.
         self._partial: dict[int, tuple[float, int]] = {}
         self.known: list[float] = []
 
     def add(self, step: int, outputs: dict[int, list[Output]], num_microbatches: int | None = None) -> None:
-        """What this rank made up to the batch of a step, which may have fewer microbatches than the plan's.
+        """Add the losses that this rank made up to the batch of a step, which may be a shorter one.
 
         All ranks call it together.
         """
@@ -457,7 +458,7 @@ class Losses:
             self._take()
 
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for sums in progress."""
         self._take()
 
     def _take(self) -> None:

@@ -1,7 +1,7 @@
 """One rank of a run: ``python -m meshwright.training JOB.json FOLDER``, started per rank by torchrun's agent.
 
-Rank 0 writes progress as JSON lines; a rank that fails writes its own error, so that the launcher can say which and
-why.
+Rank 0 writes progress as JSON lines; a rank that fails writes its own error, so that the launcher can report which one
+failed, and why.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class _Written:
         self._write = write
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """A line."""
+        """Write a line."""
         self._write({"task": task, "done": done, "total": total})
 
     def metric(self, name: str, value: float, step: int) -> None:
-        """Nothing is measured before the first step."""
+        """Do nothing: nothing is measured before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What is known after a step (the first is 1).
+    """The facts known after a step (the first is 1).
 
-    ``losses`` are those that became known with it, the last of them that of step ``last_loss``: under a schedule that
-    never flushes none at first, then those of steps before.
+    ``losses`` are those that became known with it, the last of them that of step ``last_loss``: under an asynchronous
+    schedule none at first, then those of earlier steps.
     """
 
     step: int
@@ -77,10 +77,10 @@ class StepFacts:
 
 
 def main(job_path: str, folder: str, launcher: int) -> int:
-    """Run the job, started by the process ``launcher``; returns the exit code of this rank."""
+    """Run the job, started by the process ``launcher``; return the exit code of this rank."""
     rank = int(os.environ.get("RANK", "0"))
     end_with_parent(launcher)
-    # The launcher answers Ctrl-C and ends its ranks; they go without a trace of their own.
+    # The launcher handles Ctrl-C and ends its ranks; they end without a traceback of their own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         job = read_document(Job, job_path)
@@ -107,13 +107,13 @@ def end_with_parent(launcher: int) -> None:
     """Let the kernel end this rank when the launcher dies, however it dies (Linux: prctl(2), PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Orphans go to process 1, which in a container may be the launcher itself.
+        # Orphans become children of process 1, which in a container may be the launcher itself.
         if os.getppid() == 1 != launcher:
             os._exit(1)
 
 
 def take_cores(pin: bool) -> None:
-    """Give this rank its share of the host's cores: that many threads, pinned to them if asked for and possible."""
+    """Give this rank its share of the host's cores: this number of threads, pinned to them if chosen and possible."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = max(1, len(cores) // local_size)
@@ -139,9 +139,9 @@ def _run(job: Job, folder: Path) -> None:
 
 
 def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> tuple[str | None, RunResult]:
-    """Train on this rank, or infer; returns the measured timeline as text (rank 0 only), losses and seconds of steps.
+    """Train on this rank, or infer; return the measured timeline as text (rank 0 only), losses and seconds of steps.
 
-    ``report`` is called on rank 0 after every step; ``events`` receive the progress of compiling there.
+    ``report`` is called on rank 0 after every step; ``events`` receives the progress of compiling there.
     """
     plan = job.read_plan()
     join_group(choose_device(plan, job.device))
@@ -204,7 +204,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
 
 
 def gather_compiled(trainer: Trainer) -> CompiledLayers | None:
-    """What became of the layers of all ranks; None of a plan that compiles none. All ranks call it together."""
+    """The compiled layers of all ranks; None for a plan without compiled layers. All ranks call it together."""
     if not isinstance(trainer.plan, Plan) or not trainer.plan.compiled:
         return None
     own = trainer.compilation
@@ -221,23 +221,23 @@ def gather_compiled(trainer: Trainer) -> CompiledLayers | None:
 
 
 def _resume(trainer: Trainer, job: Job) -> int:
-    """Steps that were done before. Raises RunError if there are none to go on from, or none left to do."""
+    """The number of earlier steps. Raises RunError if the checkpoint is missing, or no step is left."""
     if not job.resume or job.checkpoint is None:
         return 0
     done = trainer.resume(job.checkpoint)
     if done >= job.num_steps:
         raise RunError(
-            f"The checkpoint has {done} steps, and {job.num_steps} were asked for, those included. Give more --steps."
+            f"The checkpoint has {done} steps, but {job.num_steps} were given, which include those. Give more --steps."
         )
     left, filling = job.num_steps - done, trainer.num_filling_steps
     if left < filling:
         raise RunError(
-            f"{left} steps are left behind the checkpoint of {done}, and the schedule takes {filling} to fill and to "
+            f"{left} steps are left after the checkpoint of {done}, and the schedule takes {filling} to fill and to "
             f"empty the pipeline. Give --steps {done + filling} or more."
         )
     if job.first_recorded is not None and job.first_recorded < done:
         raise RunError(
-            f"Step {job.first_recorded + 1} was to be recorded, and the checkpoint has {done} steps. Record later ones."
+            f"Step {job.first_recorded + 1} is to be recorded, but the checkpoint has {done} steps. Record later ones."
         )
     if job.learning_rate is not None:
         trainer.set_learning_rate(job.learning_rate)
@@ -245,5 +245,5 @@ def _resume(trainer: Trainer, job: Job) -> int:
 
 
 def _is_due(num_steps: int, job: Job) -> bool:
-    """Whether a checkpoint is to be written after so many steps."""
+    """Whether a checkpoint is due after ``num_steps`` steps."""
     return num_steps == job.num_steps or (job.checkpoint_every > 0 and num_steps % job.checkpoint_every == 0)

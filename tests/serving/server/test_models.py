@@ -358,7 +358,7 @@ def test_hooks(own):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"preprocess": "flatten"}, "what flatten takes cannot be found out"),
+        ({"preprocess": "flatten"}, "the inputs of flatten cannot be found automatically"),
         ({"preprocess": "flatten", "inputs": True}, "'flatten' is not a function"),
         ({"postprocess": "OWN:broken"}, r"broken\(\) raised KeyError: 'nothing' .*own.py:\d+: raise KeyError"),
         ({"postprocess": "OWN:brken"}, "did you mean 'broken'"),

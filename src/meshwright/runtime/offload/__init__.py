@@ -1,12 +1,12 @@
-"""What is kept away from the device: its memory, where states lie, and the host's work beside the computations.
+"""Offload to the host: its memory, the places of states, and the host's work in parallel with the computations.
 
-pieces    what of parameters lies on the device, and its counterpart on the host
+pieces    parameters on the device, and their counterparts on the host
 updates   the optimizer over a piece
-states    its states, in memory or in a file on drives
-room      whether hosts and drives have room for it
-streams   the threads that do the program's instructions
+states    its states, in host memory or in a file on drives
+room      checks that hosts and drives have room
+streams   the threads that execute the host's instructions
 saved     activations, between forward and backward
-hosting   all of a rank
+hosting   the host of a rank, which joins all of these
 """
 
 from meshwright.runtime.offload.hosting import Hosting

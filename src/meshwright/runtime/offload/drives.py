@@ -1,8 +1,8 @@
 """A file on the drives of a host, for states that are read and written piece by piece.
 
-It has no name: whatever ends the process, also a kill, frees its room. Reads and writes go past the system's cache
-(``O_DIRECT``) where the file system takes that, in whole pages; else through it. Its room is taken before the first
-step, so that a full drive is noticed then.
+The file has no name: its space is freed however the process ends, also by a kill. Reads and writes bypass the system's
+cache (``O_DIRECT``) if the file system supports it, in whole pages; otherwise they use it. Its space is allocated
+before the first step, so that a full drive is noticed then.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from meshwright.runtime.offload.room import FOLDER_ADVICE, check_folder
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import format_bytes
 
-# What direct reads and writes come in: the size of a page, which blocks of drives divide.
+# The unit of direct reads and writes: the size of a page, which is a multiple of the blocks of drives.
 PAGE_BYTES = mmap.PAGESIZE
 
 
 class DriveFile:
-    """A file without a name in a folder, with room for so many bytes. Raises RunError if that cannot be had.
+    """A file without a name in a folder, with room for ``num_bytes``. Raises RunError if it cannot be created.
 
-    ``is_direct``: reads and writes go past the cache.
+    ``is_direct``: reads and writes bypass the cache.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -36,16 +36,16 @@ class DriveFile:
         self._take_room(self.num_bytes)
 
     def reserve(self, num_bytes: int) -> int:
-        """Room for whole pages; where it begins."""
+        """Reserve whole pages; return the offset of the first."""
         start, self._end = self._end, self._end + round_up(num_bytes, PAGE_BYTES)
         if self._end > self.num_bytes:
-            # An optimizer with more states than the plan says.
+            # An optimizer with more states than the plan assumes.
             self._take_room(self._end)
             self.num_bytes = self._end
         return start
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill memory from the file, from a place on."""
+        """Fill memory from the file, starting at an offset."""
         done = 0
         while done < len(into):
             count = os.preadv(self._file, [into[done:]], start + done)
@@ -54,7 +54,7 @@ class DriveFile:
             done += count
 
     def write(self, start: int, values: memoryview) -> None:
-        """Write memory to the file, from a place on. Raises RunError if the drive does not take it."""
+        """Write memory to the file, starting at an offset. Raises RunError if the drive refuses."""
         done = 0
         try:
             while done < len(values):
@@ -65,11 +65,11 @@ class DriveFile:
             ) from None
 
     def map(self, start: int, num_bytes: int) -> HostBuffer:
-        """A part of the file as memory, which is read when it is looked at."""
+        """A part of the file as memory, which is read on access."""
         return HostBuffer(num_bytes, memory=mmap.mmap(self._file, num_bytes, offset=start))
 
     def close(self) -> None:
-        """Free the room."""
+        """Free the space."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -91,7 +91,7 @@ class DriveFile:
 
 
 def _open_nameless(folder: Path) -> tuple[int, bool]:
-    """A new file without a name, and whether it goes past the cache."""
+    """A new file without a name, and whether it bypasses the cache."""
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         try:
             if hasattr(os, "O_TMPFILE"):

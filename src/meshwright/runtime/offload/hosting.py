@@ -1,4 +1,4 @@
-"""What a rank's host does of a program: pieces come down, are updated and go up, beside the computations."""
+"""The host of a rank: pieces come down, are updated and go up, in parallel with the computations."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from meshwright.spec.offload_instructions import (
     WriteStates,
 )
 
-# What copies wait for besides, where processes of a team have parts of gradients: that these are summed.
+# An additional condition of copies, if processes of a team have parts of gradients: that these are summed.
 COMPLETED = -1
 
 
 class Readiness:
-    """Says to the threads when something of the device is ready; ``complete()`` sums gradients up in teams.
+    """Signals to the threads when values on the device are ready; ``complete()`` sums gradients within teams.
 
-    ``partial`` are the parameters of whose gradients the processes of a team have parts.
+    ``partial`` are the parameters of whose gradients each process of the team has only a part.
     """
 
     def __init__(
@@ -48,41 +48,41 @@ class Readiness:
         self._marks = _Marks(pieces, streams)
 
     def begin(self, marks: Collection[MarkKey]) -> None:
-        """A section begins, whose computations raise these marks."""
+        """Start a section whose computations raise these marks."""
         self._is_complete = False
         self._marks.begin(marks)
 
     def computing(self, index: int) -> None:
-        """A computation begins."""
+        """Note that a computation starts."""
         self._marks.computing(index)
 
     def computed(self, index: int) -> None:
-        """It was issued to its end."""
+        """Note that it was issued completely."""
         self._marks.computed(index)
         self.streams.happened(index)
 
     @property
     def completes(self) -> bool:
-        """Whether gradients are to be completed, once all are summed."""
+        """Whether gradients have to be completed once all are summed."""
         return bool(self.partial) and not self._is_complete
 
     def complete(self) -> None:
-        """Complete gradients; once in a step."""
+        """Complete gradients; once per step."""
         if not self._is_complete:
             self._complete()
             self._is_complete = True
             self.streams.happened(COMPLETED)
 
     def close(self) -> None:
-        """End the threads, and leave the user's parameters without hooks."""
+        """Stop the threads, and remove the hooks from the user's parameters."""
         self.streams.close()
         self._marks.close()
 
 
 class Hosting:
-    """The host of one rank: its pieces, activations of its stages, and the threads that work on them.
+    """The host of one rank: its pieces, activations of its stages, and the threads that process them.
 
-    ``updates`` is None where the optimizer is on the device; ``saved`` has the layers of stages whose activations are
+    ``updates`` is None if the optimizer is on the device; ``saved`` has the layers of stages whose activations are
     on the host.
     """
 
@@ -99,21 +99,21 @@ class Hosting:
 
     @property
     def resident(self) -> set[int]:
-        """The parameters that lie on the host, by tensor id."""
+        """The parameters that are on the host, by tensor id."""
         return {i for piece in self._pieces.values() if piece.facts.is_resident for i in piece.facts.parameters}
 
     @property
     def remark(self) -> str:
-        """What a user is to know of where states lie."""
+        """A remark for the user on where states are kept."""
         return self._updates.states.remark if self._updates is not None else ""
 
     @property
     def moved(self) -> list[tuple[Instruction, int]]:
-        """What was done in the last step, as it ended, and the bytes of each."""
+        """The host's instructions in the last step, in the order of their ends, and the bytes of each."""
         return self.readiness.streams.moved
 
     def begin(self, items: Sequence[HostItem]) -> dict[int, HostWork]:
-        """Take up what the host does in a section."""
+        """Start the host's work in a section."""
         self.readiness.begin({mark for item in items for mark in item.marks})
         more = {
             item.index: (COMPLETED,)
@@ -128,7 +128,7 @@ class Hosting:
         return works
 
     def close(self) -> None:
-        """End the threads, and give up what lies on drives."""
+        """Stop the threads, and delete the files on drives."""
         self.readiness.close()
         if self._updates is not None:
             self._updates.states.close()
@@ -152,11 +152,11 @@ class Hosting:
             case WriteStates(piece=number):
                 return lambda: updates.states.write(self._pieces[number])
             case _:
-                raise ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
+                raise ProgramError(f"{instruction} is in the wrong stream. Build the program again.")
 
 
 class _Marks:
-    """Raises the marks of pieces that no bucket has, from hooks of their parameters."""
+    """Raises the marks of pieces outside all buckets, from hooks of their parameters."""
 
     def __init__(self, pieces: Sequence[HostedPiece], streams: HostStreams) -> None:
         self._streams = streams
@@ -179,7 +179,7 @@ class _Marks:
 
     def computing(self, index: int) -> None:
         self._raising = index
-        # Those of layers are raised by `SavedLayers`.
+        # `SavedLayers` raises the marks of layers.
         marks = (mark.number for mark in self._of.get(index, ()) if mark.number in self._counts)
         self._missing = {number: self._counts[number] for number in marks}
 

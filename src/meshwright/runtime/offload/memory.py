@@ -1,8 +1,8 @@
-"""Memory of the host: what tensors that lie there are made of.
+"""Host memory: the buffers of tensors on the host.
 
-On a machine with CUDA it is pinned where a GPU copies from it or to it. Else it is mapped: its pages come from the
-system and go back there. Torch's allocator, whose bytes are the memory of a processor as a device, does not count it.
-It begins at a page, as direct reads and writes of drives need.
+On a machine with CUDA it is pinned if a GPU copies from it or to it. Otherwise it is mapped: its pages come from the
+system and return there. It is not counted by torch's allocator, whose bytes are the device memory if the device is a
+processor. It starts at a page boundary, as direct reads and writes of drives need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch._guards import detect_fake_mode
 
-# Tensors in one buffer begin at multiples of a cache line.
+# Tensors in one buffer start at multiples of a cache line.
 ALIGNMENT = 64
 
 
@@ -25,16 +25,16 @@ class HostMemory:
         self.num_bytes = 0
 
     def new(self, num_bytes: int, *, copied: bool = False) -> HostBuffer:
-        """A buffer; ``copied`` from and to the device."""
+        """A buffer; ``copied``: the device copies from and to it."""
         self.num_bytes += num_bytes
         return HostBuffer(num_bytes, pin=copied and self._pins)
 
     def free(self, buffer: HostBuffer) -> None:
-        """Count a buffer no more; its memory goes with the last tensor in it."""
+        """Stop counting a buffer; its memory is freed with the last tensor in it."""
         self.num_bytes -= buffer.num_bytes
 
     def empty(self, size: int, dtype: torch.dtype, *, copied: bool = False) -> torch.Tensor:
-        """A flat tensor of so many elements."""
+        """A flat tensor of ``size`` elements."""
         return self.new(size * dtype.itemsize, copied=copied).view(0, (size,), dtype)
 
     def moved(self, value: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class HostMemory:
 
 
 class HostBuffer:
-    """So many bytes, of ``memory`` if that is given; it is what reads and writes of files take, of whole pages."""
+    """A buffer of ``num_bytes``, over ``memory`` if given; files are read and written with it in whole pages."""
 
     def __init__(self, num_bytes: int, *, pin: bool = False, memory: mmap.mmap | None = None) -> None:
         self.memory, self.num_bytes = memory, num_bytes
@@ -60,7 +60,7 @@ class HostBuffer:
             self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:num_bytes]
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that lies in the buffer from a place on."""
+        """A tensor in the buffer, starting at an offset."""
         return self._bytes[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 

@@ -1,12 +1,12 @@
-"""A rank's host, put together: the pieces of what it updates, memory for them, states, threads.
+"""Builds a rank's host: the pieces of its updates, memory for them, states, threads.
 
-Shards of torch's FSDP2 whose optimizer is on the host keep gradients in their own type, and parameters in its memory.
-FSDP2 casts summed gradients to the type of the shards. With master weights on the host shards have the type of the
-parameters, and gradients are to stay wide. Where parameters lie on the host, a `CPUOffloadPolicy` keeps shards there,
-and copies gradients to them; on processors, whose memory is both, it does nothing, and shards and gradients are put
-into memory of the host here, so that they are no part of the device's.
+If the optimizer of FSDP2 shards is on the host, gradients keep their own type, and parameters are in host memory. FSDP2
+casts summed gradients to the type of the shards. With master weights on the host, shards have the type of the
+parameters, but gradients must stay wide. If parameters are on the host, a `CPUOffloadPolicy` keeps shards there, and
+copies gradients to them; on processors, whose memory is both, it does nothing, and this module moves shards and
+gradients into host memory, so that they are not counted as device memory.
 
-This is the one place that knows the inner names of FSDP2.
+Only this module uses the internal names of FSDP2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """The pieces of a rank in its host's memory, what it needs there, and who says when something is ready."""
+    """The pieces of a rank in host memory, its needs there, and the signals of what is ready."""
 
     plan: Plan
     pieces: list[HostedPiece]
@@ -51,7 +51,7 @@ class Hosted:
     folder: Path
 
     def make_states(self, optimizer: torch.optim.Optimizer | None) -> PieceStates:
-        """Where the optimizer's states will lie. Raises RunError for a folder that cannot take them."""
+        """Create the place of the optimizer's states. Raises RunError for a folder that cannot hold them."""
         if self.plan.offload.optimizer == "host" or detect_fake_mode() is not None:
             return StatesOnHost(optimizer, self.memory)
         file = DriveFile(self.folder, self.needs.drive_bytes)
@@ -68,9 +68,9 @@ def take_to_host(
     folder: Path,
     rank: int,
 ) -> Hosted | None:
-    """What a rank updates, in its host's memory; None where its plan steps on the device. All call it together.
+    """Move a rank's updated tensors to host memory; None if its plan steps on the device. All call it together.
 
-    ``complete()`` sums up gradients of which the processes of a team have parts. Raises RunError for hosts or drives
+    ``complete()`` sums gradients of which the processes of a team have parts. Raises RunError for hosts or drives
     without room.
     """
     plan = share.plan
@@ -100,9 +100,10 @@ class KeptSaved(NamedTuple):
 
 
 def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank: int) -> KeptSaved | None:
-    """Let a rank's stages keep their activations on its host; None where its plan leaves them on the device.
+    """Let a rank's stages keep their activations on its host; None if its plan leaves them on the device.
 
-    All call it together. Raises RunError for hosts without room, which were asked if the optimizer is ``hosted``.
+    All call it together. Raises RunError for hosts without room, which were checked already if the optimizer is
+    ``hosted``.
     """
     plan = share.plan
     away_of = find_stages_away(plan, share.model.graph, share.stages, device)
@@ -124,17 +125,17 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank
 
 
 def find_partial(graph: Graph) -> set[int]:
-    """The parameters of whose gradients the processes of a team have parts, which are summed before an update."""
+    """The parameters of whose gradients each process of a team has only a part, to be summed before an update."""
     return {item.tensor for item in graph.collectives if item.phase == "step"}
 
 
 def _find_facts(
     share: Holding, plan: Plan, exchange: Exchange | None, updated: Mapping[int, torch.nn.Parameter]
 ) -> list[PieceFacts]:
-    """The pieces whose steps the program has for this rank, in its order."""
+    """The pieces whose steps the program has for this rank, in the program's order."""
     if plan.exchange.partition_bytes:
         raise PlanError(
-            f"The plan keeps {plan.offload.describe()}, and cuts buckets of gradients in parts (partition_bytes = "
+            f"The plan keeps {plan.offload.describe()}, and cuts buckets of gradients into parts (partition_bytes = "
             f"{plan.exchange.partition_bytes}); such a plan can only be simulated. Leave partition_bytes out."
         )
     buckets = gradient_buckets(share.model.graph, plan)
@@ -152,7 +153,7 @@ def _find_facts(
 
 
 def widen_gradients(modules: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Let summed gradients of shards be of a type, whatever that of the shards is."""
+    """Let summed gradients of shards have a type of their own."""
     for group in _groups(modules):
         group._init_mp_dtypes = _with_gradients(group, dtype)
         for item in group.fsdp_params:
@@ -170,7 +171,7 @@ def _with_gradients(group: Any, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def move_to_host(modules: Sequence[torch.nn.Module], memory: HostMemory) -> None:
-    """Put shards, and their gradients when they are made, into memory of the host; for processors."""
+    """Move shards, and their gradients when they are created, into host memory; for processors."""
     for group in _groups(modules):
         for item in group.fsdp_params:
             parameter, padded = item.sharded_param, item._sharded_param_data
@@ -187,7 +188,7 @@ def move_to_host(modules: Sequence[torch.nn.Module], memory: HostMemory) -> None
 def _placed_at(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def place(parameter: torch.Tensor) -> None:
         assert isinstance(parameter.grad, DTensor), "gradients of shards are shards"
-        # Further microbatches are added where the first one's gradient lies.
+        # Further microbatches are added to the first one's gradient in place.
         if parameter.grad._local_tensor is not gradient:
             parameter.grad._local_tensor = gradient.copy_(parameter.grad._local_tensor)
 

@@ -1,11 +1,11 @@
-"""The pieces of a rank's parameters that its host updates: what of them lies on the device and what on the host.
+"""The pieces of a rank's parameters that its host updates: their tensors on the device and on the host.
 
-A piece is what the program's `CopyDown`, `HostStep` and `CopyUp` name by its number: a bucket that is summed, of which
-a rank may have a part, or parameters that no bucket has (`program.offload`). On the host each has
+A piece is identified by the number in the program's `CopyDown`, `HostStep` and `CopyUp`: a summed bucket, of which a
+rank may have a part, or parameters outside all buckets (`program.offload`). On the host each has
 
-    gradients   flat, in their type: where they are copied to, and, with master weights, where the new parameters stand
-                that are copied from there
-    values      what the optimizer updates: a copy of the parameters, or their master weights
+    gradients   flat, in their type: the target of copies from the device and, with master weights, the source of
+                copies of the new parameters
+    values      the optimizer's tensors: a copy of the parameters, or their master weights
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meshwright.spec.precision import Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceFacts:
-    """A piece before there is memory for it: its parameters by tensor id and where each begins among its ``size``.
+    """A piece before it has memory: its parameters by tensor id, and the offset of each among its ``size`` elements.
 
-    ``flat_gradients`` and ``flat_values`` are where they lie one behind the other on the device. ``mark`` is the number
-    by which the program says that they are ready, if it is no bucket. Of one that ``is_resident`` parameters and
-    gradients lie on the host as they are.
+    ``flat_gradients`` and ``flat_values`` are the contiguous tensors on the device. ``mark`` is the number of the mark
+    that the program raises when they are ready, if the piece is not a bucket. If ``is_resident``, parameters and
+    gradients are on the host as they are.
     """
 
     number: int
@@ -52,9 +52,9 @@ def find_pieces(
     *,
     are_resident: bool,
 ) -> list[PieceFacts]:
-    """The pieces of a rank: of its buckets, and of those that are in none, by their numbers in the program.
+    """The pieces of a rank: its buckets, and the parameters outside them, by their numbers in the program.
 
-    ``are_resident``: parameters that are in no bucket lie on the host.
+    ``are_resident``: parameters outside all buckets are on the host.
     """
     found = []
     for bucket, buffer in exchanged:
@@ -103,7 +103,7 @@ def _one_behind_the_other(own: Mapping[int, torch.Tensor]) -> tuple[dict[int, in
 
 @dataclass(slots=True)
 class HostedPiece:
-    """A piece with its memory; ``present`` are the parameters that had a gradient when they were copied down."""
+    """A piece with its memory; ``present`` are the parameters that had a gradient at the copy down."""
 
     facts: PieceFacts
     gradients: torch.Tensor
@@ -122,7 +122,7 @@ class HostedPiece:
         self.present = [i for i, item in self.facts.parameters.items() if item.grad is not None]
 
     def copy_down(self) -> int:
-        """Gradients from the device to here; the bytes."""
+        """Copy gradients from the device to the host; return the bytes."""
         facts = self.facts
         self.find_present()
         if facts.flat_gradients is not None:
@@ -136,19 +136,19 @@ class HostedPiece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradients that there are, or room for them."""
+        """Bytes of the existing gradients, or of the room for them."""
         if not self.facts.is_resident:
             return self.gradients.nbytes
         return sum(self._gradient(i).nbytes for i in self.present)
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply gradients on the host."""
+        """Multiply the gradients on the host."""
         gradients = [self._gradient(i) for i in self.present] if self.facts.is_resident else [self.gradients]
         for item in gradients:
             item.mul_(factor.to(item) if isinstance(factor, torch.Tensor) else factor)
 
     def take_gradients(self) -> list[torch.nn.Parameter]:
-        """Give what the optimizer updates its gradients; the parameters that have one."""
+        """Set the gradients of the optimizer's tensors; return the parameters that have one."""
         found = [i for i in self.present if i in self.hosted]
         for i in found:
             gradient, hosted = self._gradient(i), self.hosted[i]
@@ -163,7 +163,7 @@ class HostedPiece:
         return own_part(gradient)
 
     def narrow(self) -> None:
-        """Write the parameters that leave, where they are no values themselves."""
+        """Write the new parameters in their type, if the values are master weights."""
         if self.has_masters and self.facts.is_resident:
             for i, item in self.facts.parameters.items():
                 own_part(item.detach()).copy_(self._of(self.values, i))
@@ -171,7 +171,7 @@ class HostedPiece:
             self.leaving.copy_(self.values)
 
     def copy_up(self) -> int:
-        """New parameters to the device; the bytes."""
+        """Copy new parameters to the device; return the bytes."""
         facts = self.facts
         if facts.flat_values is not None:
             facts.flat_values.copy_(self.leaving, non_blocking=True)
@@ -181,7 +181,7 @@ class HostedPiece:
         return self.leaving.nbytes
 
     def read_values(self) -> None:
-        """Take the parameters as what the optimizer goes on with."""
+        """Read the device's parameters into the optimizer's values."""
         if self.facts.is_resident and not self.has_masters:
             return
         self.values.zero_()
@@ -189,13 +189,13 @@ class HostedPiece:
             self._of(self.values, i).copy_(own_part(item.detach()))
 
     def place_values(self, values: torch.Tensor) -> None:
-        """Let the optimizer update other memory, or, of no elements, none."""
+        """Let the optimizer update other memory; an empty tensor takes its memory away."""
         self.values = values
         for i, item in self.hosted.items():
             item.data = self._of(values, i) if values.numel() else values
 
     def shape_of(self, tensor: int) -> torch.Size:
-        """The shape of what the rank has of a parameter."""
+        """The shape of the rank's part of a parameter."""
         return own_part(self.facts.parameters[tensor].detach()).shape
 
     def _of(self, flat: torch.Tensor, tensor: int) -> torch.Tensor:
@@ -204,9 +204,9 @@ class HostedPiece:
 
 
 def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory, *, on_drives: bool) -> HostedPiece:
-    """A piece in the memory of the host, with the values of the device.
+    """A piece in host memory, with the values of the device.
 
-    ``on_drives``: master weights will lie there, so that the piece has none yet (`StatesOnDrives`).
+    ``on_drives``: master weights will be there, so that the piece has none yet (`StatesOnDrives`).
     """
     first = next(iter(facts.parameters.values()))
     is_narrow = bool(numbers.master) and first.dtype is not getattr(torch, numbers.master)

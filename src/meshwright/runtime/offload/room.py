@@ -1,4 +1,4 @@
-"""Whether the hosts of a run have room for what is kept there, before anything is: memory, and drives."""
+"""Checks before a run that its hosts have room for offloaded states: memory, and drives."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FOLDER_ADVICE = "Give a folder on a drive with room for them: --offload-folder, 
 
 
 def choose_folder(given: Path | str | None) -> Path:
-    """Where states lie that are kept on drives: by default the folder of temporary files."""
+    """The folder for states on drives: by default that of temporary files."""
     return Path(given) if given is not None else Path(tempfile.gettempdir())
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder for optimizer states, if there is none. Raises RunError for one that cannot be written to."""
+    """Make the folder for optimizer states, unless it exists. Raises RunError if it is not writable."""
     try:
         make_folder(folder)
     except OSError as error:
@@ -38,7 +38,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
-    """Raise RunError if this host lacks room for all ranks of a plan, none of which has begun."""
+    """Raise RunError if this host lacks room for all ranks of a plan before they start."""
     local, lowered = lower_plan(plan, graph)
     every = [count_host_needs(local, lowered, rank, device) for rank in range(local.num_ranks)]
     host_bytes = plan.sharding.width * sum(needs.host_bytes for needs in every)
@@ -49,9 +49,9 @@ def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
 
 
 def check_room(needs: HostNeeds, folder: Path | None) -> None:
-    """Raise RunError on all processes if one's host lacks room, for all of its processes. All call it together.
+    """Raise RunError on all processes if the host of any lacks room for its processes. All call it together.
 
-    What is resident has been taken by now, and is not asked for again.
+    Resident tensors are already allocated, and not counted again.
     """
     host = Host()
     own = (
@@ -72,12 +72,12 @@ def check_room(needs: HostNeeds, folder: Path | None) -> None:
 
 
 def explain_memory(folder: Path) -> str:
-    """What a user is to know of a folder whose files are memory; nothing of others."""
+    """A remark for the user on a folder whose files are in memory; empty for other folders."""
     drive = _drive(Host(), folder)
     if drive is None or not drive.is_memory:
         return ""
     return (
-        f"{folder} is memory ({drive.kind}) and no drive, so that optimizer states there take the host's memory. "
+        f"{folder} is in memory ({drive.kind}), not on a drive, so that optimizer states there take host memory. "
         f"{FOLDER_ADVICE}"
     )
 
@@ -85,11 +85,11 @@ def explain_memory(folder: Path) -> str:
 def _check(
     name: str, host_bytes: int, drive_bytes: int, memory: int | None, drive: Drive | None, folder: Path | None
 ) -> None:
-    """Raise RunError for a host that has not so many bytes of memory, and of its drive."""
+    """Raise RunError for a host without this many bytes of memory, and of its drive."""
     away, fits_elsewhere = "", memory is not None and host_bytes <= memory
     if drive is not None and drive.is_memory:
         host_bytes += drive_bytes
-        away = f", {format_bytes(drive_bytes)} of them in {folder}, which is memory ({drive.kind}) and no drive"
+        away = f", {format_bytes(drive_bytes)} of them in {folder}, which is in memory ({drive.kind}), not on a drive"
     if memory is not None and host_bytes > memory:
         raise RunError(
             f"The plan takes {format_bytes(host_bytes)} more of the memory of host {name}{away}; it has "
@@ -97,8 +97,7 @@ def _check(
             + (
                 FOLDER_ADVICE
                 if fits_elsewhere
-                else "Run it on more hosts, end other programs there, or plan with less away from the devices "
-                "(--offload)."
+                else "Run it on more hosts, end other programs there, or plan with less offload (--offload)."
             )
         )
     if drive is not None and drive_bytes > drive.free_bytes:
@@ -109,7 +108,7 @@ def _check(
 
 
 def _drive(host: Host, folder: Path) -> Drive | None:
-    """What a folder lies on; None if that cannot be asked."""
+    """The drive of a folder; None if it is not known."""
     try:
         return find_drive(host, folder)
     except OSError:

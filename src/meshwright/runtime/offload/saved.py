@@ -1,12 +1,12 @@
-"""Activations on the host: what autograd saves in the forward of a layer goes there, and comes back for its backward.
+"""Activations on the host: tensors that autograd saves in the forward of a layer go there, and return for its backward.
 
-Torch hands what it saves to a pack hook, and asks an unpack hook for it (`torch.autograd.graph.saved_tensors_hooks`, as
-`save_on_cpu` and torchtune's `OffloadActivations` do). Here storages are copied, each once, by the instructions of the
-program: `SavedDown` of a unit of layers when its forward has ended, `SavedUp` when the backward comes to the unit
-behind it. What stays, and what waits for which copy, stands in `cost.memory.away`. Results that selective checkpointing
-keeps do not pass the hooks; ranges that run again hand them over (`recompute.RecomputedRange`).
+torch passes saved tensors to a pack hook, and gets them back from an unpack hook (`saved_tensors_hooks` of
+`torch.autograd.graph`, as in `save_on_cpu` and torchtune's `OffloadActivations`). Here storages are copied, each once,
+by the instructions of the program: `SavedDown` of a unit of layers when its forward has ended, `SavedUp` when the
+backward reaches the unit after it. `cost.memory.away` defines what stays, and what waits for which copy. Results that
+selective checkpointing keeps do not pass the hooks; recomputed ranges pass them on (`recompute.RecomputedRange`).
 
-Device memory is taken and given up by the thread that computes, so that the allocator's order is that of the device.
+Device memory is allocated and freed by the computing thread, so that the allocator's order is that of the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.spec.slices import StageSlice
 
 @dataclass(slots=True)
 class _Held:
-    """A buffer on the host, of what a unit keeps of a microbatch; ``left``: values that did not come up yet."""
+    """A host buffer for the saved values of a unit and microbatch; ``left``: values that are still to come up."""
 
     buffer: HostBuffer
     unit: int
@@ -70,10 +70,10 @@ class _Packed:
 
 @dataclass(slots=True, eq=False)
 class _Tape:
-    """A microbatch between its forward and its backward: what goes with each unit, and what comes for it.
+    """A microbatch between its forward and its backward: the values to copy with each unit, in both directions.
 
     ``known`` are values on the device by their storage, ``staying`` storages that are not copied. ``begun`` and
-    ``there``: units whose copies up were begun, or have ended.
+    ``there``: units whose copies up have started, or have ended.
     """
 
     staying: set[int]
@@ -88,9 +88,9 @@ class _Tape:
 
 
 class SavedLayers:
-    """The activations of one stage's layers, whose units and bytes are those of ``away``.
+    """The activations of one stage's layers; ``away`` lists their units and bytes.
 
-    ``widening``: how many times as wide floating numbers are as the plan says.
+    ``widening``: the width of floating numbers in relation to the plan's.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SavedLayers:
     # --------------------------------------------------------------------------------
 
     def begin(self, works: Sequence[HostWork]) -> None:
-        """A section begins with these copies."""
+        """Start a section with these copies."""
         self._works = defaultdict(lambda: ({}, {}))
         for work in works:
             instruction = work.item.instruction
@@ -117,7 +117,7 @@ class SavedLayers:
             self._works[instruction.microbatch][isinstance(instruction, SavedUp)][unit] = work
 
     def copy_down(self, instruction: SavedDown) -> int:
-        """Copy what a unit keeps to the host; the bytes."""
+        """Copy a unit's saved values to the host; return the bytes."""
         unit = self._units[instruction.layer]
         values = self._tapes[instruction.microbatch].down[unit]
         starts, end = list[int](), 0
@@ -135,7 +135,7 @@ class SavedLayers:
         return sum(value.away.nbytes for value in values if value.away is not None)
 
     def copy_up(self, instruction: SavedUp) -> int:
-        """Copy what a unit reads back to where the device has made room; the bytes."""
+        """Copy the values that a unit reads into memory prepared on the device; return the bytes."""
         values = self._tapes[instruction.microbatch].up[self._units[instruction.layer]]
         for value in values:
             assert value.flat is not None, "there is room"
@@ -148,7 +148,7 @@ class SavedLayers:
 
     @contextmanager
     def recording(self, microbatch: int, part: torch.nn.Module, fed: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the forward of a microbatch; ``fed`` is what it is called with."""
+        """Record the forward of a microbatch; ``fed`` are the arguments of the part."""
         state = (*part.parameters(), *part.buffers(), *_constants(part), *fed)
         tape = _Tape(staying={_storage(value) for value in state if _has_storage(value)})
         tape.downs, tape.ups = self._works[microbatch]
@@ -161,7 +161,7 @@ class SavedLayers:
         self._running = None
 
     def end_unit(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The unit that runs has ended, and made these outputs of the stage; the next may begin when this returns."""
+        """End the running unit, which made these outputs of the stage; the next may start when this returns."""
         tape = self._running
         if tape is None or tape.unit > self._final:
             return
@@ -180,7 +180,7 @@ class SavedLayers:
         tape.known = {storage: value for storage, value in tape.known.items() if value.flat is not None}
 
     def pack(self, tensor: Any) -> Any:
-        """What stands for a tensor until the backward; itself if it stays."""
+        """The placeholder of a tensor until the backward; the tensor itself if it stays."""
         tape = self._running
         if tape is None or tape.unit >= self._final or not self._leaves(tensor, tape):
             return tensor
@@ -215,7 +215,7 @@ class SavedLayers:
 
     @contextmanager
     def replaying(self, microbatch: int) -> Iterator[None]:
-        """Around the backward of a microbatch."""
+        """Replay the backward of a microbatch."""
         tape = self._tapes[microbatch]
         _turn_round(tape)
         self._begin_up(tape, max(tape.ups, default=-1))
@@ -225,11 +225,11 @@ class SavedLayers:
         del self._tapes[microbatch]
 
     def unpack(self, packed: Any) -> Any:
-        """The tensor that something stands for, on the device."""
+        """The tensor of a placeholder, on the device."""
         if not isinstance(packed, _Packed):
             return packed
         value = packed.value
-        # What leaves the stage was on the device all the time.
+        # Outputs of the stage were on the device all the time.
         if value.away is not None:
             self._reach(packed.tape, value.up)
         assert value.flat is not None, "what a unit reads came up"
@@ -238,7 +238,7 @@ class SavedLayers:
             return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _reach(self, tape: _Tape, unit: int) -> None:
-        """The backward comes to a unit: what it reads is there when this returns, and the next one's is on its way."""
+        """Start the backward of a unit: wait for the values that it reads, and start the copies of the next unit."""
         if unit in tape.there or unit not in tape.ups:
             return
         ahead = sorted(tape.ups, reverse=True)
@@ -263,7 +263,7 @@ class SavedLayers:
 
 
 def _turn_round(tape: _Tape) -> None:
-    """What went down with some unit is to come up; from here on a value is there as long as autograd may ask for it."""
+    """Turn from forward to backward: values that went down come up, and each stays while autograd may read it."""
     while tape.down:
         for value in tape.down.popitem()[1]:
             value.up = min((unit for unit in tape.ups if unit >= value.up), default=max(tape.ups))
@@ -271,14 +271,14 @@ def _turn_round(tape: _Tape) -> None:
 
 
 def backend_on(device: torch.device) -> Backend:
-    """Whose libraries compute on a device."""
+    """The backend of a device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
 def find_stages_away(
     plan: Plan | Placement, graph: Graph, stages: Sequence[StageSlice], device: torch.device
 ) -> dict[int, Away]:
-    """What of each of a rank's stages is on the host, by stage; nothing where activations stay on the device."""
+    """The offloaded part of each of a rank's stages; empty if activations stay on the device."""
     if not isinstance(plan, Plan) or plan.offload.activations == "device":
         return {}
     workload = plan.workload
@@ -288,18 +288,18 @@ def find_stages_away(
 
 
 class _UnitEnd(torch.nn.Module):
-    """Stands in a stage's module behind a unit, and is called with what of it leaves the stage; tells ``layers``."""
+    """Follows a unit in a stage's module, is called with the unit's outputs of the stage, and notifies ``layers``."""
 
     layers: SavedLayers | None = None
 
     def forward(self, *outputs: torch.Tensor) -> None:
-        """Tell that the unit has ended."""
+        """Notify that the unit has ended."""
         if self.layers is not None:
             self.layers.end_unit(outputs)
 
 
 def mark_units(module: torch.nn.Module, away: Away) -> None:
-    """Put in the ends of units of a stage's module but the last one; its nodes name their ops (`ranges`)."""
+    """Insert the ends of units into a stage's module, except the last; its nodes name their ops (`ranges`)."""
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -318,7 +318,7 @@ def mark_units(module: torch.nn.Module, away: Away) -> None:
 
 
 def tell_layers(module: torch.nn.Module, layers: SavedLayers) -> None:
-    """Let a module tell ``layers`` when its units have ended, and hand over what is kept of what runs again."""
+    """Let a module notify ``layers`` at the ends of its units, and pass on the kept results of recomputed ranges."""
     for item in module.modules():
         if isinstance(item, _UnitEnd):
             item.layers = layers
@@ -327,7 +327,7 @@ def tell_layers(module: torch.nn.Module, layers: SavedLayers) -> None:
 
 
 def _constants(part: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that modules have besides parameters and buffers."""
+    """Tensors of modules besides parameters and buffers."""
     for module in part.modules():
         yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
 

@@ -1,9 +1,9 @@
-"""Where the optimizer's states of pieces lie: in the memory of the host, or in a file on its drives.
+"""The places of the optimizer states of pieces: host memory, or a file on its drives.
 
-A state is what an optimizer keeps of a parameter in the parameter's own shape; numbers, as AdamW's counter, stay with
-the optimizer. On drives each piece has a region of one file, with its master weights and states one behind the other.
-What of a piece is read or written is in one of `PIECES_AT_HAND` buffers meanwhile, as the program lets no more pieces
-be there at a time.
+A state is a tensor that an optimizer keeps in the shape of a parameter; numbers, such as AdamW's counter, stay with the
+optimizer. On drives each piece has a region of one file, with its master weights and states in sequence. The data of a
+piece that is read or written is in one of `PIECES_AT_HAND` buffers meanwhile; the program has no more pieces in use at
+a time.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ _Name = tuple[int, str]
 
 
 class PieceStates(Protocol):
-    """Where the states of pieces are between steps."""
+    """The place of the states of pieces between steps."""
 
     remark: str
 
     def read(self, piece: HostedPiece) -> int:
-        """Bring a piece's states to the host; the bytes."""
+        """Bring a piece's states to host memory; return the bytes."""
 
     def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
-        """The optimizer updated a piece, so that there may be new states; ``replaced``: it was given others."""
+        """Note that the optimizer updated a piece and may have new states; ``replaced``: it received others."""
 
     def write(self, piece: HostedPiece) -> int:
-        """Put a piece's states back; the bytes."""
+        """Put a piece's states back; return the bytes."""
 
     @contextmanager
     def at_hand(self, pieces: Sequence[HostedPiece]) -> Iterator[None]:
-        """Within, tensors of all states can be read."""
+        """Make the tensors of all states readable in the block."""
 
     def close(self) -> None:
-        """Give up what was kept."""
+        """Release the place."""
 
 
 class StatesOnHost:
-    """States in the memory of the host."""
+    """States in host memory."""
 
     remark = ""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, memory: HostMemory) -> None:
         self._optimizer, self._memory = optimizer, memory
         self._own: dict[tuple[int, _Name], torch.Tensor] = {}
-        # Pieces whose parameters all had a gradient once: no state is to come.
+        # Pieces whose parameters have all had a gradient: no new state can appear.
         self._settled: set[int] = set()
 
     def read(self, piece: HostedPiece) -> int:  # noqa: ARG002 - nothing is elsewhere
-        """Nothing is elsewhere."""
+        """Do nothing: states are in host memory."""
         return 0
 
     def write(self, piece: HostedPiece) -> int:  # noqa: ARG002 - as above
-        """Nothing is elsewhere."""
+        """Do nothing: states are in host memory."""
         return 0
 
     def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
-        """New states are moved to memory that is kept."""
+        """Move new states to host memory."""
         number = piece.facts.number
         if number in self._settled and not replaced:
             return
@@ -81,15 +81,15 @@ class StatesOnHost:
 
     @contextmanager
     def at_hand(self, pieces: Sequence[HostedPiece]) -> Iterator[None]:  # noqa: ARG002 - all are
-        """They always can."""
+        """Do nothing: they always are."""
         yield
 
     def close(self) -> None:
-        """Memory goes with its tensors."""
+        """Do nothing: memory is freed with its tensors."""
 
 
 class _Region(NamedTuple):
-    """Of a piece in the file: where, how much room there is, and where its states begin; "" are master weights."""
+    """A piece's region of the file: offset, size, and the offsets of its states; "" is the master weights."""
 
     start: int
     room: int
@@ -98,7 +98,7 @@ class _Region(NamedTuple):
 
 
 class StatesOnDrives:
-    """States in a file, which has room for ``bytes_per_element`` at once. Master weights are written then."""
+    """States in a file with initial room for ``bytes_per_element``. Master weights are written at the start."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class StatesOnDrives:
         self.remark = explain_memory(file.folder)
         if not self.remark and not file.is_direct:
             self.remark = (
-                f"{file.folder}: takes no direct reads and writes, so that optimizer states go through the system's "
-                f"cache, which takes memory of the host. {FOLDER_ADVICE}"
+                f"{file.folder}: does not support direct reads and writes, so that optimizer states go through the "
+                f"system's cache, which takes host memory. {FOLDER_ADVICE}"
             )
         self._places = {piece.facts.number: place for place, piece in enumerate(pieces)}
         self._slots: dict[int, HostBuffer] = {}
@@ -126,7 +126,7 @@ class StatesOnDrives:
             self.write(piece)
 
     def read(self, piece: HostedPiece) -> int:
-        """From the file to the piece's buffer, where the optimizer finds them."""
+        """Read states from the file to the piece's buffer, where the optimizer finds them."""
         region = self._regions[piece.facts.number]
         if not region.num_bytes:
             return 0
@@ -137,10 +137,10 @@ class StatesOnDrives:
         return self._held_bytes(piece)
 
     def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
-        """States go to the file when the program says so."""
+        """Do nothing: states go to the file by an instruction of the program."""
 
     def write(self, piece: HostedPiece) -> int:
-        """To the file; nothing of them stays with the optimizer."""
+        """Write states to the file; the optimizer keeps none of them."""
         held = self._held(piece)
         region = self._regions.get(piece.facts.number)
         if region is None or region.offsets.keys() != held.keys():
@@ -159,7 +159,7 @@ class StatesOnDrives:
 
     @contextmanager
     def at_hand(self, pieces: Sequence[HostedPiece]) -> Iterator[None]:
-        """Tensors are mapped from the file; what was taken of them stays readable."""
+        """Map tensors from the file; they stay readable after the block."""
         for piece in pieces:
             region = self._regions[piece.facts.number]
             if region.num_bytes:
@@ -169,7 +169,7 @@ class StatesOnDrives:
             self._put_away(piece, self._held(piece))
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file."""
         self._file.close()
 
     def _held(self, piece: HostedPiece) -> dict[_Name, torch.Tensor]:
@@ -184,7 +184,7 @@ class StatesOnDrives:
         for name, value in held.items():
             offsets[name] = end
             end = round_up(end + value.nbytes, ALIGNMENT)
-        # An optimizer makes most of its states in its first step.
+        # An optimizer creates most of its states in its first step.
         room = max(round_up(end, PAGE_BYTES), self._room_of(piece))
         if before is not None and room <= before.room:
             return _Region(before.start, before.room, offsets, end)
@@ -194,7 +194,7 @@ class StatesOnDrives:
         return round_up(piece.facts.size * self._bytes_per_element, PAGE_BYTES)
 
     def _slot(self, piece: HostedPiece) -> HostBuffer:
-        """The buffer of a piece; larger ones if its optimizer keeps more than the plan says."""
+        """The buffer of a piece; enlarged if its optimizer keeps more than the plan assumes."""
         number = piece.facts.number
         place = self._places[number] % PIECES_AT_HAND
         room = self._regions[number].room if number in self._regions else self._room_of(piece)
@@ -205,7 +205,7 @@ class StatesOnDrives:
         return self._slots[place]
 
     def _bind(self, piece: HostedPiece, region: _Region, buffer: HostBuffer) -> None:
-        """Let the optimizer find states in a buffer."""
+        """Point the optimizer to states in a buffer."""
         for (i, name), offset in region.offsets.items():
             if not name:
                 piece.place_values(buffer.view(offset, (piece.facts.size,), piece.values.dtype))
@@ -214,7 +214,7 @@ class StatesOnDrives:
             state[name] = buffer.view(offset, piece.shape_of(i), state[name].dtype)
 
     def _put_away(self, piece: HostedPiece, held: Iterable[_Name]) -> None:
-        """Let nothing keep what will be overwritten."""
+        """Remove references to memory that will be overwritten."""
         for i, name in held:
             if not name:
                 piece.place_values(piece.values.new_empty(0))
@@ -229,7 +229,7 @@ class StatesOnDrives:
 
 
 def find_states(optimizer: torch.optim.Optimizer | None, piece: HostedPiece) -> dict[_Name, torch.Tensor]:
-    """What an optimizer keeps of a piece's parameters in their shapes, as far as it is there."""
+    """An optimizer's existing states of a piece's parameters in their shapes."""
     found: dict[_Name, torch.Tensor] = {}
     for i, parameter in piece.hosted.items():
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}

@@ -1,9 +1,9 @@
-"""What goes on beside a rank's computations on its host: one thread for each stream of the program.
+"""The host's work in parallel with a rank's computations: one thread for each host stream of the program.
 
-A thread takes the instructions of its stream in order. Each waits for what it depends on: instructions of other streams
-here, computations that the executor says have `happened` or marks that they raised, and works that it `issued`. So
-nothing holds up the thread that issues computations until it needs what was made. On a GPU a thread has a CUDA stream
-of its own, in which it copies; an instruction is done when its copies are.
+A thread executes the instructions of its stream in order. Each waits for its dependencies: instructions of other host
+streams, computations that the executor reports by `happened` or the marks that they raise, and works that it `issued`.
+So nothing blocks the thread that issues computations until it needs a result. On a GPU a thread has its own CUDA stream
+for copies; an instruction is done when its copies are.
 
 Fake tensors, of a dry run, belong to one thread: there instructions run when something waits for them.
 """
@@ -25,12 +25,12 @@ from meshwright.runtime.rank_program import HostItem, MarkKey
 from meshwright.spec.errors import RunError
 from meshwright.spec.instructions import Instruction
 
-# Does an instruction; returns the bytes that it moved.
+# Executes an instruction; returns the bytes that it moved.
 Act = Callable[[], int]
 
 
 class _Signal:
-    """Something of the executor's that may be waited for: set once, with works and a moment of a GPU's stream."""
+    """An event of the executor that threads may wait for: set once, with works and an event of a GPU's stream."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -55,7 +55,7 @@ class _Signal:
 
 
 class HostWork:
-    """An instruction under way; ``span`` is when it was done, by this process's clock, once it is."""
+    """An instruction in progress; ``span`` is when it was executed, by this process's clock, once it is done."""
 
     def __init__(self, item: HostItem, act: Act, streams: HostStreams) -> None:
         self.item, self._act, self._streams = item, act, streams
@@ -70,20 +70,20 @@ class HostWork:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Come back when it is done. Raises what went wrong with it, or with what it needs."""
+        """Return when it is done. Raises its error, or that of a dependency."""
         self._streams.run_until(self)
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Do it, behind what it waits for."""
+        """Execute it after its dependencies."""
         try:
             with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
                 for awaited in self.awaits:
                     awaited.wait()
                 if self._streams.is_closed:
-                    raise RunError("The session was closed while its host was at work. Call nothing behind `close`.")
+                    raise RunError("The session was closed while its host was at work. Do not use it after `close`.")
                 start = time.perf_counter_ns()
                 moved = self._act()
                 if stream is not None:
@@ -97,7 +97,7 @@ class HostWork:
 
 
 class HostStreams:
-    """The streams of a rank's host. ``moved``: of the last section what was done, as it ended, and bytes of each."""
+    """The streams of a rank's host. ``moved``: the last section's instructions by end, and the bytes of each."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,9 +109,9 @@ class HostStreams:
         self._signals: dict[int | MarkKey, _Signal] = {}
 
     def begin(self, items: Iterable[tuple[HostItem, Act]], more: Mapping[int, Collection[int]]) -> dict[int, HostWork]:
-        """Take up the instructions of a section; the work of each, by its id.
+        """Start the instructions of a section; return the work of each, by its id.
 
-        ``more``: what instructions wait for besides, as ids that `happened` is called with.
+        ``more``: additional dependencies of instructions, as ids that `happened` is called with.
         """
         if self.is_closed:
             raise RunError("The session was closed, and with it the threads of its host. Open another one to train on.")
@@ -128,12 +128,12 @@ class HostStreams:
         return works
 
     def happened(self, key: int | MarkKey) -> None:
-        """A computation was issued to its end, or raised a mark."""
+        """Report that a computation was issued completely, or raised a mark."""
         if (signal := self._signals.get(key)) is not None:
             signal.set(moment=self._moment())
 
     def issued(self, index: int, works: Sequence[Work]) -> Sequence[Work]:
-        """Something was issued that goes on by itself; what others are to wait for in place of it."""
+        """Report asynchronous works that were issued; return the works that others should wait for instead."""
         if (signal := self._signals.get(index)) is None:
             return works
         if self._device.type != "cuda":
@@ -142,7 +142,7 @@ class HostStreams:
         return works
 
     def run_until(self, work: HostWork) -> None:
-        """Where nothing runs by itself: do what can be done, until some work is."""
+        """In a dry run: execute instructions that are ready, until some work is done."""
         while self._is_inline and not work.is_set:
             ready = [
                 queue.popleft()
@@ -150,12 +150,12 @@ class HostStreams:
                 if queue and all(awaited.is_set for awaited in queue[0].awaits)
             ]
             if not ready:
-                raise RunError(f"{work.item.instruction} waits for what never comes. Please report it with the plan.")
+                raise RunError(f"{work.item.instruction} can never start. Please report it with the plan.")
             for each in ready:
                 each.run(None)
 
     def close(self) -> None:
-        """End the threads; what is still waiting is given up."""
+        """Stop the threads; instructions that still wait are dropped."""
         self.is_closed = True
         for signal in self._signals.values():
             signal.set()

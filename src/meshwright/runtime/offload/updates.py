@@ -1,8 +1,8 @@
-"""Updates on the host: the optimizer over pieces whose gradients came down, with the states that are at hand.
+"""Updates on the host: the optimizer over pieces whose gradients came down, with the states in host memory.
 
-It is the user's own optimizer, over the host's copies of the parameters or their master weights. Where torch has one
-fused pass over the elements on a processor, it takes that, unless the user chose otherwise. Gradients on the device
-stay as they were summed: what they are to be multiplied with, to clip them or to take a scale back, is done here.
+It is the user's own optimizer, over the host's copies of the parameters or their master weights. If torch has one fused
+pass over the elements on a processor, that is used, unless the user chose otherwise. Gradients on the device stay as
+summed: the factors for clipping and for the loss scale are applied here.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 
 
 class HostedValues(Masters):
-    """What the optimizer updates lies on the host: ``updated`` has it by tensor id, of trained parameters."""
+    """The optimizer's tensors on the host: ``updated`` has them by tensor id, for trained parameters."""
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter], pieces: Sequence[HostedPiece]) -> None:
         self._pieces = pieces
         hosted = {i: item for piece in pieces for i, item in piece.hosted.items()}
         trained = {i for piece in pieces for i in piece.facts.parameters}
-        # Of a part without elements nothing is updated.
+        # A part without elements is not updated.
         self.updated = {i: hosted.get(i, item) for i, item in parameters.items() if i in hosted or i not in trained}
         self.masters = {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Master weights by tensor id; none where parameters are all there is."""
+        """Master weights by tensor id; empty if the plan has none."""
         return {
             str(i): item.detach() for piece in self._pieces if piece.has_masters for i, item in piece.hosted.items()
         }
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a `state`, and from the parameters on the device where there are no masters."""
+        """Continue from a `state`, and from the parameters on the device if there are no masters."""
         for piece in self._pieces:
             if not piece.has_masters:
                 piece.read_values()
@@ -52,7 +52,7 @@ class HostedValues(Masters):
 
 
 class HostSteps(StageSteps):
-    """Called with a stage, clears its gradients, for its pieces were updated: `update` does that, one by one."""
+    """Called with a stage, clears its gradients; `update` has already updated its pieces, one by one."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class HostSteps(StageSteps):
             parameter.grad = None
 
     def update(self, piece: HostedPiece) -> int:
-        """Update a piece; the bytes of its gradients."""
+        """Update a piece; return the bytes of its gradients."""
         inverse = self._scale.inverse if self._scale is not None else 1.0
         is_left_out = self._scale is not None and self._scale.skips()
         if not is_left_out and self._optimizer is not None:
@@ -97,9 +97,9 @@ class HostSteps(StageSteps):
         return piece.num_bytes
 
     def _step(self, optimizer: torch.optim.Optimizer, chosen: Sequence[torch.nn.Parameter]) -> None:
-        """A step over some parameters, which have gradients; hooks of the user's are called with the first of a step.
+        """A step over some parameters, which have gradients; the user's hooks run with the first call of a step.
 
-        Around it torch looks through all parameters and tells its profiler, which takes as long as a small piece does.
+        torch's own step visits all parameters and calls its profiler, which takes as long as a small piece does.
         """
         if not self._is_stepping or type(optimizer) not in _FUSED:
             optimizer.step()
@@ -121,12 +121,12 @@ class HostSteps(StageSteps):
                 group["params"] = params
 
     def state(self) -> dict[str, Any]:
-        """As of steps on the device; of states on drives, tensors that are read from there when they are looked at."""
+        """The state as in `StageSteps`; states on drives are tensors that are read from there on access."""
         with self.states.at_hand(self._pieces):
             return super().state()
 
     def take_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`, behind what the device has."""
+        """Continue from a `state`, after the device's parameters were restored."""
         super().take_state(state)
         for piece in self._pieces:
             self.states.stepped(piece, replaced=True)
@@ -134,7 +134,7 @@ class HostSteps(StageSteps):
 
 
 def _step_at_once(optimizer: torch.optim.Optimizer, place: int, chosen: Sequence[torch.nn.Parameter]) -> bool:
-    """Call Adam's kernel for some parameters of a group as `torch.optim.adam` does; whether that could be done."""
+    """Call Adam's kernel for some parameters of a group as `torch.optim.adam` does; return whether it was possible."""
     group, states = optimizer.param_groups[place], [optimizer.state.get(item, {}) for item in chosen]
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not all(states):
         return False
@@ -163,9 +163,9 @@ def _step_at_once(optimizer: torch.optim.Optimizer, place: int, chosen: Sequence
 
 
 def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let an optimizer go over elements on processors once, if it can and nothing else was chosen.
+    """Let an optimizer visit the elements on processors once, if it can and the user chose nothing else.
 
-    Not over those of two bytes, which torch rounds otherwise there than on the device.
+    Not for elements of two bytes, which torch rounds differently there than on the device.
     """
     if optimizer is None or type(optimizer) not in _FUSED:
         return

@@ -1,10 +1,10 @@
-"""Plans that split ops: one rank of the plan is a team of processes side by side, which share each op out.
+"""Plans that split ops: one rank of the plan is a team of neighbouring processes, which share the work of each op.
 
-grid          which process stands where in its team, and with whom it exchanges
-shares        what one process has of a tensor that lies split, and the whole of what all have
+grid          the place of a process in its team, and the processes that it exchanges with
+shares        a process's shard of a tensor, and the whole tensor from all shards
 conversions   the ops that the sharding added, as autograd functions over process groups
-grouped       sorted choices on their way to the processes that have their experts, and home
-operators     ops that compute a share in another way than the whole
+grouped       routed tokens on their way to the processes that have their experts, and back
+operators     ops that compute a shard in another way than the whole
 local_parts   a stage's module as one process of a team computes it
 """
 

@@ -1,13 +1,13 @@
 """Conversions of the sharding (`program.sharding.convert`) over the processes of an axis, forward and backward.
 
-Forward a tensor is brought from the layout that it has to the one that is wanted; backward its gradient goes the other
-way by the collective that the local graph lists for it, or by none where every process has what it needs:
+The forward converts a tensor from its layout to the wanted one; the backward converts its gradient in the other
+direction by the collective that the local graph lists for it, or by none if every process has what it needs:
 
-    reduce_scatter, send   gradients are summed, each process keeps its share
+    reduce_scatter, send   gradients are summed, each process keeps its shard
     all_reduce             they are summed
-    all_gather             the shares of the gradient are put together
-    all_to_all             they are shared out along the other dim
-    none                   the own share of a gradient that is whole everywhere, or the gradient itself
+    all_gather             the shards of the gradient are joined
+    all_to_all             they are sharded along the other dim
+    none                   the own shard of a gradient that is whole everywhere, or the gradient itself
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConversion:
-    """``have`` and ``want``: how it is cut, None where all have full size; ``sums`` where these are parts of a sum.
+    """``have`` and ``want``: the cuts before and after, None for full size; ``sums``: the input is a part of a sum.
 
-    ``goes_round``: shares travel round a ring.
+    ``goes_round``: shards are passed round a ring.
     """
 
     axis: AxisGroup
@@ -48,7 +48,7 @@ class Convert(torch.nn.Module):
         self._conversion = conversion
 
     def forward(self, value: torch.Tensor, made: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor as it is wanted; ``made`` is that, if it is known already, and nothing is exchanged then."""
+        """The converted tensor; ``made`` is the result if it is known already, and nothing is sent then."""
         found: torch.Tensor = _Convert.apply(value, self._conversion, made)
         return found
 
@@ -93,21 +93,21 @@ class _Convert(torch.autograd.Function):
 
 
 def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """What each process has."""
+    """All-gather: the tensors of all processes."""
     found = value.new_empty(axis.size * value.numel())
     all_gather_single(found, value.contiguous().view(-1), group=axis.group)
     return list(found.view(axis.size, *value.shape).unbind())
 
 
 def sum_up(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
-    """The sum over the processes."""
+    """All-reduce: the sum over the processes."""
     found = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, group=axis.group)
     return found
 
 
 def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
-    """The own share of the sum."""
+    """Reduce-scatter: the own shard of the sum."""
     shares = torch.stack(cut.shares(value, axis.size))
     found = torch.empty_like(shares[0])
     reduce_scatter_single(found.view(-1), shares.view(-1), group=axis.group)
@@ -115,7 +115,7 @@ def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
 
 
 def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Tensor:
-    """The same tensor, cut along another dim."""
+    """All-to-all: the same tensor, cut along another dim."""
     if have.dim == want.dim:
         return want.shares(have.join(gather(value, axis)), axis.size)[axis.index].contiguous()
     shares = torch.stack(want.shares(value, axis.size))
@@ -125,7 +125,7 @@ def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Te
 
 
 def pass_round(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """What each process has, passed from one to the next."""
+    """The tensors of all processes, passed from one to the next."""
     found: list[torch.Tensor | None] = [None] * axis.size
     moving = value.contiguous()
     found[axis.index] = moving
@@ -136,7 +136,7 @@ def pass_round(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
 
 
 def sum_round(shares: Sequence[torch.Tensor], axis: AxisGroup) -> torch.Tensor:
-    """The own share of a sum, to which each process adds on the way."""
+    """The own shard of a sum, to which each process adds in turn."""
     moving = shares[(axis.index - 1) % axis.size].contiguous()
     for step in range(2, axis.size + 1):
         moving = _shift(moving, axis) + shares[(axis.index - step) % axis.size]
@@ -144,7 +144,7 @@ def sum_round(shares: Sequence[torch.Tensor], axis: AxisGroup) -> torch.Tensor:
 
 
 def _shift(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
-    """Hand a tensor to the next process, and get that of the one before."""
+    """Send a tensor to the next process, and receive that of the one before."""
     found = torch.empty_like(value)
     following, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[(axis.index - 1) % axis.size]
     # Together: NCCL runs what is issued between two processes in order, and in a ring of two both would send first.

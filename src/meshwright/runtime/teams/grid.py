@@ -1,4 +1,4 @@
-"""Where a process stands: process p of w in a team is device p % w of the rank p // w of the plan (`spec.teams`)."""
+"""The place of a process: process p of w in a team is device p % w of the rank p // w of the plan (`spec.teams`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class AxisGroup:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of processes."""
         return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamPosition:
-    """One process among teams of ``width``: the ``rank`` of the plan that it is part of, and its place in the team."""
+    """One process among teams of ``width``: the ``rank`` of the plan to which it belongs, and its place in the team."""
 
     process: int
     width: int
@@ -44,7 +44,7 @@ class TeamPosition:
         return self.process % self.width
 
     def new_group(self, ranks: Sequence[int], description: str | None = None) -> dist.ProcessGroup:
-        """A process group of the processes at each place of these ranks' teams; that at the own place.
+        """A process group for each place of these ranks' teams; returns the group of the own place.
 
         All processes call it together.
         """
@@ -55,7 +55,7 @@ class TeamPosition:
         return made[self.place]
 
     def process_of(self, rank: int) -> int:
-        """The process of another team that stands where this one does."""
+        """The process of another team at the same place as this one."""
         return rank * self.width + self.place
 
 

@@ -1,11 +1,11 @@
-"""Sorted choices on their way to the ranks that have their experts, and home (`program.sharding.dispatch`).
+"""Routed tokens on their way to the ranks that have their experts, and back (`program.sharding.dispatch`).
 
-    received  (ranks, experts here): how many rows come from each rank for each expert
-    arrival   where the i-th row in the order of the experts stands among what arrives, rank by rank
+    received  (ranks, experts here): the number of rows from each rank for each expert
+    arrival   the index, among the arriving rows rank by rank, of the i-th row in the order of the experts
     return    the inverse of that
 
-How many rows travel is known only now: counts are exchanged first, and read by the host, as the rows' all-to-all wants.
-Gradients go the other way. Nothing is dropped.
+The number of rows is known only at run time: counts are exchanged first, and read by the host, as the all-to-all of the
+rows needs them. Gradients go in the other direction. No row is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.spec.graph import Op
 
 
 def count_rows(ends: torch.Tensor) -> torch.Tensor:
-    """Rows of each expert, by where they end."""
+    """Rows per expert, from the ends of their ranges."""
     return torch.diff(ends, prepend=ends.new_zeros(1)).long()
 
 
@@ -34,17 +34,17 @@ def expert_of_arrived(received: torch.Tensor) -> torch.Tensor:
 
 
 def arrival(received: torch.Tensor) -> torch.Tensor:
-    """Places of the rows in what arrives, in the order of the experts."""
+    """Indices into the arriving rows, in the order of the experts."""
     return expert_of_arrived(received).argsort(stable=True)
 
 
 def arrival_inverse(received: torch.Tensor) -> torch.Tensor:
-    """Places of the rows in the order of the experts, as they arrived."""
+    """Indices into the order of the experts, for the rows as they arrived."""
     return arrival(received).argsort()
 
 
 def group_ends(received: torch.Tensor) -> torch.Tensor:
-    """Where the rows of each expert end."""
+    """The ends of the rows of each expert."""
     return received.sum(0).cumsum(0).int()
 
 
@@ -65,7 +65,7 @@ COMBINE = f"{MESH}combine.default"
 
 
 def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
-    """What computes an op of dispatch and combine; None for other ops."""
+    """The module for an op of dispatch and combine; None for other ops."""
     if op.kind in ARRANGING:
         return Arrange(ARRANGING[op.kind])
     if axis is None or op.kind not in (COUNTING, DISPATCH, COMBINE):
@@ -74,19 +74,19 @@ def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
 
 
 class Arrange(torch.nn.Module):
-    """What follows from the counts alone."""
+    """A function of the counts alone."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Whole numbers."""
+        """Integers."""
         return self._function(received)
 
 
 class ExchangeCounts(torch.nn.Module):
-    """How many rows come from each rank for each expert here."""
+    """The number of rows from each rank for each expert here."""
 
     def __init__(self, axis: AxisGroup) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class ExchangeRows(torch.nn.Module):
         self._axis, self._is_home = axis, is_home
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """What arrives, in the order of the ranks."""
+        """The arriving rows, in the order of the ranks."""
         sent = count_rows(ends).view(self._axis.size, -1).sum(1)
         out, back = torch.stack((sent, received.sum(1))).tolist()
         if self._is_home:

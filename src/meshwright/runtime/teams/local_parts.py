@@ -1,10 +1,10 @@
-"""The model as one process of a team has it: its shares of the parameters, and its share of every op.
+"""The model of one process of a team: its shards of the parameters, and its shard of every op.
 
-The graph is the local one that the simulator estimates (`program.lowering`): the same ops in the same order,
-conversions among them. Each op is torch's operator on local tensors, but for those of `conversions` and `operators`.
-Parameters and buffers that are whole stay the user's own objects; shares of others are new ones.
+The graph is the local one that the simulator estimates (`program.lowering`): the same ops in the same order, with
+conversions among them. Each op is torch's operator on local tensors, except those of `conversions` and `operators`.
+Whole parameters and buffers stay the user's own objects; shards of others are new ones.
 
-Modules that stand for one op compute nothing of their own: they call torch's operator, or give empty results.
+Modules for a single op compute nothing of their own: they call torch's operator, or return empty results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.sharding import Layout, Partial, Replicate, Shard, Sharding
 from meshwright.spec.slices import StageSlice
 
-# What a part of a sum may go through by itself; others would need the sum.
+# Ops that may be applied to parts of a sum one by one; others need the sum.
 _LINEAR = (
     "neg",
     "view",
@@ -67,7 +67,7 @@ _FACTORS = ("mul", "mul_", "div", "div_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """``plan`` and ``graph`` are those of one process, made by a ``sharding``."""
+    """The model of one process; ``plan`` and ``graph`` are its own, made by a ``sharding``."""
 
     plan: Plan
     graph: Graph
@@ -81,17 +81,17 @@ class LocalModel:
 
     @property
     def whole(self) -> Graph:
-        """The graph of all."""
+        """The full graph."""
         return self.captured.graph
 
     def eager(self) -> Self:
-        """The model whose layers run as they are."""
+        """The model with eager layers."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read.
+        """A module that computes ``fetches`` from ``feeds`` by some ops, with this process's shards of their inputs.
 
-        Raises PlanError for an op that cannot be computed in shares.
+        Raises PlanError for an op that cannot be sharded.
         """
         size = self.plan.microbatch_size
         converted = {op.outputs[0]: op.inputs[0] for op in self.graph.ops if op.kind.startswith(MESH)}
@@ -114,13 +114,13 @@ class LocalModel:
             )
         except GraphError as error:
             raise PlanError(
-                f"The plan splits ops, and this model cannot be run so: {error.args[0].split(';')[0]}. Plan without "
-                f"{self.sharding.describe()} to run."
+                f"The plan splits ops, which is not possible for this model: {error.args[0].split(';')[0]}. Plan "
+                f"without {self.sharding.describe()} to run."
             ) from None
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """The same for all ops, without exchanges: only shapes and strides come out right."""
+        """The same for all ops, without communication: only shapes and strides are right."""
         size = self.plan.microbatch_size
         ops = range(len(self.graph.ops))
         modules = {index: self._stand_in(index) for index in ops if self._module_of(index) is not None}
@@ -128,11 +128,11 @@ class LocalModel:
         return rebuild(self.graph, inputs, fetches, ops, batch_size=size, converters={}, modules=modules, device=device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        """What this process reads of a graph input for one microbatch."""
+        """This process's shard of a graph input for one microbatch."""
         return self._own(value, tensor).contiguous() if is_split(tensor, self.sharded.layouts) else value
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
-        """The whole of a tensor from what the processes of a team have, in their order."""
+        """The whole tensor from the shards of a team's processes, in their order."""
         size = self.plan.microbatch_size
         return join_shares(shares, tensor, self.sharded.layouts, self.sharding, size)
 
@@ -141,21 +141,21 @@ class LocalModel:
         return is_split(tensor, self.sharded.layouts)
 
     def alike(self, tensor: int) -> int:
-        """How many processes of a team have the same of a tensor."""
+        """The number of processes of a team that have the same part of a tensor."""
         sharding, layouts = self.sharding, self.sharded.layouts
         return prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][tensor], Shard))
 
     @property
     def loss_share(self) -> float:
-        """What to multiply each process's loss with, so that those of a team, parts or the whole, add up to it."""
+        """The factor for each process's loss, so that those of a team, parts or the whole, add up to it."""
         layouts, sharding = self.sharded.layouts, self.sharding
         loss = self.graph.outputs[0]
         return 1.0 / prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][loss], Partial))
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Sum the gradients of which each process of the team has a part, before the stage is updated."""
+        """Sum, before the stage is updated, the gradients of which each process of the team has a part."""
         for item in self.graph.collectives:
-            # All processes of a team run the same ops: what has no gradient here has none anywhere.
+            # All processes of a team run the same ops: a tensor without a gradient here has none anywhere.
             if item.phase == "step" and item.tensor in stage.parameters and item.tensor in gradients:
                 dist.all_reduce(gradients[item.tensor], group=self.grid.axes[item.axis].group)
 
@@ -164,7 +164,7 @@ class LocalModel:
         return own_share(value, tensor, self.sharded.layouts, places, self.sharding, self.plan.microbatch_size)
 
     def _share_of(self, tensor: int) -> torch.Tensor:
-        """The user's own parameter, buffer or constant; a share of it if it is split, the same for all stages."""
+        """The user's own parameter, buffer or constant, or its shard if it is split; the same object for all stages."""
         held: torch.Tensor = self.captured.trace.attribute(self.graph.tensors[tensor].name)
         if not self.is_split(tensor):
             return held
@@ -176,25 +176,25 @@ class LocalModel:
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
-        """By the id of a parameter of the user's, the share that stands for it here."""
+        """By the id of a user's parameter, the shard that replaces it here."""
         names = {tensor: self.graph.tensors[tensor].name for tensor in self.shares}
         return {id(self.captured.trace.attribute(name)): self.shares[tensor] for tensor, name in names.items()}
 
     def _check_written(self, op: Op, converted: Mapping[int, int]) -> None:
-        """Running statistics of a share are not those of the whole."""
+        """Raise PlanError for running statistics, which differ for a shard."""
         roots = [self._root(i, converted) for i in op.inputs]
         buffers = [root for root, _ in roots if self.graph.tensors[root].role == "buffer"]
         layouts = self.sharded.layouts.values()
         is_whole = all(isinstance(given[i], Replicate) for given in layouts for i in (*op.inputs, *op.outputs))
         if buffers and (not is_whole or any(is_converted for _, is_converted in roots)):
             raise PlanError(
-                f"The plan splits {op.name!r}, which updates {self.graph.tensors[buffers[0]].name!r} as it runs: from "
-                f"its share a process would make other statistics. Place the op whole (`--placement '{op.name}=tensor'`"
+                f"The plan splits {op.name!r}, which updates {self.graph.tensors[buffers[0]].name!r} as it runs; a "
+                f"shard would give other statistics. Place the op whole (`--placement '{op.name}=tensor'`"
                 "), freeze the statistics, or plan without the axis."
             )
 
     def _root(self, tensor: int, converted: Mapping[int, int]) -> tuple[int, bool]:
-        """The tensor in whose memory, or from which, one was made; and whether it was converted on the way."""
+        """The tensor that owns another's memory, or from which it was made; and whether a conversion is between."""
         is_converted = False
         while True:
             storage = self.graph.tensors[tensor].storage
@@ -211,7 +211,7 @@ class LocalModel:
         return Empty(shapes, [getattr(torch, tensor.dtype) for tensor in made], self.device)
 
     def _module_of(self, index: int) -> torch.nn.Module | None:
-        """What computes an op otherwise than torch's operator on local tensors does."""
+        """The module for an op that torch's operator on local tensors does not compute; None for others."""
         op = self.graph.ops[index]
         if (arranging := arranging_module(op, self.grid.axes.get("expert"))) is not None:
             return arranging
@@ -222,7 +222,7 @@ class LocalModel:
             return own_graph(self.captured, op, batch_size=size, device=self.device)
         if op.random and op.outputs and self.is_split(op.outputs[0]):
             if op.outputs[0] in self.sharded.own_rows:
-                raise refuse_share(op, "drops of choices, which each process has in an order of its own")
+                raise refuse_share(op, "drops choices, which each process has in its own order")
             return self._random(op)
         if op.kind.startswith("aten.cross_entropy_loss."):
             return self._cross_entropy(op)
@@ -251,14 +251,14 @@ class LocalModel:
                 have=cut_of(layouts[axis][source], size),
                 want=cut_of(layouts[axis][made], size),
                 sums=isinstance(layouts[axis][source], Partial),
-                # What goes round a ring is listed where attention waits for it.
+                # Ring exchanges are listed where attention waits for them.
                 backward="send" if goes_round else backward,
                 goes_round=goes_round,
             )
         )
 
     def _is_alike(self, op: Op) -> bool:
-        """Whether every process has the same of all that an op reads and makes."""
+        """Whether every process has the same inputs and outputs of an op."""
         layouts = self.sharded.layouts.values()
         return all(isinstance(given[i], Replicate) for given in layouts for i in (*op.inputs, *op.outputs))
 
@@ -274,7 +274,7 @@ class LocalModel:
 
     def _random(self, op: Op) -> torch.nn.Module:
         if not op.kind.startswith("aten.dropout."):
-            raise refuse_share(op, "draws random numbers otherwise than by dropout")
+            raise refuse_share(op, "draws random numbers in another way than dropout")
         made, size = op.outputs[0], self.plan.microbatch_size
         local = [extent.at(size) for extent in self.graph.tensors[made].shape]
         whole = whole_shape(local, made, self.sharded.layouts, self.sharding, size)
@@ -284,7 +284,7 @@ class LocalModel:
 def local_model(captured: Captured, plan: Plan, grid: TeamPosition, device: torch.device) -> LocalModel:
     """The model of this process, on its device, under a plan that splits ops.
 
-    Raises PlanError for what cannot be split evenly, or is gathered again.
+    Raises PlanError for tensors that cannot be split evenly, or are gathered again.
     """
     if plan.sharding.regather:
         raise PlanError(
@@ -314,7 +314,7 @@ def local_model(captured: Captured, plan: Plan, grid: TeamPosition, device: torc
 
 
 def _check_returned(graph: Graph, plan: Plan, sharded: ShardedGraph) -> None:
-    """Raise PlanError where processes would return parts. In training they return losses, which have their share."""
+    """Raise PlanError if processes would return parts. In training they return losses, which have their factor."""
     for axis, layouts in sharded.layouts.items() if plan.workload.kind == "inference" else ():
         for tensor in graph.outputs:
             if not isinstance(layouts[tensor], Replicate):
@@ -329,9 +329,9 @@ def _check_returned(graph: Graph, plan: Plan, sharded: ShardedGraph) -> None:
 def _special(
     graph: Graph, op: Op, axis: AxisGroup, layouts: tuple[Layout, ...]
 ) -> Callable[[torch.nn.Module], torch.nn.Module] | None:
-    """What makes, of the operator as a module, what an op needs on an axis; None if its operator does it alone.
+    """The wrapper of the operator's module for an op on an axis; None if its operator works alone.
 
-    Raises PlanError for an op that cannot be computed in shares.
+    Raises PlanError for an op that cannot be sharded.
     """
     if not op.outputs:
         return None
@@ -339,7 +339,7 @@ def _special(
     read, made = [layouts[i] for i in op.inputs], layouts[op.outputs[0]]
     if name == "embedding":
         if not isinstance(made, Replicate) and attributes.get("scale_grad_by_freq") == "True":
-            raise refuse_share(op, "scales gradients by how often a token comes")
+            raise refuse_share(op, "scales gradients by the frequency of tokens")
         return (lambda _: LookUp(op, axis)) if read[0] == Shard(0) else None
     if name == "scaled_dot_product_attention" and isinstance(made, Shard) and made.dim == 2:
         return lambda call: Attend(op, axis, call)
@@ -347,7 +347,7 @@ def _special(
         return lambda call: CountOn(axis, call)
     is_part = [isinstance(item, Partial) for item in read]
     if any(is_part) and not _keeps_sums(graph, op, is_part):
-        raise refuse_share(op, "needs a sum of which processes have parts")
+        raise refuse_share(op, "needs a sum of which processes have only parts")
     if not isinstance(made, Partial):
         return None
     if name in BIASES and len(op.inputs) > 2:
@@ -370,7 +370,7 @@ def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
 
 
 class Plain(torch.nn.Module):
-    """An op as torch has it, called with its inputs."""
+    """A torch operator, called with its inputs."""
 
     def __init__(self, graph: Graph, index: int, batch_size: int, device: torch.device) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class Plain(torch.nn.Module):
         self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={}, device=device)
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """What torch's operator makes."""
+        """The operator's result."""
         found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
         return found[0]
 

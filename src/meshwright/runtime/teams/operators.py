@@ -1,15 +1,15 @@
-"""Ops of a local graph that compute their share in another way than torch's operator would by itself.
+"""Ops of a local graph whose shards need another computation than torch's operator.
 
 embedding       a process has some rows of the table: the others' are zero, and the sum over all is the result
 cross_entropy   a process has some classes: the largest logit, the sum of exponentials and the target's own logit are
                 exchanged, a number per target each (Shoeybi et al., Megatron-LM, 2019, section 3)
 attention       a process has some of the queries, after those of the processes before it, and all keys; under a causal
-                mask it takes those up to its last query
-arange          a process counts on from those before it
-dropout         all processes draw the whole mask, as one process would, and use their share
+                mask it uses the keys up to its last query
+arange          a process continues the numbers of those before it
+dropout         all processes draw the whole mask, as one process would, and use their shard
 products        of which each process has a part of the sum: one of them adds the bias
 means           every process has a part of the sum over the number of all, for cross entropy of the targets that count
-sums            of parts and of what all have: each process adds its share of the latter, whose gradient is whole
+sums            of parts and of whole tensors: each process adds its share of the latter, whose gradient is whole
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LookUp(torch.nn.Module):
         self._axis = axis
 
     def forward(self, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Rows that other processes have are zero."""
+        """The rows; zero for those of other processes."""
         local = index - self._axis.index * len(weight)
         mine = (local >= 0) & (local < len(weight))
         padding = self._padding - self._axis.index * len(weight)
@@ -44,7 +44,7 @@ class LookUp(torch.nn.Module):
 
 
 class CrossEntropy(torch.nn.Module):
-    """Cross entropy of logits whose classes, dim 1, are shared out; so may their ``rows`` be, over other axes."""
+    """Cross entropy of logits whose classes, dim 1, are sharded; their ``rows`` may be, too, over other axes."""
 
     def __init__(self, op: Op, axis: AxisGroup, rows: Sequence[AxisGroup]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Attend(torch.nn.Module):
         self._is_grouped = attributes.get("enable_gqa") == "True"
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """Queries see what stands before them in the whole row."""
+        """Attend with queries that see all keys before them in the whole row."""
         if not self._is_causal:
             found: torch.Tensor = self._call(*given)
             return found
@@ -133,7 +133,7 @@ class Attend(torch.nn.Module):
 
 
 class CountOn(torch.nn.Module):
-    """The own share of a range."""
+    """The own shard of a range."""
 
     def __init__(self, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
@@ -146,20 +146,20 @@ class CountOn(torch.nn.Module):
 
 
 class DropOut(torch.nn.Module):
-    """Dropout by the own share of the whole mask; ``share`` takes it."""
+    """Dropout by the own shard of the whole mask; ``share`` takes it."""
 
     def __init__(self, op: Op, whole: tuple[int, ...], share: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._kept, self._whole, self._share = 1.0 - float(dict(op.attributes)["p"]), whole, share
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Drop what the whole mask drops."""
+        """Drop the elements that the whole mask drops."""
         mask = torch.empty(self._whole, dtype=value.dtype, device=value.device).bernoulli_(self._kept)
         return value * self._share(mask.div_(self._kept))
 
 
 class AddOnce(torch.nn.Module):
-    """A product whose parts are summed: the first process of the axis adds the bias, which stands at ``place``."""
+    """A product whose parts are summed: the first process of the axis adds the bias, which is at ``place``."""
 
     def __init__(self, place: int, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
@@ -212,20 +212,20 @@ class _Divide(torch.autograd.Function):
 
 
 class MeanShare(torch.nn.Module):
-    """A mean of which every process has an equal number of terms: the own part of it."""
+    """The own part of a mean of which every process has an equal number of terms."""
 
     def __init__(self, size: int, call: torch.nn.Module) -> None:
         super().__init__()
         self._size, self._call = size, call
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """The own terms over the number of all."""
+        """The sum of the own terms over the number of all."""
         found: torch.Tensor = self._call(*given)
         return found / self._size
 
 
 class RowLoss(torch.nn.Module):
-    """Mean cross entropy of some of the targets: the own part of it, over what all count, or weigh, together."""
+    """The own part of the mean cross entropy of some of the targets, over the count or weight of all."""
 
     def __init__(self, op: Op, rows: Sequence[AxisGroup]) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class RowLoss(torch.nn.Module):
         return losses / total.to(losses.dtype)
 
 
-# Where products have their bias.
+# The index of the bias among a product's arguments.
 BIASES: Mapping[str, int] = {
     "linear": 2,
     "conv1d": 2,
@@ -268,8 +268,8 @@ BIASES: Mapping[str, int] = {
 
 
 def refuse_share(op: Op, why: str) -> PlanError:
-    """The error for an op that cannot be computed in shares, and why."""
+    """The error for an op that cannot be sharded, with the reason."""
     return PlanError(
-        f"The plan splits {op.name!r}, which {why}; that cannot be computed in shares here. Place the op whole "
+        f"The plan splits {op.name!r}, which {why}; such an op cannot be sharded here. Place the op whole "
         f"(`--placement '{op.name}=tensor'`), or plan without the axis."
     )

@@ -1,4 +1,4 @@
-"""What one of several processes has of a tensor, by its layout; and the whole of what they all have."""
+"""A process's shard of a tensor, by its layout; and the whole tensor from all shards."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from meshwright.spec.collective import Axis
 from meshwright.spec.graph import Graph
 from meshwright.spec.sharding import Layout, Shard, Sharding
 
-# What an axis splits was split by those before it, tokens for instance.
+# The tensor may already be split by earlier axes, for example along tokens.
 SPLITTING_ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor of a known batch size is cut along a dim: ``parts`` equal parts, each shared out by itself."""
+    """How a tensor of a known batch size is cut along a dim: ``parts`` equal parts, each sharded by itself."""
 
     dim: int
     parts: int
 
     def shares(self, value: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """What each of ``size`` processes has."""
+        """The shards of ``size`` processes."""
         pieces = [piece.chunk(size, self.dim) for piece in value.chunk(self.parts, self.dim)]
         if len(pieces) == 1:
             return list(pieces[0])
         return [torch.cat([piece[index] for piece in pieces], self.dim) for index in range(size)]
 
     def join(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of what they have."""
+        """The whole tensor from its shards."""
         pieces = [share.chunk(self.parts, self.dim) for share in shares]
         return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], self.dim)
 
 
 def cut_of(layout: Layout, batch_size: int) -> Cut | None:
-    """How a layout cuts; None if every process has a tensor of full size."""
+    """The cut of a layout; None if every process has a tensor of full size."""
     return Cut(layout.dim, layout.parts.at(batch_size)) if isinstance(layout, Shard) else None
 
 
@@ -46,7 +46,7 @@ Layouts = Mapping[Axis, tuple[Layout, ...]]
 def own_share(
     value: torch.Tensor, tensor: int, layouts: Layouts, places: Mapping[Axis, int], sharding: Sharding, batch_size: int
 ) -> torch.Tensor:
-    """What the process at ``places`` has of a whole tensor, by its id."""
+    """The shard of a whole tensor, by its id, for the process at ``places``."""
     for axis in SPLITTING_ORDER:
         if axis in layouts and (cut := cut_of(layouts[axis][tensor], batch_size)) is not None:
             value = cut.shares(value, sharding.size(axis))[places[axis]]
@@ -56,9 +56,9 @@ def own_share(
 def join_shares(
     shares: Sequence[torch.Tensor], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> torch.Tensor:
-    """The whole of what the processes of a team have, in the order of their places."""
+    """The whole tensor from the shards of a team's processes, in the order of their places."""
     found = list(shares)
-    # Of the team's places the tensor axis runs fastest.
+    # Among the team's places the tensor axis varies fastest.
     for axis in reversed(SPLITTING_ORDER):
         size = sharding.size(axis)
         if size == 1:
@@ -72,7 +72,7 @@ def join_shares(
 def whole_shape(
     shape: Sequence[int], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> tuple[int, ...]:
-    """The shape of a tensor of which one process has a share of ``shape``."""
+    """The shape of a tensor of which one process has a shard of ``shape``."""
     found = list(shape)
     for axis, given in layouts.items():
         if (cut := cut_of(given[tensor], batch_size)) is not None:

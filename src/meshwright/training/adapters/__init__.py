@@ -1,4 +1,4 @@
-"""Loops of other libraries under a plan: `transformers.Trainer` and Lightning's `Trainer` keep theirs, steps are ours.
+"""Loops of other libraries under a plan: `transformers.Trainer` and Lightning's `Trainer` run Meshwright's steps.
 
     PlannedTrainer, trainer_step        pip install 'meshwright[torch,trainer]'
     PlannedStrategy, lightning_step     pip install 'meshwright[torch,lightning]'
@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.extras import explain_missing, missing_of
 
-# Name → its module, and the extra that brings what the module imports.
+# Name → its module, and the extra that installs the module's dependencies.
 _NAMES = {
     "PlannedTrainer": ("hf_trainer", "torch,trainer"),
     "trainer_step": ("hf_trainer", "torch,trainer"),
@@ -25,7 +25,7 @@ __all__ = ["PlannedStrategy", "PlannedTrainer", "lightning_step", "trainer_step"
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name from its module; ImportError, with the pip line, if a library that it needs is not installed."""
+    """Load a name from its module; ImportError, with the pip line, if a library that it needs is missing."""
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, extra = _NAMES[name]

@@ -5,9 +5,9 @@
     Trainer       sees one process that knows its rank: nothing is wrapped or sharded, rank 0 logs and writes
 
 Trainer divides the loss of a batch by its number of labels, not by that of a microbatch: the model that is planned and
-captured takes that number (`trainer_step`).
+captured takes that number as an input (`trainer_step`).
 
-What its loop does behind a step, `optimizer.step()`, finds no gradients and does nothing.
+The `optimizer.step()` of its loop after a step finds no gradients and does nothing.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from meshwright.training.adapters.shared import (
 )
 from meshwright.training.trainer import Trainer, prepare
 
-# Beside the model in a checkpoint of transformers.
+# The folder beside the model in a checkpoint of transformers.
 _FOLDER = "meshwright"
-# Labels that count for no loss, as everywhere in transformers.
+# Labels that are ignored in the loss, as everywhere in transformers.
 _IGNORED = -100
-# Methods of Trainer that are no part of its public interface and that are replaced below.
+# Methods of Trainer outside its public interface that are replaced below.
 _REPLACED = ("_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 _PREFIX = "module."
 
 
 def trainer_step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """What a plan for a model of Trainer is made of: return it from the function that `meshwright plan` is given.
+    """Make the model and batch for a plan under Trainer: return them from the function given to `meshwright plan`.
 
     Args:
-        model: the model; it is put in training mode, without a cache of keys and values, as Trainer does.
-        batch: an example of what the data collator makes, with labels; the batch is dim 0.
+        model: the model; it is put in training mode, without a key-value cache, as Trainer does.
+        batch: an example of the data collator's output, with labels; the batch is dim 0.
 
     Returns:
-        A module that computes the loss as Trainer does, and its inputs: counts of labels beside the batch, if the
+        A module that computes the loss as Trainer does, and its inputs, with counts of labels beside the batch if the
         model takes them.
     """
     model.train()
@@ -65,18 +65,18 @@ def trainer_step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.n
 
 
 class PlannedTrainer(transformers.Trainer):
-    """A `transformers.Trainer` whose steps are run under a plan. All ranks make it and call `train` together.
+    """A `transformers.Trainer` whose steps run under a plan. All ranks create it and call `train` together.
 
     Args:
         model: the whole model, equal on all ranks, which computes its loss from a batch with labels.
         args: as for Trainer. ``per_device_train_batch_size`` is the plan's global batch, in samples, and
-            ``max_grad_norm`` the norm that all gradients of the model together have at most.
+            ``max_grad_norm`` the largest norm of all gradients of the model together.
         *arguments: as for Trainer.
         plan: a Plan, a Placement or the file of either.
-        verify: compare the captured model with the eager one first.
+        verify: first compare the captured model with the eager one.
         **options: as for Trainer.
 
-    Raises PlanError if the plan is not one for such a loop or has another batch, RunError for settings that a plan
+    Raises PlanError if the plan is not for such a loop or has another batch size, RunError for settings that a plan
     decides itself or that are not supported.
     """
 
@@ -111,17 +111,17 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def planned(self) -> Trainer:
-        """Meshwright's trainer, which has timelines and losses; RunError before the first step, which makes it."""
+        """Meshwright's trainer, with timelines and losses; RunError before the first step, which creates it."""
         if self._planned is None:
             raise RunError("No step was run yet, and the first one prepares the model. Call `train` first.")
         return self._planned
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train as Trainer does, once; RunError for a second time, and for callbacks that want gradients."""
+        """Train as Trainer does, once; RunError for a second call, and for callbacks that need gradients."""
         if self._planned is not None:
             raise RunError(
                 "`train` was called a second time; under a plan each rank keeps only its part of the model. Train in "
-                "one go (num_train_epochs, max_steps), or go on from a checkpoint in a new process."
+                "one go (num_train_epochs, max_steps), or continue from a checkpoint in a new process."
             )
         for callback in self.callback_handler.callbacks:
             why = "gradients are used up within the step"
@@ -146,7 +146,7 @@ class PlannedTrainer(transformers.Trainer):
         return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, put together from all ranks, for `from_pretrained`. All ranks call it together."""
+        """Write the whole model, gathered from all ranks, for `from_pretrained`. All ranks call it together."""
         assert self.model is not None, "Trainer has refused to be made without one"
         state = self.model.state_dict()
         if self._planned is not None:
@@ -157,25 +157,25 @@ class PlannedTrainer(transformers.Trainer):
             dist.barrier()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As Trainer estimates them, for the whole model: the parameters of other ranks are released by then."""
+        """Trainer's estimate for the whole model; the parameters of other ranks are released by then."""
         name = getattr(self.model, "main_input_name", "input_ids")
         if self._num_parameters is None or name not in inputs:
             return 0
         return 6 * int(inputs[name].numel()) * self._num_parameters
 
     def evaluate(self, *_arguments: Any, **_options: Any) -> Any:
-        """Refused with RunError: each rank has only its part of the model."""
+        """Raises RunError: each rank has only its part of the model."""
         _refuse_evaluation("evaluate")
 
     def predict(self, *_arguments: Any, **_options: Any) -> Any:
-        """Refused with RunError: each rank has only its part of the model."""
+        """Raises RunError: each rank has only its part of the model."""
         _refuse_evaluation("predict")
 
     def hyperparameter_search(self, *_arguments: Any, **_options: Any) -> Any:
-        """Refused with RunError: a plan is of one model and one batch."""
+        """Raises RunError: a plan is for one model and one batch."""
         raise RunError(
-            "PlannedTrainer was asked for `hyperparameter_search`; expected `train`, since a plan is of one model and "
-            "batch. Search with a plain Trainer, and plan for what was found."
+            "PlannedTrainer does not support `hyperparameter_search`; expected `train`, since a plan is for one model "
+            "and batch. Search with a plain Trainer, and plan for the result."
         )
 
     def _prepare_model(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Trainer:
@@ -203,13 +203,13 @@ class PlannedTrainer(transformers.Trainer):
         return planned
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Nothing: `prepare` moves this rank's part."""
+        """Do nothing: `prepare` moves this rank's part."""
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> None:
-        """Nothing: the step has clipped."""
+        """Do nothing: the step has clipped."""
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> None:
-        """None, so that no norm is logged: gradients are gone."""
+        """Return None, so that no norm is logged: gradients are already cleared."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.planned.save_checkpoint(Path(output_dir) / _FOLDER, keep=1)
@@ -235,14 +235,14 @@ class PlannedTrainer(transformers.Trainer):
             super()._save_rng_state(output_dir)
 
     def _check_own(self) -> None:
-        """Raise RunError for what is refused of the trainer itself."""
+        """Raise RunError for unsupported settings and overrides of the trainer itself."""
         refuse_overridden(
             "The trainer",
             type(self),
             PlannedTrainer,
             {
                 "training_step": "steps are those of the plan",
-                "compute_loss": "the loss is that which the model computes",
+                "compute_loss": "the loss is the one that the model computes",
                 "optimizer_step": "updates are part of the step",
             },
         )
@@ -277,7 +277,7 @@ class PlannedTrainer(transformers.Trainer):
         kept = labels[..., 1:] if getattr(self, "_loss_shifts_labels", False) else labels
         counts = kept.ne(_IGNORED).reshape(len(labels), -1).sum(1)
         if len(counts) % size:
-            return  # `step` says so
+            return  # `step` reports the error
         found = sorted({int(item) for item in counts.reshape(-1, size).sum(1)})
         if len(found) > 1:
             raise RunError(
@@ -288,21 +288,21 @@ class PlannedTrainer(transformers.Trainer):
 
 
 class _CountedLoss(torch.nn.Module):
-    """A model's loss, divided by the number of labels that falls to a microbatch, be they unequal among these."""
+    """A model's loss, divided by a microbatch's share of the number of labels, equal or not."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.module = model
 
     def forward(self, num_items: torch.Tensor, num_shares: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """The loss of a microbatch, of which a batch has ``num_shares``, with ``num_items`` labels together."""
+        """The loss of a microbatch; its batch has ``num_shares`` microbatches with ``num_items`` labels together."""
         made = self.module(**inputs, num_items_in_batch=num_items / num_shares)
         loss: torch.Tensor = made["loss"] if isinstance(made, dict) else made[0]
         return loss
 
 
 def _counts(num_items: int, num_shares: int) -> dict[str, torch.Tensor]:
-    """Whole numbers, which no precision of a plan casts."""
+    """Integer tensors, which no precision of a plan casts."""
     return {"num_items": torch.tensor(num_items), "num_shares": torch.tensor(num_shares)}
 
 
@@ -316,13 +316,13 @@ def _takes_count(model: torch.nn.Module) -> bool:
 
 def _refuse_evaluation(method: str) -> None:
     raise RunError(
-        f"PlannedTrainer was asked for `{method}`; expected `train` alone, since each rank keeps only its part of the "
-        "model. Save it (`save_model`), and evaluate in another process with a plain Trainer."
+        f"PlannedTrainer does not support `{method}`; expected `train` alone, since each rank keeps only its part of "
+        "the model. Save it (`save_model`), and evaluate in another process with a plain Trainer."
     )
 
 
 def _be_one_process() -> None:
-    """Let accelerate see one process that knows its rank: it then shards no batches and wraps no model."""
+    """Let accelerate see one process that knows its rank, so that it shards no batches and wraps no model."""
     state = PartialState()
     state.distributed_type = DistributedType.NO
     state.num_processes = 1
@@ -338,7 +338,7 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
             f"{plan.num_microbatches} microbatches itself. Set both so, or plan with --batch {batch * accumulated}."
         )
     precision = f"the plan's {plan.workload.precision}"
-    # Attribute of the arguments, what is expected, what to do.
+    # Attribute of the arguments, expected value, remedy.
     flags = {
         "fp16": (precision, "Leave it out, and plan with --precision amp-float16."),
         "bf16": (precision, "Leave it out, and plan with --precision amp."),
@@ -354,7 +354,7 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
         "auto_find_batch_size": ("the plan's batch", "Leave it out."),
         "eval_on_start": ("training alone", "Leave it out, and evaluate what was saved with a plain Trainer."),
         "load_best_model_at_end": ("training alone", "Leave it out, and evaluate what was saved with a plain Trainer."),
-        "push_to_hub": ("a local folder", "Leave it out, and upload what was saved."),
+        "push_to_hub": ("a local folder", "Leave it out, and upload the saved model."),
         "enable_jit_checkpoint": ("checkpoints between steps", "Leave it out, and use save_steps."),
         "torch_empty_cache_steps": ("steps of the plan", "Leave it out."),
     }
@@ -371,7 +371,7 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
             ),
             RefusedSetting(evaluates, f"eval_strategy={args.eval_strategy!r}", "'no'", flags["eval_on_start"][1]),
             RefusedSetting(
-                layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, as adamw."
+                layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, such as adamw."
             ),
             RefusedSetting(
                 args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "one", "Start one process per GPU (torchrun)."

@@ -1,8 +1,8 @@
 """Lightning's `Trainer` under a plan, as a strategy: its loop, logs, callbacks, schedulers; our forwards and updates.
 
 The model that is planned and captured is the ``training_step`` of a LightningModule, as a module that returns its loss
-(`lightning_step`). It is traced once, on tensors without values: what it logs besides the loss, and what it asks of
-Lightning's Trainer, would be the same in every step, and is refused.
+(`lightning_step`). It is traced once, on tensors without values: values that it logs besides the loss, and values that
+it reads from Lightning's Trainer, would be the same in every step, and are refused.
 
     Trainer ── batch ──▶ PlannedStrategy.training_step ──▶ meshwright's Trainer.step ──▶ loss, logged again
             ── backward, optimizer_step ──▶ nothing is left to do
@@ -33,7 +33,7 @@ from meshwright.training.trainer import Trainer, prepare
 
 _PREFIX = "module."
 _WITHIN = "backward and update are within the plan's step"
-# Hooks that Lightning calls around what the plan does in one go.
+# Hooks that Lightning calls between phases that the plan executes in one call.
 _HOOKS = dict.fromkeys(("on_before_backward", "on_after_backward", "on_before_optimizer_step"), _WITHIN)
 _MODULE_HOOKS = {
     **dict.fromkeys(("backward", "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"), _WITHIN),
@@ -42,7 +42,7 @@ _MODULE_HOOKS = {
 
 
 def lightning_step(module: pl.LightningModule, batch: Any) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """What a plan for a LightningModule is made of: return it from the function that `meshwright plan` is given.
+    """Make model and batch for a plan of a LightningModule: return them from the function given to `meshwright plan`.
 
     Args:
         module: the LightningModule.
@@ -60,10 +60,10 @@ class PlannedStrategy(Strategy):
     Args:
         plan: a Plan, a Placement or the file of either, for what `lightning_step` returns.
         run_seed: seed of dropout and other random ops.
-        verify: compare the captured step with the eager one first.
+        verify: first compare the captured step with the eager one.
 
-    All ranks run the script and read the same global batches. Raises PlanError if the plan is not one for such a loop,
-    and `fit` RunError for settings that a plan decides itself or that are not supported.
+    All ranks run the script and read the same global batches. Raises PlanError if the plan is not for such a loop,
+    and `fit` raises RunError for settings that a plan decides itself or that are not supported.
     """
 
     def __init__(self, plan: Plan | Placement | Path | str, *, run_seed: int = 0, verify: bool = True) -> None:
@@ -79,14 +79,14 @@ class PlannedStrategy(Strategy):
 
     @property
     def planned(self) -> Trainer:
-        """Meshwright's trainer, which has timelines and losses; RunError before the first step, which makes it."""
+        """Meshwright's trainer, with timelines and losses; RunError before the first step, which creates it."""
         if self._planned is None:
             raise RunError("No step was run yet, and the first one prepares the model. Call `fit` first.")
         return self._planned
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return own_device(self._kind)
 
     @property
@@ -100,7 +100,7 @@ class PlannedStrategy(Strategy):
         if name != self._kind:
             accelerator = "gpu" if self._kind == "cuda" else self._kind
             raise RunError(
-                f"Lightning's Trainer computes on {name}, and the plan is for {self._kind}. Give "
+                f"Lightning's Trainer computes on {name}, but the plan is for {self._kind}. Give "
                 f"Trainer(accelerator={accelerator!r}), or plan for another cluster."
             )
         self.global_rank, _ = join_group(self._kind)
@@ -108,7 +108,7 @@ class PlannedStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Make optimizers, after everything that is not supported was refused."""
+        """Create optimizers, after refusing everything that is not supported."""
         assert self.lightning_module is not None, "Lightning connects a module first"
         self._refuse(trainer, self.lightning_module)
         self._clip_norm = float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
@@ -138,7 +138,7 @@ class PlannedStrategy(Strategy):
         return loss
 
     def backward(self, closure_loss: torch.Tensor, *_arguments: Any, **_options: Any) -> torch.Tensor:
-        """Nothing: `training_step` has done it."""
+        """Do nothing: `training_step` has done it."""
         return closure_loss
 
     def optimizer_step(
@@ -152,19 +152,19 @@ class PlannedStrategy(Strategy):
         return closure()
 
     def validation_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Refused with RunError, as the other steps without training."""
+        """Raises RunError, as do the other steps without training."""
         _refuse_evaluation("validate")
 
     def test_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Refused with RunError."""
+        """Raises RunError."""
         _refuse_evaluation("test")
 
     def predict_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Refused with RunError."""
+        """Raises RunError."""
         _refuse_evaluation("predict")
 
     def model_to_device(self) -> None:
-        """Nothing: `prepare` moves this rank's part."""
+        """Do nothing: `prepare` moves this rank's part."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, under the LightningModule's names; empty elsewhere."""
@@ -175,14 +175,14 @@ class PlannedStrategy(Strategy):
         return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
     def optimizer_state(self, _optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty: Lightning's checkpoints are of weights. ``planned.save_checkpoint`` writes what ranks hold."""
+        """Empty: Lightning's checkpoints contain weights only. ``planned.save_checkpoint`` writes the ranks' states."""
         return {}
 
     def load_checkpoint(self, checkpoint_path: Any, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Refused with RunError: optimizer states of ranks are in no checkpoint of Lightning."""
+        """Raises RunError: Lightning's checkpoints do not contain the ranks' optimizer states."""
         raise RunError(
-            f"`fit` was to go on from {checkpoint_path}; expected no ckpt_path, since checkpoints have the weights "
-            "without the optimizer's states. Load the weights (load_from_checkpoint) and train from there."
+            f"`fit` was given the checkpoint {checkpoint_path}; expected no ckpt_path, since checkpoints have the "
+            "weights without the optimizer's states. Load the weights (load_from_checkpoint) and train from there."
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -199,7 +199,7 @@ class PlannedStrategy(Strategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank ``src`` has."""
+        """The object of rank ``src``."""
         held = [obj]
         if dist.is_initialized():
             dist.broadcast_object_list(held, src)
@@ -217,13 +217,13 @@ class PlannedStrategy(Strategy):
         return torch.stack(found)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decide so."""
+        """Whether all ranks, or any of them, decide True."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, bool(decision))
         return min(found) if all else max(found)
 
     def teardown(self) -> None:
-        """As other strategies, but the model stays where it is: it can still be saved."""
+        """Tear down as other strategies do, but leave the model on its device, so that it can still be saved."""
         assert self.accelerator is not None, "Lightning gives one"
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -233,7 +233,7 @@ class PlannedStrategy(Strategy):
         if self._planned is not None:
             raise RunError(
                 "`fit` was called a second time; under a plan each rank keeps only its part of the model. Train in one "
-                "go (max_epochs, max_steps), or begin anew from saved weights in a new process."
+                "go (max_epochs, max_steps), or start anew from saved weights in a new process."
             )
         if trainer.state.fn != TrainerFn.FITTING:
             _refuse_evaluation(str(getattr(trainer.state.fn, "value", trainer.state.fn)))
@@ -286,18 +286,18 @@ class PlannedStrategy(Strategy):
             raise RunError("training_step takes a dataloader_iter; expected a batch. Let it take (batch, batch_idx).")
 
 
-_EVALUATE = "Give limit_val_batches=0, and validate what was saved with a plain Trainer in another process."
+_EVALUATE = "Give limit_val_batches=0, and validate the saved model with a plain Trainer in another process."
 
 
 def _refuse_evaluation(what: str) -> NoReturn:
     raise RunError(
-        f"PlannedStrategy was asked to {what}; expected `fit` alone, since each rank keeps only its part of the model. "
+        f"PlannedStrategy cannot {what}; expected `fit` alone, since each rank keeps only its part of the model. "
         + _EVALUATE
     )
 
 
 class _StepLoss(torch.nn.Module):
-    """The loss of a LightningModule's ``training_step``, and under which names and options it was logged."""
+    """The loss of a LightningModule's ``training_step``, with the names and options under which it was logged."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class _StepLoss(torch.nn.Module):
             if value is not loss:
                 raise PlanError(
                     f"training_step logs {name!r}, which is not the loss that it returns; expected the loss alone, "
-                    "since no rank has all that a step computes. Log the loss itself, and compute the rest from saved "
+                    "since no rank has all values of a step. Log the loss itself, and compute the rest from saved "
                     "weights."
                 )
         self._logged.options = {name: options for name, (_, options) in values.items()}
@@ -340,7 +340,7 @@ class _StepLoss(torch.nn.Module):
 
 
 class _Logged:
-    """Outlives a trace, which puts dicts of the module back as they were."""
+    """Keeps names and options after a trace, which restores dicts of the module."""
 
     def __init__(self) -> None:
         self.options: dict[str, dict[str, Any]] = {}
@@ -359,7 +359,7 @@ def _loss_of(made: Any) -> torch.Tensor:
 
 
 class _Absent:
-    """Stands for what differs from step to step while the step is traced, once for all of them."""
+    """Stands for a value that differs from step to step during the trace; using it is an error."""
 
     def __init__(self, what: str) -> None:
         object.__setattr__(self, "_what", what)
@@ -367,8 +367,8 @@ class _Absent:
     def _refuse(self, *_arguments: Any) -> NoReturn:
         what = object.__getattribute__(self, "_what")
         raise PlanError(
-            f"training_step asks for {what}; expected a step that depends on the batch alone, since it is traced once "
-            "and run as traced. Move what depends on it to a hook, as on_train_batch_start."
+            f"training_step uses {what}; expected a step that depends on the batch alone, since it is traced once "
+            "and run as traced. Move what depends on it to a hook, such as on_train_batch_start."
         )
 
     __getattr__ = __bool__ = __int__ = __index__ = __float__ = __eq__ = __hash__ = __lt__ = __le__ = __gt__ = _refuse

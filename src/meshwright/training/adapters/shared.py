@@ -1,4 +1,4 @@
-"""What both adapters ask of a plan, and how they refuse."""
+"""Checks of plans and settings that both adapters share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.plan_files import read_plan
 
 
 class RefusedSetting(NamedTuple):
-    """A setting that another loop has and a plan decides, or that nothing here does."""
+    """A setting of another loop that a plan decides, or that is not supported."""
 
     given: bool
     what: str
@@ -22,14 +22,14 @@ class RefusedSetting(NamedTuple):
 
 
 def take_plan(plan: Plan | Placement | Path | str) -> Plan | Placement:
-    """The plan, read if it is a file; PlanError unless every step of it is a whole training step."""
+    """The plan, read if it is a file. Raises PlanError unless each of its steps is a whole training step."""
     found = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     if found.workload.kind == "inference":
         raise PlanError("A plan for inference was given; expected one for training. Plan without --inference.")
     if isinstance(found, Plan) and found.is_asynchronous:
         raise PlanError(
-            f"The plan's schedule {found.schedule!r} never flushes, so that a step's loss is known some steps later; "
-            "expected one that flushes. Plan with --schedule 1f1b, or train with meshwright.prepare."
+            f"The plan's schedule {found.schedule!r} is asynchronous, so that a step's loss is known some steps later; "
+            "expected a synchronous one. Plan with --schedule 1f1b, or train with meshwright.prepare."
         )
     return found
 
@@ -42,7 +42,7 @@ def refuse_given(where: str, refusals: Iterable[RefusedSetting]) -> None:
 
 
 def refuse_overridden(what: str, kind: type, base: type, reasons: Mapping[str, str]) -> None:
-    """Raise RunError if a class has a method of its own in place of its base's: by name, why it is never called."""
+    """Raise RunError if a class overrides a method of its base that is never called; ``reasons``: by name, why."""
     for name, reason in reasons.items():
         if getattr(kind, name, None) is not getattr(base, name, None):
             raise RunError(
