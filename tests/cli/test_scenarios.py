@@ -141,7 +141,7 @@ def test_names_of_strangers_are_printed_as_they_are(planned):
         (("--scenario", "slow.toml", "--cluster", "A100"), "has ranks 0 to 0"),
         (("--sweep", "seed=1", "--out", "a.json"), "choose a name that ends in .csv"),
         (("--sweep", "seed=1", "--plot", "a.png"), "choose a name that ends in .svg"),
-        (("--sweep", "seed=1", "--figure", "step_time"), "is no column of this sweep (did you mean 'step_time_s'"),
+        (("--sweep", "seed=1", "--figure", "step_time"), "is not a column of this sweep (did you mean 'step_time_s'"),
         (("--sweep", "slow-device.factor=2"), "is of no effect of the scenario"),
     ],
 )
