@@ -291,7 +291,7 @@ def test_a_schedule_is_drawn_into_a_file(folder, capsys):
     assert json.loads(capsys.readouterr().out)["drawing"] == "drawn.svg"
     for arguments, words in (
         (["--out", "drawn.svg"], "--out writes the drawing of --schedule"),
-        (["--schedule", "--out", "drawn.png"], "Give a name that ends in .svg"),
+        (["--schedule", "--out", "drawn.png"], "does not end in .svg"),
     ):
         assert invoke(["show", "plan.json", *arguments]) == 1
         assert words in " ".join(capsys.readouterr().err.split())

@@ -133,6 +133,6 @@ def explain_excess(answer: StateResult) -> str:
     return (
         f"Does not fit: rank {rank} ({name_stages(answer.plan, rank)}) needs "
         f"{format_bytes(ranked.reserved_bytes[rank])}, {format_bytes(ranked.excess_bytes)} more than its "
-        f"{format_bytes(ranked.memory_limit_bytes[rank])}; the largest part are {ranked.memory_owner}. "
+        f"{format_bytes(ranked.memory_limit_bytes[rank])}; most of it are {ranked.memory_owner}. "
         f"Choose {', or '.join(changes)}."
     )
