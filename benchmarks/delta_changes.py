@@ -30,7 +30,7 @@ def noisy(network: Network, spread: float) -> Network:
 
 
 def on_shared_nics(network: Network, num_ranks: int) -> Network:
-    """What so many ranks in a row send in either direction takes one link."""
+    """A network in which each group of ``num_ranks`` consecutive ranks shares one link per direction."""
     links = np.arange(len(network.route_links)) // (2 * num_ranks)
     return network._replace(num_private=0, route_links=links.astype(np.int32))
 

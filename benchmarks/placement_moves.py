@@ -1,8 +1,9 @@
 """What simulating the move of one op to another device takes, beside building and simulating the placement anew.
 
-A graph of ops, each of which reads two of the 50 before it, trained on one node of 8 devices in two microbatches, every
-op a stage of its own on any device. Building is the program of the changed placement and its network, with costs of
-instructions that are there already; what finding these takes in full (`estimate_program`, with memory) is told apart.
+A graph of ops, each of which reads two of the 50 before it, trained on one node of 8 devices in two microbatches,
+every op a stage of its own on any device. Building is the program of the changed placement and its network, with costs
+of instructions that are there already; what finding these takes in full (`estimate_program`, with memory) is reported
+separately.
 """
 
 from __future__ import annotations

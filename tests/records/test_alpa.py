@@ -52,7 +52,7 @@ def test_sizes_become_bytes_and_groups_become_places(write):
         ("all_gather", f"bytes=2048;{place}", "float16", 20e-6, ""),
         ("all_gather", f"bytes=4096;{place}", "float16", 40e-6, "plateau"),
     ]
-    assert imported.left_out == {"seconds that are no number": 1}
+    assert imported.left_out == {"seconds that are not a number": 1}
 
 
 @pytest.mark.parametrize(("op", "smallest"), [("all_reduce", 1), ("reduce_scatter", 4), ("all_to_all", 16)])
@@ -158,7 +158,7 @@ def test_result_tables(tmp_path):
 def test_result_cells_are_never_run(tmp_path, cell):
     path = tmp_path / "results.tsv"
     path.write_text(f"intra\tp3.16\t1\t2\tgpt\tzero_3\t{cell}\t1639058687\n")
-    with pytest.raises(DocumentError, match="no row of Alpa's results"):
+    with pytest.raises(DocumentError, match="not a row of Alpa's results"):
         import_file(path, device="V100")
     assert [item.name for item in tmp_path.iterdir()] == ["results.tsv"]
 

@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_are_left_out_and_counted():
     seconds = [1.0, float("inf"), -2.0, 4.0, float("nan")]
     kept, counts = keep_sound(op="send", device="V100", seconds=seconds, shapes=["bytes=1"] * 4 + ["bytes=?"])
     np.testing.assert_array_equal(kept.seconds, [1.0, 4.0])
-    assert counts == {"seconds that are no number": 2, "negative seconds": 1}
+    assert counts == {"seconds that are not a number": 2, "negative seconds": 1}
 
 
 def test_zeros_that_mean_something_are_kept():

@@ -75,7 +75,7 @@ def test_listed_rules_of_xla_keep_what_was_proved():
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = '__import__(\"os\")'", "not declared"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'x'\nranks = { x = 99 }", "numbers of dims"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'x'\nwhen = ['size(z, 0) == 1']", r"\['z'\]"),
-        ("rules.toml", b"\xff\xfe", "no TOML file"),
+        ("rules.toml", b"\xff\xfe", "not a TOML file"),
     ],
 )
 def test_files_that_are_no_rules_are_refused(tmp_path, name, content, words):

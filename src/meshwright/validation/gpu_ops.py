@@ -1,7 +1,7 @@
 """Single ops measured on an H100, and the model of GPU kernels that is fitted to them.
 
-validation/data/h100_ops.parquet   a table of the device, as `meshwright measure --device-table` writes it of others
-cost/models/gpu.json               what ``scripts/renew_gpu_model.py`` fits to it
+validation/data/h100_ops.parquet a table of the device, as `meshwright measure --device-table` writes it
+cost/models/gpu.json what ``scripts/renew_gpu_model.py`` fits to it
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How often a larger product takes less time than a smaller one: as measured, and as a predictor has it.
+"""The frequency with which a larger product takes less time than a smaller one, measured and predicted.
 
-Of all rows with the same columns n and inner dimension k, each is compared with the one with the next number of rows m,
-if both numbers are multiples of the same power of two, up to 64. A fall is a time at least 3 % shorter. Measured rows
-fall too: libraries choose another kernel there.
+Among all rows with the same columns n and inner dimension k, each is compared with the one with the next number of
+rows m, if both numbers are multiples of the same power of two, up to 64. A fall is a time at least 3 % shorter.
+Measured rows also fall: libraries choose another kernel there.
 """
 
 from __future__ import annotations
