@@ -120,8 +120,6 @@ _TIE = 0.01
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
     """How well an order is predicted: ``tau`` from -1 to 1, ``regret`` in per cent; None if unknown."""
-    runs.
-    """
 
     num_jobs: int
     tau: float | None
