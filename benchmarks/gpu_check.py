@@ -38,7 +38,7 @@ RESERVE_S = 20.0
 # With less time left no job is begun.
 LEAST_S = 10.0
 CASE_S, MEASURE_S, TESTS_S, PREDICT_S = 240.0, 150.0, 240.0, 60.0
-# Beside the job that is timed, so many make themselves ready; hosts with few cores have none to spare.
+# Jobs that prepare themselves beside the timed one; hosts with few cores have no core to spare.
 MANY_CORES, READY = 8, 3
 ASK_TORCH = """
 import json, sys, torch
@@ -144,7 +144,7 @@ class Check:
         print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
 
     def run(self, jobs: list[Job], at_once: int) -> None:
-        """At most so many jobs at a time, in their order; kills what runs when the time is over."""
+        """Run at most ``at_once`` jobs at a time, in their order; kill running ones when the time is over."""
         waiting, running = list(jobs), list[Running]()
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
@@ -326,7 +326,7 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Whoever ends this process ends with it what it started.
+    # Ending this process also ends its child processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         sys.exit(main())

@@ -7,7 +7,7 @@
     predictions   predicted against measured step time of plans with offload: pinned ranks, one thread each, gloo. The
                   rates of a copy in memory and of the drive are measured first, as a cluster file would say them
 
-A step of ours reads gradients that came down and leaves parameters that go up; copies are no part of it, as in the
+A step of ours reads gradients that came down and leaves parameters that go up; copies are not part of it, as in the
 other arms.
 """
 

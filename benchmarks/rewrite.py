@@ -58,7 +58,7 @@ def others(_quick: bool) -> list[Row]:
 
 
 def _decided(rule) -> str:
-    """By proof, and where there is none by trials."""
+    """By proof, or by trials without a proof."""
     if prove(rule).status == "proved":
         return "proved"
     return verify(rule).status

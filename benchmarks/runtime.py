@@ -4,7 +4,7 @@
     compiled      benchmarks/running/compiled.py: compiled layers against torch.compile under DDP and FSDP2
     recompute     benchmarks/running/recompute.py: against torch's selective checkpointing; steps predicted, measured
     predictions   benchmarks/running/predictions.py: steps of every kind of plan, as predicted and as measured
-    endless       benchmarks/running/endless.py: schedules that never flush against 1F1B, as predicted and as measured
+    endless       benchmarks/running/endless.py: asynchronous schedules against 1F1B, as predicted and as measured
     mixtures      benchmarks/running/mixtures.py: experts laid out, memory and steps as predicted and as measured
     asynchrony    benchmarks/running/asynchrony.py: the loss that delayed gradients cost, and two repairs
 

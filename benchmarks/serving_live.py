@@ -5,9 +5,9 @@ overhead    CPU time per tiny request of all processes, beside other servers (pe
 decisions   decisions of a policy per CPU second, as the scheduler asks for them
 sharded     decisions per second of Symphony's scheduler in processes, one shard and two (sharded_decisions.py)
 emulated    eight workers that sleep: the rate with 99 % in time, beside the bound, eager batching and the simulator
-paces       the same, where devices and SLO are so many times as slow, and as many times fewer requests keep them busy:
-            what is far from the bound because of the policy, and what because of the processors that serve here
-quiet       the median of an answer where nothing else is asked, and of bare hops through as many processes
+paces       the same with devices, SLO and rate slowed by a factor: separates the distance to the bound that the
+            policy causes from the one that the processors here cause
+quiet       the median of an answer where nothing else is asked, and of bare hops through the same number of processes
 overload    three times too much: answers in time, how soon others are refused, memory
 killed      a worker is killed under load: what is answered wrongly or not at all, and when all is well again
 
@@ -50,7 +50,7 @@ from meshwright.spec.quantities import Seconds
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "deployments"
 PEERS = Path(__file__).parent / "peers"
-# Each is to cost so many times as much (the issue that asked for this server).
+# Target of each peer's cost relative to this server (the issue that asked for this server).
 PEER_TARGETS = {"fastapi": 5, "litserve": 20, "mlserver": 20, "ray": 100}
 BODY = (
     '{"inputs":[{"name":"x","datatype":"FP32","shape":[1,16],"data":[1.5,2.5,3.5,4.5,5,6,7,8,9,10,11,12,13,14,15,16]}]}'
@@ -73,7 +73,7 @@ STRONG = Deployment(
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many ports in a row that nobody listens at."""
+    """The first of ``count`` consecutive free ports."""
     while True:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             probes = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -335,7 +335,7 @@ def paces(quick: bool) -> list[Row]:
 
 
 def _slowed(model: ServedModel, factor: float) -> ServedModel:
-    """A model whose batches take so many times as long."""
+    """A model whose batches take ``factor`` times as long."""
     line = model.line
     return replace(model, latency=replace(line, alpha=Seconds(factor * line.alpha), beta=Seconds(factor * line.beta)))
 
@@ -393,7 +393,7 @@ def as_measured(deployment: Deployment, status: dict[str, Any]) -> Deployment:
 def _find_live_goodput(
     server: Process, bound: float, seconds: float, quick: bool, slo: float
 ) -> tuple[Tried, dict[str, Any]]:
-    """The highest rate with 99 % in time, by halving, and what the server told of itself then."""
+    """The highest rate with 99 % in time, by bisection, and the server's own figures then."""
     low, high, best = 0.0, 1.1 * bound, None
     for _ in range(4 if quick else 7):
         tried = ask(server, (low + high) / 2, seconds, seed=1, slo=slo)
@@ -444,7 +444,7 @@ def overload(quick: bool) -> list[Row]:
             ratio=best / goodput,
             target=1 / 0.95,
         ),
-        make_row("99 % of refusals were told within", row["rejected_p99_s"], "s", target=0.005),
+        make_row("99 % of refusals were answered within", row["rejected_p99_s"], "s", target=0.005),
         make_row("growth of all processes' memory, of what it was", grown, "", target=0.05),
     ]
 

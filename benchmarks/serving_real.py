@@ -484,7 +484,7 @@ def main() -> int:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("Real models are served on a core of their own; this process has one core, and needs two.")
-    os.sched_setaffinity(0, cores[:1])  # what is started has it, too, but for whoever runs the model
+    os.sched_setaffinity(0, cores[:1])  # child processes inherit it, except the one that runs the model
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     effort, rows = QUICK if options.quick else FULL, []

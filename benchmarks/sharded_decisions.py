@@ -53,7 +53,7 @@ def run_shard(memory: str, number: int, shards: int, seconds: float, start: Any,
 
 
 def run_rank(memory: str, shards: int, start: Any, stop: Any, results: Any) -> None:
-    """Give devices away until it is told to stop; tells of its share of a core."""
+    """Assign devices until stopped; report the share of a core used."""
     shared = SharedMemory(memory)
     rank = Rank(FACTS, _mailboxes(shared, shards))
     start.wait(PATIENCE_S)

@@ -140,7 +140,7 @@ def with_noise(network):
 
 
 def replicated(graph, cluster, num_stages, num_replicas, num_microbatches, schedule="1f1b"):
-    """A plan of alike pipelines, each on neighbouring devices; so many microbatches for each."""
+    """A plan of equal pipelines, each on neighbouring devices, with ``num_microbatches`` microbatches each."""
     cuts = [len(graph.layers) * stage // num_stages for stage in range(num_stages + 1)]
     return Plan(
         model=graph.name,

@@ -74,7 +74,7 @@ def test_the_best_plan_follows_an_own_order(planned):
     assert f"Gradients leave as mine.py:small_first says, in {count} part" in " ".join(out.split())
     code, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "whole")
     assert code == 2
-    assert "is no order of your own; give path/to/file.py:function" in " ".join(error.replace("│", " ").split())
+    assert "is not a function in a file; give path/to/file.py:function" in " ".join(error.replace("│", " ").split())
     code, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "mine.py:half")
     assert code == 1
     assert "expected the `index` of each of its" in " ".join(error.split())

@@ -105,9 +105,9 @@ def test_a_device_is_measured_without_a_model(run, gpu):
     ("words", "code", "told"),
     [
         (["gpt-tiny", "--device-table"], 2, "--device-table times operators of many sizes; it takes no MODEL"),
-        (["--device-table", "--links"], 2, "--links and --device-table are different things"),
-        (["--device-table", "--precision", "amp"], 2, "--precision is of the ops of a MODEL on a GPU"),
-        (["gpt-tiny", "--precision", "amp", "--device", "cpu"], 2, "--precision is of ops on a GPU"),
+        (["--device-table", "--links"], 2, "--links and --device-table exclude each other"),
+        (["--device-table", "--precision", "amp"], 2, "--precision belongs to timing the ops of a MODEL"),
+        (["gpt-tiny", "--precision", "amp", "--device", "cpu"], 2, "--precision belongs to GPUs"),
         (["--device-table"], 1, "Device 'cpu' was given to time ops on; torch sees 0 CUDA devices here"),
         (["gpt-tiny", "--device", "cuda:3"], 1, "Device 'cuda:3' was given to time ops on; torch sees 0 CUDA"),
         (["gpt-tiny", "--device", "cuda", "--ranks", 2], 2, "--ranks are processes that share processors"),

@@ -18,7 +18,7 @@ def test_a_budget_and_the_front(run):
     assert all(row["price_per_hour"] <= 7 for row in found["plans"])
     assert {row["price_per_hour"] for row in found["search"]["front"]} >= {1.5, 6.0}
     code, out, _ = run(
-        *PLANNED[:-1], "--cluster", "4xL40S", "--prices", "spot", "--ranks", "2", "--ranks", "4", "--front"
+        *PLANNED[:-1], "--cluster", "4xL40S", "--prices", "spot", "--ranks", "2", "--ranks", "4", "--pareto"
     )
     assert code == 0
     assert "Pareto front" in out

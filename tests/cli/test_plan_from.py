@@ -37,4 +37,4 @@ def test_the_earlier_plan_decides(run, earlier):
 def test_what_it_decides_is_no_option(run, typed, name):
     code, _, errors = run(*ASKED, "--from", "any.json", *typed.split())
     assert code == 2
-    assert f"{name} has no effect on a plan that --from starts from" in " ".join(errors.replace("│", " ").split())
+    assert f"{name} has no effect on a plan made with --from" in " ".join(errors.replace("│", " ").split())

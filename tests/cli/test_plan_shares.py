@@ -34,7 +34,7 @@ def test_shares_are_only_there_when_asked_for(run):
     ("options", "why"),
     [
         (["--inference", "--aim", "latency"], "shares are of the time of a step"),
-        (["--rewrite"], "of another graph"),
+        (["--rewrite"], "for another graph"),
         (["--method", "place"], "belongs to a search for plans"),
     ],
 )

@@ -66,7 +66,9 @@ def test_a_device_without_the_precision_is_told(planned):
     """gpt-tiny is planned in bfloat16 on A100; V100 has float16."""
     step = ("--batch", "16", "--stages", "4", "-m", "2", "--schedule", "1f1b")
     assert planned("plan", "gpt-tiny", "--cluster", "4xA100", *step, "--out", "plan.json")[0] == 0
-    words = "V100 has no rate for bfloat16, so what it computes is estimated at its slowest, 7.8 TFLOP/s of float64."
+    words = (
+        "V100 has no rate for bfloat16, so its computations are estimated at its slowest rate, 7.8 TFLOP/s of float64."
+    )
     assert words in " ".join(planned("simulate", "plan.json", "--scenario", "uneven")[1].split())
     assert facts(planned, "--scenario", "uneven")["scenario"]["remark"].startswith(words)
     assert "remark" not in facts(planned, "--scenario", "slow.toml")["scenario"]
@@ -141,7 +143,7 @@ def test_names_of_strangers_are_printed_as_they_are(planned):
         (("--scenario", "slow.toml", "--cluster", "A100"), "has ranks 0 to 0"),
         (("--sweep", "seed=1", "--out", "a.json"), "choose a name that ends in .csv"),
         (("--sweep", "seed=1", "--plot", "a.png"), "choose a name that ends in .svg"),
-        (("--sweep", "seed=1", "--figure", "step_time"), "is no column of this sweep (did you mean 'step_time_s'"),
+        (("--sweep", "seed=1", "--figure", "step_time"), "is not a column of this sweep (did you mean 'step_time_s'"),
         (("--sweep", "slow-device.factor=2"), "names no effect of the scenario"),
     ],
 )

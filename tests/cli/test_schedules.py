@@ -272,8 +272,8 @@ def test_orders_are_found_and_followed(tmp_path, monkeypatch, capsys):
     assert {schedules[0], "1f1b", "zb-h1"} <= set(steps)
     assert data["orders"] == "parts.csv"
     for wrong, words in (
-        (["--find-orders", "found.txt"], "Give a name that ends in .csv"),
-        (["--find-orders", "."], "no file of orders"),
+        (["--find-orders", "found.txt"], "does not end in .csv"),
+        (["--find-orders", "."], "does not end in .csv"),
     ):
         assert invoke(["simulate", "plan.json", *wrong]) == 1
         assert words in " ".join(capsys.readouterr().err.split())
@@ -291,7 +291,7 @@ def test_a_schedule_is_drawn_into_a_file(folder, capsys):
     assert json.loads(capsys.readouterr().out)["drawing"] == "drawn.svg"
     for arguments, words in (
         (["--out", "drawn.svg"], "--out writes the drawing of --schedule"),
-        (["--schedule", "--out", "drawn.png"], "Give a name that ends in .svg"),
+        (["--schedule", "--out", "drawn.png"], "does not end in .svg"),
     ):
         assert invoke(["show", "plan.json", *arguments]) == 1
         assert words in " ".join(capsys.readouterr().err.split())

@@ -267,7 +267,7 @@ heads = [
         {"trunk": "faces", "num_heads": 2, "staggered_devices": together, "apart_devices": apart}
     ]
     assert [model["model"] for model in found["models"]] == ["faces"]
-    assert f"{together:.2f} devices would do for its 2 heads together, {apart:.2f} with" in " ".join(serve()[1].split())
+    assert f"{together:.2f} devices suffice for its 2 heads together, {apart:.2f} with" in " ".join(serve()[1].split())
     Path("served.toml").write_text(text.replace("rate = 100", "rate = 0"))
     assert facts(serve)["requests_per_s"] == 0
     slow = text.replace(

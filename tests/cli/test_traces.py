@@ -47,6 +47,6 @@ def test_ranks_need_a_trace_and_have_to_be_there(planned, tmp_path):
         # Told before anything is simulated or trained.
         code, _, err = planned(*arguments, "--trace", "t.json", "--trace-ranks", "0, 1-2")
         assert code == 1
-        assert "Rank 2 was asked for in a trace; there are ranks 0 to 1" in " ".join(err.split())
+        assert "Rank 2 was asked for in a trace; the ranks are 0 to 1" in " ".join(err.split())
     assert not (tmp_path / "t.json").exists()
     assert not (tmp_path / "run").exists()

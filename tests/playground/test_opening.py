@@ -176,7 +176,7 @@ def test_a_plan_with_waves_opens_with_its_staleness():
     plan = make_plan(graph, even_bounds(4, 4), [2] * 4, 16, schedule="hetpipe")
     _, data = opened(replace(plan, exchange=GradientExchange(staleness=2)), graph)
     assert "staleness = 2" in data["carried"]
-    assert "never flushes" in data["document"]["results"][0]["explanation"]
+    assert "is asynchronous" in data["document"]["results"][0]["explanation"]
 
 
 def test_a_plan_with_branches_opens_and_its_cuts_can_be_moved():

@@ -52,7 +52,7 @@ def test_sizes_become_bytes_and_groups_become_places(write):
         ("all_gather", f"bytes=2048;{place}", "float16", 20e-6, ""),
         ("all_gather", f"bytes=4096;{place}", "float16", 40e-6, "plateau"),
     ]
-    assert imported.left_out == {"seconds that are no number": 1}
+    assert imported.left_out == {"seconds that are not a number": 1}
 
 
 @pytest.mark.parametrize(("op", "smallest"), [("all_reduce", 1), ("reduce_scatter", 4), ("all_to_all", 16)])
@@ -78,11 +78,11 @@ def test_products_of_square_matrices(write):
         ({"all_reduce_cost_dict": {(((0, 1, 3),), "f16"): []}}, "not equally far apart"),
         ({"all_reduce_cost_dict": {(((1, 0),), "f16"): []}}, "not equally far apart"),
         ({"all_reduce_cost_dict": {((), "f16"): []}}, "tuples of one length"),
-        ({"all_reduce_cost_dict": {((("a", "b"),), "f16"): []}}, "no device id"),
+        ({"all_reduce_cost_dict": {((("a", "b"),), "f16"): []}}, "not device ids"),
         ({"all_reduce_cost_dict": {(((0, 1),), "q7"): []}}, r"not \(groups of devices, dtype\)"),
         ({"all_reduce_cost_dict": {(((0, 1),), "f16"): [(4, "x")]}}, r"not \(size, seconds\)"),
         ({"all_reduce_cost_dict": {(((0, 1),), "f16"): [(-4, 1e-3)]}}, r"not \(size, seconds\)"),
-        ({"all_reduce_cost_dict": {(((0, 1),), "f16"): 7}}, "no list of points"),
+        ({"all_reduce_cost_dict": {(((0, 1),), "f16"): 7}}, "not a list of points"),
         ({"all_reduce_cost_dict": 7}, "expected a mapping all_reduce_cost_dict"),
         ({"all_reduce_cost_dict": {(tuple((i,) for i in range(5000)), "f16"): []}}, "more than 4096 devices"),
         ({"dot_cost_dict": {((), "f16"): [(1000, 1e-3)]}}, "no square matrices"),
@@ -158,7 +158,7 @@ def test_result_tables(tmp_path):
 def test_result_cells_are_never_run(tmp_path, cell):
     path = tmp_path / "results.tsv"
     path.write_text(f"intra\tp3.16\t1\t2\tgpt\tzero_3\t{cell}\t1639058687\n")
-    with pytest.raises(DocumentError, match="no row of Alpa's results"):
+    with pytest.raises(DocumentError, match="not a row of Alpa's results"):
         import_file(path, device="V100")
     assert [item.name for item in tmp_path.iterdir()] == ["results.tsv"]
 

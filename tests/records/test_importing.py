@@ -175,7 +175,7 @@ def test_odd_public_tables_are_refused(tmp_path, changes, told):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"latency": float("nan")}, "seconds that are no number"),
+        ({"latency": float("nan")}, "seconds that are not a number"),
         ({"latency": -1.0}, "negative seconds"),
         ({"latency": 0.0}, "zero seconds without the flag 'noop'"),
         ({"m": 0}, "a size of zero without the flag 'noop'"),

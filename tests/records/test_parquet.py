@@ -41,7 +41,7 @@ def changed(path, change, **metadata):
         (lambda t: t.append_column("latency_ms", pa.array([1.0] * 3)), r"unknown or missing columns \(latency_ms\)"),
         (lambda t: t.drop_columns(["spread"]), r"unknown or missing columns \(spread\)"),
         (lambda t: t.append_column("op", t.column("op")), "a column twice"),
-        (lambda t: t.set_column(0, t.field(0).name, pa.array([1, 2, 3])), "no text"),
+        (lambda t: t.set_column(0, t.field(0).name, pa.array([1, 2, 3])), "not texts"),
         (lambda t: t.set_column(10, "seconds", pa.array(["a", "b", "c"])), "not float64"),
         (lambda t: t.set_column(10, "seconds", pa.array([1.0, None, 3.0])), r"no number \(rows 1\)"),
         (

@@ -27,8 +27,8 @@ def some_records(**changes):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"seconds": [1.0, float("nan"), 1.0]}, r"1 of 3 rows have seconds that are no number \(rows 1\)"),
-        ({"seconds": [1.0, 1.0, float("inf")]}, r"seconds that are no number \(rows 2\)"),
+        ({"seconds": [1.0, float("nan"), 1.0]}, r"1 of 3 rows have seconds that are not a number \(rows 1\)"),
+        ({"seconds": [1.0, 1.0, float("inf")]}, r"seconds that are not a number \(rows 2\)"),
         ({"seconds": [-1.0, 1.0, -1.0]}, r"2 of 3 rows have negative seconds \(rows 0, 2\)"),
         ({"seconds": [0.0, 1.0, 1.0]}, "zero seconds"),
         ({"seconds": [1.0, 0.9e-12, 5e-324]}, r"seconds above 0 and below 1e-12 \(rows 1, 2\)"),
@@ -53,7 +53,7 @@ def some_records(**changes):
         ({"shapes": ["m=4", "m=0;n=2", "m=4"]}, r"a size of zero without the flag 'noop' \(rows 1\)"),
         ({"latency_ms": 3.0}, "latency_ms: no column"),
         ({"seconds": ["fast", "slow", "slow"]}, "not float64"),
-        ({"op": 7}, "no text"),
+        ({"op": 7}, "not texts"),
         ({"op": [["matmul"]]}, "dimensions"),
         ({"seconds": [1.0, 2.0]}, "lengths"),
         ({"source": "x" * 100_001}, "characters"),
@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_are_left_out_and_counted():
     seconds = [1.0, float("inf"), -2.0, 4.0, float("nan")]
     kept, counts = keep_sound(op="send", device="V100", seconds=seconds, shapes=["bytes=1"] * 4 + ["bytes=?"])
     np.testing.assert_array_equal(kept.seconds, [1.0, 4.0])
-    assert counts == {"seconds that are no number": 2, "negative seconds": 1}
+    assert counts == {"seconds that are not a number": 2, "negative seconds": 1}
 
 
 def test_zeros_that_mean_something_are_kept():

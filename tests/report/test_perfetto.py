@@ -237,7 +237,7 @@ def without_tid(event):
 
 
 def test_ranks_that_are_not_there_are_refused(simulated, tmp_path):
-    with pytest.raises(DocumentError, match="Rank 4 was asked for in a trace; there are ranks 0 to 3"):
+    with pytest.raises(DocumentError, match="Rank 4 was asked for in a trace; the ranks are 0 to 3"):
         write_trace([simulated], tmp_path / "trace.json", ranks=(0, 4))
     with pytest.raises(DocumentError, match="No ranks were asked for"):
         check_ranks((), 4)

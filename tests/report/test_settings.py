@@ -176,7 +176,7 @@ def test_what_has_no_setting_is_listed_with_its_reason():
     ("plan", "words"),
     [
         (plan_of([(0, 17), (17, 34)], [[0, 1], [2]]), "2, 1 replicas"),
-        (plan_of([(0, 34)], [[0, 1, 2]]), "shared out unequally among 3"),
+        (plan_of([(0, 34)], [[0, 1, 2]]), "divided unequally among 3"),
         (plan_of([(0, 34)], [[0, 1]], kind="inference"), "for inference"),
         (plan_of([(0, 34)], [[0, 1]], cluster="H100"), "uses 2 devices"),
         (plan_of([(0, 17), (17, 34)], [[0], [1]], schedule="zb-h1"), "follows the schedule zb-h1"),
@@ -199,7 +199,7 @@ def test_models_that_a_system_cannot_have():
     assert export("accelerate", plan_of([(0, 8)], [[0, 1]], model="resnet-tiny"), stem).values["num_processes"] == 2
     odd = plan_of([(0, 2), (2, 4)], [[0], [1]], model="mine.py:build")
     for system in ("megatron", "accelerate", "torchtitan"):
-        with pytest.raises(PlanError, match="no row of blocks"):
+        with pytest.raises(PlanError, match="not a row of blocks"):
             export(system, odd, ("encoder.0", "encoder.1", "decoder.0", "head"))
     with pytest.raises(PlanError, match="GPUs"):
         export("accelerate", plan_of([(0, 17), (17, 34)], [[0], [1]], cluster="2xcpu"))

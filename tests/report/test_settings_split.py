@@ -75,7 +75,7 @@ SAID = {
     },
     "experts and ZeRO 3": {
         "plan": experts_of(WIDE, expert=4, zero=3),
-        "megatron": "Megatron-FSDP shares those of experts",
+        "megatron": "Megatron-FSDP shards those of experts",
         "torchtitan": {
             "parallelism.expert_parallel_degree": 4,
             "parallelism.data_parallel_replicate_degree": 1,
@@ -192,12 +192,12 @@ SAID = {
         "plan": replace(split_of(WIDE, zero=1), offload=Offload(activations="host")),
         "megatron": {"--cpu-offloading-num-layers": 31, "--use-distributed-optimizer": True},
         "torchtitan": "shares gradients, too. Plan with --zero 2",
-        "deepspeed": "keeps inputs of blocks that are computed again there",
+        "deepspeed": "keeps inputs of recomputed blocks there",
         "accelerate": "has no setting for activations on the host",
     },
     "inputs of blocks on the host": {
         "plan": replace(split_of(WIDE, zero=3, again="full"), offload=Offload(activations="host")),
-        "megatron": "of which nothing is computed again",
+        "megatron": "without recompute",
         "torchtitan": "has no setting for activations on the host",
         "deepspeed": {"activation_checkpointing.cpu_checkpointing": True, "zero_optimization.stage": 3},
         "accelerate": "has no setting for activations on the host",
@@ -340,8 +340,8 @@ def test_what_stands_in_the_script_is_to_be_filled_in(system, plan, words):
         ("deepspeed", split_of(STAGES, zero=1), "DeepSpeed's pipeline sums after it"),
         ("deepspeed", split_of(WIDE, tensor=2), "counts every device as a replica"),
         ("accelerate", split_of(WIDE, zero=3, tensor=2), "tp_plan"),
-        ("megatron", split_of(WIDE, again="full"), "runs all of it again"),
-        ("torchtitan", split_of(WIDE, again="full"), "runs all of it again"),
+        ("megatron", split_of(WIDE, again="full"), "recomputes all of it"),
+        ("torchtitan", split_of(WIDE, again="full"), "recomputes all of it"),
     ],
 )
 def test_what_a_system_does_in_its_own_way_is_listed(system, plan, words):
@@ -384,7 +384,7 @@ def test_zero_of_a_single_replica_shares_nothing():
 def test_the_first_blocks_of_every_stage(again, count):
     plan = split_of(STAGES, again=again)
     if count is None:
-        with pytest.raises(PlanError, match="the first blocks of every stage"):
+        with pytest.raises(PlanError, match="first blocks in every stage"):
             export("megatron", plan)
         return
     found = export("megatron", plan).values["--recompute-num-layers"]
@@ -395,7 +395,7 @@ def test_the_first_blocks_of_every_stage(again, count):
 def test_stages_with_fewer_blocks_compute_all_of_them_again():
     uneven = plan_of([(0, 4), (4, 34)], [[0], [1]], cluster="2xH100")
     assert export("megatron", split_of(uneven, again="1:4,4:9")).values["--recompute-num-layers"] == 5
-    with pytest.raises(PlanError, match="the first blocks"):
+    with pytest.raises(PlanError, match="first blocks"):
         export("megatron", split_of(uneven, again="1:3,4:9"))
 
 
@@ -420,7 +420,7 @@ def test_optimizers_whose_states_are_not_shared():
 @pytest.mark.parametrize("system", ["megatron", "torchtitan", "accelerate"])
 def test_tokens_that_the_ranks_cannot_share(system):
     plan = split_of(plan_of([(0, 34)], [range(2)], model_sizes=(("sequence_length", 1022),)), context=2)
-    with pytest.raises(PlanError, match="1022 tokens are no multiple"):
+    with pytest.raises(PlanError, match="1022 tokens are not a multiple"):
         export(system, plan)
 
 
@@ -507,7 +507,7 @@ def test_a_file_of_orders_lists_how_stages_are_made(name):
     words = [item.what for item in orders_of(plan).unsaid]
     assert any(word.startswith(plan.sharding.describe() or "none") for word in words) == (not plan.sharding.is_whole)
     assert any(word.startswith(f"ZeRO {plan.exchange.zero}") for word in words) == (plan.exchange.zero > 0)
-    assert any("computed again" in word for word in words) == bool(plan.recompute)
+    assert any("recomputed" in word for word in words) == bool(plan.recompute)
 
 
 def every_split():

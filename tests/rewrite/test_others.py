@@ -62,10 +62,10 @@ def test_listed_rules_of_xla_keep_what_was_proved():
     ("name", "content", "words"),
     [
         ("rules.txt", b"", "ends in '.txt'"),
-        ("rules.pb", b"\x07\x01\x02", "no rule file of TASO"),
-        ("rules.pb", b"\x0a\xff\xff\xff\xff\x0f", "no rule file of TASO"),
-        ("rules.json", b"[1, 2", "no rule file of Unity"),
-        ("rules.json", b'{"rule": [{"srcOp": 3}]}', "no rule file of Unity"),
+        ("rules.pb", b"\x07\x01\x02", "not a rule file of TASO"),
+        ("rules.pb", b"\x0a\xff\xff\xff\xff\x0f", "not a rule file of TASO"),
+        ("rules.json", b"[1, 2", "not a rule file of Unity"),
+        ("rules.json", b'{"rule": [{"srcOp": 3}]}', "not a rule file of Unity"),
         ("rules.json", b'{"schema_version": 2, "rules": [{}]}', "damaged rule book"),
         ("rules.json", b'{"schema_version": 7}', "schema version 2"),
         ("rules.toml", b"rule = 3", r"expected tables \[\[rule\]\]"),
@@ -75,7 +75,7 @@ def test_listed_rules_of_xla_keep_what_was_proved():
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = '__import__(\"os\")'", "not declared"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'x'\nranks = { x = 99 }", "numbers of dims"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'x'\nwhen = ['size(z, 0) == 1']", r"\['z'\]"),
-        ("rules.toml", b"\xff\xfe", "no TOML file"),
+        ("rules.toml", b"\xff\xfe", "not a TOML file"),
     ],
 )
 def test_files_that_are_no_rules_are_refused(tmp_path, name, content, words):

@@ -79,7 +79,7 @@ def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwr
     [
         (("--save-model", "folder"), "folder"),
         (("--checkpoint", "file"), "results cannot be written there"),
-        (("--learning-rate", "nan"), "is no rate to learn at"),
+        (("--learning-rate", "nan"), "is not a positive number"),
         (("--seed", "-1"), "greater than or equal to 0"),
     ],
 )

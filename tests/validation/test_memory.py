@@ -30,7 +30,7 @@ def test_targets_are_reached():
     assert cpu.worst <= 3
     assert cpu.mape < scores["peak of training on a CPU", "growth of the process"].mape
     assert scores["peaks of ranks of pipelines", "ours"].num_rows >= 8
-    again = scores["peaks of ranks that compute again", "ours"]
+    again = scores["peaks of ranks that recompute", "ours"]
     assert again.num_rows >= 20
     assert again.worst <= 4
     sharing = scores["peaks of ranks that share states", "ours"]

@@ -56,7 +56,7 @@ def capture_model(
         needs_loss: a training graph without loss is refused; False captures the forward part of training alone.
         autocast: the type of torch's autocast that the captured model will run under; it is traced so, and a model that
             asks a tensor for its type is answered as there.
-        events: told of progress.
+        events: receives progress.
 
     Returns:
         The captured model; its graph is symbolic in the batch size, or has ``batch_size`` set if the model bakes it in.

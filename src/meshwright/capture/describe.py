@@ -38,7 +38,7 @@ _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "gene
 
 
 class NotAffineError(Exception):
-    """A size is no affine function of the batch size."""
+    """A size is not an affine function of the batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class _Describer:
         )
 
     def _attributes(self, node: fx.Node) -> tuple[tuple[str, str], ...]:
-        """The call's arguments that are no tensors and differ from their defaults, as text."""
+        """The call's arguments that are not tensors and differ from their defaults, as text."""
         calls = [
             (fx.node.map_arg(node.args, walk.env.__getitem__), fx.node.map_arg(node.kwargs, walk.env.__getitem__))
             for walk in self._walks

@@ -205,7 +205,7 @@ def _key(value: Any, slots: list[Slot]) -> Any:
         return tuple((name, _key(item, slots)) for name, item in value.items())
     if isinstance(value, fx.GraphModule):
         return id(value)
-    # 1, 1.0 and True are equal but not the same argument; a number of a slot is told apart by its type, too.
+    # 1, 1.0 and True are equal but not the same argument; numbers of a slot are distinguished by type, too.
     return type(value), value
 
 

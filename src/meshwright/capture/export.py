@@ -69,7 +69,7 @@ class ModelWithLoss(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _WholePlan:
-    """What `ModelWithLoss` needs beside its submodule (kept apart, so that the loss is no submodule)."""
+    """What `ModelWithLoss` needs beside its submodule (kept separately, so that the loss is not a submodule)."""
 
     model: nn.Module
     loss: Callable[..., Any] | None

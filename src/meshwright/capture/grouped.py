@@ -58,7 +58,7 @@ def _forward(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> 
 def _backward(
     rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # A gradient that was expanded is no matrix for the kernel.
+    # The kernel does not accept an expanded gradient.
     gradient = gradient.contiguous()
     of_rows = _forward(gradient, matrices.transpose(-2, -1), ends)
     columns = rows.transpose(0, 1)

@@ -1,9 +1,9 @@
 """Ops → layers: contiguous ranges with names from the module paths, whose boundaries are legal cuts.
 
-One layer per element of the model's lists of blocks; what stands before, between and after them joins layers of its own
-(embedding or stem, head) if it holds parameters, else the neighbour, split where the fewest bytes cross. Boundaries
-that are no legal cuts merge their layers. A model without structure is divided into pieces of about equal work at legal
-cuts.
+One layer per element of the model's lists of blocks; what stands before, between and after them joins layers of its
+own (embedding or stem, head) if it holds parameters, else the neighbour, split where the fewest bytes cross. Layers
+are merged if the boundary between them is not a legal cut. A model without structure is divided into pieces of about
+equal work at legal cuts.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _share_glue(ranges: list[Range], cuts: frozenset[int], crossing: Sequence[in
 
 
 def _merge(ranges: list[Range], lines: Sequence[OpLine], cuts: frozenset[int]) -> list[Range]:
-    """Merge layers whose boundary is no legal cut, and layers that a stage could not consist of."""
+    """Merge layers whose boundary is not a legal cut, and layers that a stage could not consist of."""
     merged: list[Range] = []
     for item in ranges:
         idle = merged and all(line.replicable for line in lines[merged[-1].start : merged[-1].stop])

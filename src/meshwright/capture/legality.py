@@ -1,4 +1,4 @@
-"""Where a captured model may be cut into stages, and which values each stage computes again for itself.
+"""The positions where a captured model may be cut into stages, and the values that each stage recomputes for itself.
 
 A cut is a position c between op c-1 and op c. Rules, each found by a failure (own experiments with corner models):
 

@@ -115,7 +115,7 @@ class _PartBuilder:
     def run(self, op: int) -> None:
         row = self._table.ops[op]
         args, kwargs = fx.node.map_arg((row.node.args, row.node.kwargs), self._operand)
-        # Nodes are named like the graph's ops, so that whoever times a part knows what it times.
+        # Nodes are named like the graph's ops, so that timings of a part can be assigned to ops.
         target = target_of(row.node)
         args, kwargs = bind_call(target, args, kwargs, self._device)
         node = self._graph.create_node("call_function", target, args, kwargs, name=self._ops[op].name)

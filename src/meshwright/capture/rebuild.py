@@ -1,7 +1,7 @@
 """A runnable module of a graph alone: its operators, attributes and shapes, without the model that it came from.
 
 The local graph of a sharding has no module that computes it; to run its ops, one is made. Parameters and buffers are
-given, or left unallocated (on device "meta"), and whoever runs the module gives them values.
+given, or left unallocated (on device "meta"), and the caller gives them values.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def explain_checkpoint(place: str) -> str:
     if not place:
         return ""
     return (
-        f"{place} calls torch.utils.checkpoint, which the graph leaves out: the plan says what is computed again. "
+        f"{place} calls torch.utils.checkpoint, which the graph leaves out: the plan decides what is recomputed. "
         "Plan with --recompute full for the same, or with another --recompute that takes less time."
     )
 
@@ -241,7 +241,7 @@ def explain_failure(error: BaseException, model: nn.Module) -> CaptureError:
 
 
 def user_place(stack_trace: str) -> str:
-    """``file:line`` of the innermost line of the user's code in a recorded stack trace; "" if there is none."""
+    """``file:line`` of the innermost line of the user's code in a recorded stack trace; "" without such a line."""
     lines = [line.strip() for line in stack_trace.splitlines()]
     for line in reversed(lines):
         if line.startswith('File "') and '", line ' in line:

@@ -272,7 +272,7 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _structure(module: nn.Module, owners: dict[int, int], numbered: Sequence[tuple[nn.Module, str, int]] = ()) -> Any:
-    """Hashable structure of a module, or None if the module cannot be told equal to another.
+    """Hashable structure of a module, or None if equality with another module cannot be decided.
 
     Of attributes that are ``numbered`` it has the name alone.
     """

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkStep:
-    """One op of a walk: its facts, distinct tensor arguments, and results (None where a result is no tensor)."""
+    """One op of a walk: its facts, distinct tensor arguments, and results (None for a result that is not a tensor)."""
 
     facts: CallFacts
     arguments: tuple[Slot, ...]
@@ -53,7 +53,7 @@ def walk_trace(trace: FlatTrace, batch_size: int) -> Walk:
             value.with_batch(batch_size) if grows else value
             for value, grows in zip(trace.values, trace.batched, strict=True)
         ]
-        # Whoever works with fake tensors of another mode meanwhile: modes do not mix.
+        # The caller may be using fake tensors of another mode; modes do not mix.
         with unset_fake_temporarily():
             walks[batch_size] = _Walker(examiner_of(trace), trace.attribute).run(trace.graph, inputs, batch_size)
     return walks[batch_size]

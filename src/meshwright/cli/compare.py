@@ -29,7 +29,7 @@ def compare(
     open_browser: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a predicted and a measured timeline side by side: step time, every kind of work, and the order of issue."""
+    """Compare a predicted and a measured timeline: step time, every kind of work, and the order of issue."""
     from meshwright.report import compare_timelines, comparison_table, write_trace
     from meshwright.report.page import comparison_document
 

@@ -1,10 +1,10 @@
-r"""Consoles that do not know every character: what they lack is written in ASCII instead of ending the command.
+r"""Output for consoles whose encoding lacks some characters: these are replaced by ASCII characters.
 
-A Windows console may speak cp1252, a POSIX one without a locale ASCII; standard output is strict in both, so a single
-arrow in a table would end in a traceback. Every stand-in is one character, so that columns keep their places.
+A Windows console may use cp1252, a POSIX one without a locale ASCII. Standard output is strict in both, so that a
+single arrow in a table would end in a traceback. Every replacement is one character, so that columns stay aligned.
 
-Names come from documents of strangers. Characters that move the cursor, set the title or turn the direction of writing
-would change the rest of the screen (CVE-2021-42574 tells of the latter); they are printed as escapes, ``\u202e``.
+Names come from untrusted documents. Characters that move the cursor, set the title or change the direction of writing
+would alter the rest of the screen (CVE-2021-42574 describes the latter); they are printed as escapes, ``\u202e``.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ _STAND_INS = {
 }
 
 
-# Controls, formats (directions, joiners, tags), halves of characters, separators of lines and paragraphs.
+# Controls, formats (directions, joiners, tags), surrogates, separators of lines and paragraphs.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class PlainConsole(Console):
-    """A console that prints control characters of texts as escapes."""
+    """Prints control characters of texts as escapes."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A string as text; before it is measured, so that columns are as wide as what is printed."""
+        """Return a string as text, escaped before its width is measured, so that columns fit what is printed."""
         return super().render_str(escape_controls(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of anything else, such as texts that were styled before."""
+        """Yield the segments of other renderables, such as texts that are already styled, escaped."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else escape_controls(segment.text)
             yield segment if text == segment.text else segment._replace(text=text)
 
 
 def escape_controls(text: str) -> str:
-    r"""The text with its control characters, but for line ends and tabs, as ``\x1b`` or ``\u202e``."""
+    r"""Return the text with its control characters as ``\x1b`` or ``\u202e``, except line ends and tabs."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_escape, text))
@@ -83,7 +83,7 @@ def _escape(character: str) -> str:
 
 
 def accept_any_character() -> None:
-    """Let standard output and error write a stand-in for each character that their encoding lacks."""
+    """Make standard output and error replace each character that their encoding lacks."""
     codecs.register_error(_HANDLER, _write_stand_ins)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -97,7 +97,7 @@ def _write_stand_ins(error: UnicodeError) -> tuple[str, int]:
 
 
 def _stand_in(character: str) -> str:
-    """One ASCII character: ours, a letter without its accents, lines of tables, or a question mark."""
+    """Return one ASCII character: a listed replacement, a letter without its accents, or a question mark."""
     if character in _STAND_INS:
         return _STAND_INS[character]
     if "\u2500" <= character <= "\u257f":  # box drawing

@@ -1,4 +1,4 @@
-"""``meshwright doctor``: what this machine has, what is wrong with it, and what to do about that."""
+"""``meshwright doctor``: what this machine has, what is wrong with it, and how to mend that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at this machine: versions, devices, memory, links, reachability, limits, with the remedy for what is wrong.
+    """Examine this machine: versions, devices, memory, links, reachability, limits, with a remedy for each problem.
 
     Exit code 1 if there is a problem.
     """
@@ -49,7 +49,7 @@ def doctor(
 
 
 def _tables(findings: Sequence[Finding]) -> list[Table | Text]:
-    """One grid per area, columns aligned over all of them; a remedy stands under what it remedies."""
+    """One grid per area, with columns aligned over all of them; a remedy follows its finding."""
     width = max(len(finding.name) for finding in findings)
     tables: list[Table | Text] = []
     for area, group in groupby(findings, key=lambda finding: finding.area):
@@ -61,7 +61,7 @@ def _tables(findings: Sequence[Finding]) -> list[Table | Text]:
             if finding.remedy:
                 table.add_row("", "", Text(f"→ {finding.remedy}"))
             if finding.help_address:
-                # Beside the table, where it is not folded: an address in two pieces is none.
+                # Outside the table, which would fold it: nobody can use an address in two pieces.
                 address = Text(f"{'':11}→ {finding.help_address}", no_wrap=True, overflow="ignore")
                 tables += [table, address]
                 table = _grid(width)

@@ -1,4 +1,4 @@
-"""``--exchange``: `simulate` compares ways of exchanging gradients, `plan` takes an own order in which they leave."""
+"""``--exchange``: `simulate` compares ways of reducing gradients, `plan` takes a user's order of gradient parts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,15 @@ OwnExchangeOption = Annotated[
 
 
 def load_order(reference: str) -> OwnOrder:
-    """The function of a reference; what it raises is told with its line. Raises BadParameter for what is none."""
+    """Load the function of a reference; an error inside it is reported with its line.
+
+    Raises BadParameter for a reference that is not path/to/file.py:function.
+    """
     parts = split_reference(reference)
     if parts is None:
         raise typer.BadParameter(
-            f"--exchange {reference!r} is no order of your own; give path/to/file.py:function. What the named ways "
-            "would gain, `meshwright simulate plan.json --exchange all` says."
+            f"--exchange {reference!r} is not a function in a file; give path/to/file.py:function. `meshwright "
+            f"simulate plan.json --exchange all` compares the named ways."
         )
     path, name = parts
     function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
@@ -64,7 +67,7 @@ def compare_ways(
     asked: Sequence[str] | None,
     contention: Contention,
 ) -> tuple[dict[str, Any], list[Any]]:
-    """What JSON says of the comparison, and renderables for people; nothing if none was asked for."""
+    """Return the comparison for JSON, and renderables for people; both are empty if none was asked for."""
     from meshwright.planner import EXCHANGE_NAMES, compare_exchanges
     from meshwright.report import exchanges_table
 

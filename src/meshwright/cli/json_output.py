@@ -1,8 +1,8 @@
 """What ``--json`` prints: one document per command, whose kind, version and keys are listed here.
 
-The first key of a document is ``schema``: ``meshwright/KIND/VERSION``. The version grows when a key goes or changes its
-meaning; keys may be added at any time. Keys end with their units: ``_s`` seconds, ``_bytes``, ``_flops``, ``_share``
-(of 1), ``_per_s``. ``docs/json.md`` is made from this table.
+The first key of a document is ``schema``: ``meshwright/KIND/VERSION``. The version grows when a key is removed or
+changes its meaning; keys may be added at any time. Keys end with their units: ``_s`` seconds, ``_bytes``, ``_flops``,
+``_share`` (of 1), ``_per_s``. ``docs/json.md`` is made from this table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 class JsonDocument:
     """A kind of document: the command that prints it, the version of its keys, and what they hold.
 
-    ``open`` says that there are keys beside the listed ones, which the command's page describes.
+    ``open``: the document has more keys than the listed ones; the command's page describes them.
     """
 
     command: str
@@ -26,7 +26,7 @@ class JsonDocument:
 
 
 _WORKLOAD = "model, parameters, cluster, devices, samples and tokens of a step, sequence length, precision, optimizer"
-_BASIS = "how many op costs were measured, and what the others are worth"
+_BASIS = "how many op costs were measured, and how uncertain the others are"
 _INTERVAL = "80 % interval of the step time: low, high"
 _MEASURED = "whether any op cost was measured"
 _TEAMS = "what a rank stands for, where ops are split"
@@ -268,7 +268,7 @@ OUTPUTS: dict[str, JsonDocument] = {
             "graph_hash": "hash of the graph",
             "num_ops": "ops",
             "num_parameters": "parameters",
-            "batch_size": "samples that the figures are for",
+            "batch_size": "samples that the figures refer to",
             "layers": "a row per layer: ops, parameters, FLOPs, bytes",
             "file": _FILE,
         },
@@ -278,7 +278,7 @@ OUTPUTS: dict[str, JsonDocument] = {
         command="show MODEL --cluster",
         keys={
             "model": "the model",
-            "batch_size": "samples that the figures are for",
+            "batch_size": "samples that the figures refer to",
             "precision": "types of weights, activations and gradients",
             "devices": "a row per kind of device: layers, total, optimizer",
         },
@@ -288,7 +288,7 @@ OUTPUTS: dict[str, JsonDocument] = {
         keys={
             "model": "the model",
             "cluster": "the cluster",
-            "batch_size": "samples that the figures are for",
+            "batch_size": "samples that the figures refer to",
             "precision": "types of weights, activations and gradients",
             "device": "the kind of device",
             "layers": "a row per layer",
@@ -378,16 +378,16 @@ def print_json(kind: str, data: dict[str, Any]) -> None:
 
 
 def name_schema(kind: str, data: dict[str, Any]) -> dict[str, Any]:
-    """The document with its schema in front."""
+    """Return the document with its schema as the first key."""
     return {"schema": f"meshwright/{kind}/{OUTPUTS[kind].version}", **data}
 
 
 def print_document(document: Any) -> None:
-    """A document of `meshwright.spec`, encoded; it says its schema itself."""
+    """Print a document of `meshwright.spec`, encoded; it contains its schema itself."""
     print(dump_output(document))
 
 
 def dump_output(data: Any) -> str:
-    """JSON text without control characters."""
-    # JSON leaves one control character as it is.
+    """Return JSON text without control characters."""
+    # json.dumps does not escape this control character.
     return json.dumps(data, indent=2, allow_nan=False).replace("\x7f", "\\u007f")

@@ -1,7 +1,8 @@
-"""Graphs of Hugging Face configurations that were captured before, kept in the user's cache folder.
+"""Cache of graphs captured from Hugging Face configurations, in the user's cache folder.
 
-A graph follows from the configuration, the sizes, and the code that captures: torch, transformers and ours. Files are
-named by a digest of all of these, so that a change of any is another file. What cannot be read counts as not there.
+A graph follows from the configuration, the sizes, and the code that captures: torch, transformers and Meshwright.
+Files are named by a digest of all of these, so that any change leads to another file. An unreadable file counts as
+missing.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.parsing import parse_data
 from meshwright.spec.shipped import MAX_UNPACKED_BYTES, SUFFIX, pack, unpack
 
-# Of more files than these, those that were not used for the longest time go.
+# Files to keep; beyond these, the least recently used ones are deleted.
 MAX_FILES = 64
-# Who captures: modules of ours with all that they import, and libraries.
+# The code that captures: modules of Meshwright with all that they import, and libraries.
 _MODULES = ("meshwright.capture", "meshwright.zoo", "meshwright.zoo.huggingface_classes")
 _LIBRARIES = ("torch", "transformers")
 
 
 def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
-    """Where the graph of a configuration is kept, captured as ``asked``; None without a folder for it.
+    """Path of the cached graph of a configuration, captured as ``asked``; None without a cache folder.
 
-    The folder is MESHWRIGHT_CACHE, else ``meshwright`` in the user's cache folder; nothing is kept where it is empty.
+    The folder is MESHWRIGHT_CACHE, else ``meshwright`` in the user's cache folder; an empty MESHWRIGHT_CACHE turns the
+    cache off.
     """
     from meshwright.compiled import contents_digest
 
@@ -49,7 +51,7 @@ def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
 
 
 def read_kept(path: Path | None) -> Graph | None:
-    """The graph in a file; None where there is none, or none that can be read."""
+    """Return the graph in a file; None if the file is missing or unreadable."""
     if path is None or not path.is_file():
         return None
     try:
@@ -62,7 +64,7 @@ def read_kept(path: Path | None) -> Graph | None:
 
 
 def keep(graph: Graph, path: Path | None) -> None:
-    """Write a graph to its file; a folder that cannot be written to keeps nothing."""
+    """Write a graph to its file; does nothing if the folder is not writable."""
     if path is None:
         return
     with suppress(MeshwrightError, OSError):

@@ -1,4 +1,4 @@
-"""Rows of what a deployment answered, as tables show them: latencies that are longer than can be told say so."""
+"""Rows of a deployment's answers as tables show them, with ``> LIMIT`` for latencies beyond the measured range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.spec.units import format_seconds
 
 
 def shown_row(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """These figures of a row; "> 200 ms" for a latency of which only that is known."""
+    """Return these figures of a row, with "> 200 ms" for a latency known only to exceed that."""
     shown = {}
     for name in names:
         over = row.get(f"{name.removesuffix('_s')}_over_s")

@@ -1,4 +1,4 @@
-"""``meshwright``: one verb per thing to do; errors become one paragraph and an exit code.
+"""``meshwright``: one verb per task; an error is printed as one paragraph and sets the exit code.
 
 Exit codes: 0 done, 1 error or interrupted, 2 usage, 3 no feasible plan.
 """
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
-# Verbs in the order of the help: where each is defined, and its line of the help. A verb is imported when it runs,
+# Verbs in the order of the help: the module of each, and its line in the help. A verb is imported when it runs,
 # because importing all of them takes twice as long as printing the help.
 VERBS = {
     "capture": (
@@ -38,7 +38,7 @@ VERBS = {
     ),
     "compare": (
         "meshwright.cli.compare:compare",
-        "Put a predicted and a measured timeline side by side: step time, every kind of work, and the order of issue.",
+        "Compare a predicted and a measured timeline: step time, every kind of work, and the order of issue.",
     ),
     "validate": (
         "meshwright.cli.validate:validate",
@@ -50,8 +50,7 @@ VERBS = {
     ),
     "doctor": (
         "meshwright.cli.doctor:doctor",
-        "Look at this machine: versions, devices, memory, links, reachability, limits, with the remedy for what is "
-        "wrong.",
+        "Examine this machine: versions, devices, memory, links, reachability, limits, with a remedy for each problem.",
     ),
     "optimize": (
         "meshwright.cli.optimize:optimize",
@@ -129,7 +128,7 @@ def invoke(arguments: list[str]) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except BrokenPipeError:
-        # The reader of our output has gone (`meshwright ... | head`); that is its right.
+        # The reader of the output has exited (`meshwright ... | head`), which is not an error.
         sys.stdout = None
     except Exception as error:
         return _report(error, arguments)
@@ -137,7 +136,7 @@ def invoke(arguments: list[str]) -> int:
 
 
 def _check_characters(arguments: list[str]) -> None:
-    """Raise DocumentError for bytes that are no UTF-8: such a name can be neither printed nor written to a document."""
+    """Raise DocumentError for arguments that are not UTF-8: they can be neither printed nor stored as names."""
     for word in arguments:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             from meshwright.spec.errors import DocumentError
@@ -146,7 +145,7 @@ def _check_characters(arguments: list[str]) -> None:
 
 
 def _report(error: Exception, arguments: list[str]) -> int:
-    """Say on standard error what a command ended with, and return its exit code; raises what is a bug of ours."""
+    """Print on standard error why a command ended, and return its exit code; reraises bugs of Meshwright itself."""
     from meshwright.cli.output import report_error
     from meshwright.extras import explain_missing, missing_of
     from meshwright.spec.errors import MeshwrightError
@@ -155,11 +154,11 @@ def _report(error: Exception, arguments: list[str]) -> int:
         report_error(str(error))
         return error.exit_code
     if isinstance(error, ImportError) and (module := missing_of(error)):
-        # Scoring needs all of its extra, of which this is the first that is missed.
+        # Scoring needs every package of its extra; this one is the first that is missing.
         report_error(explain_missing("This verb", module, "validate" if arguments[:1] == ["validate"] else ""))
         return 1
     if isinstance(error, OSError) and error.filename is not None:
-        # A name that no file can have, a folder that may not be looked into: found wherever a path is first used.
+        # An impossible file name or an unreadable folder: raised wherever a path is first used.
         report_error(f"{error.filename}: {error.strerror}. Check the path.")
         return 1
     raise error

@@ -29,7 +29,7 @@ from meshwright.spec.units import format_count
 if TYPE_CHECKING:
     from meshwright.records import Imported
 
-# What these do instead of timing a model.
+# What these modes do instead of timing a model.
 _WITHOUT_MODEL = {
     "--from": "times nothing; it takes --out, --device and --json alone.",
     "--cluster": "describes the machine; it takes no MODEL and no sizes of one.",
@@ -65,9 +65,7 @@ def measure(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Write a cluster file from what this machine has; takes no MODEL.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="With --cluster: replace a cluster file that is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --cluster: replace an existing cluster file.")] = False,
     sources: Annotated[
         list[Path] | None,
         typer.Option(
@@ -106,7 +104,9 @@ def measure(
     ] = False,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Train a few steps of MODEL here and correct the table at --out by them."),
+        typer.Option(
+            "--calibrate", help="Train a few steps of MODEL here and correct the existing table at --out by them."
+        ),
     ] = False,
     batches: Annotated[
         str | None,
@@ -123,7 +123,7 @@ def measure(
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
     --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:
-    every collective, in every place that a group can have. With --calibrate, a table that is there is corrected by
+    every collective, in every place that a group can have. With --calibrate, an existing table is corrected by
     --repeats real steps, half of which only judge it. With --batches, MODEL is timed as a whole, as a server runs it.
     """
     modes = {
@@ -138,7 +138,9 @@ def measure(
     sizes = model_sizes(sequence_length, image_size)
     _check_options(mode, of_model=bool(model is not None or microbatch_size or sizes), device=device, force=force)
     if precision and mode:
-        raise typer.BadParameter(f"--precision is of the ops of a MODEL on a GPU; leave it out with {mode}.")
+        raise typer.BadParameter(
+            f"--precision belongs to timing the ops of a MODEL on a GPU; leave it out with {mode}."
+        )
     if batches is not None:
         _measure_batches(
             model, out, batches, microbatch_size, ranks, sizes=sizes, device=device, repeats=repeats, as_json=as_json
@@ -173,9 +175,9 @@ def measure(
 
 
 def _one_of(modes: list[str]) -> str:
-    """The one thing that was asked for; empty for the usual one."""
+    """Return the one mode that was asked for; "" for the usual one."""
     if len(modes) > 1:
-        raise typer.BadParameter(f"{' and '.join(modes)} are different things; give one of them.")
+        raise typer.BadParameter(f"{' and '.join(modes)} exclude each other; give one of them.")
     return modes[0] if modes else ""
 
 
@@ -190,7 +192,7 @@ def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool
 
 
 def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[str] | None) -> bool:
-    """Whether ops are timed on a GPU. Refuses options that are of the other kind of device."""
+    """Whether ops are timed on a GPU. Raises typer.BadParameter for options of the other kind of device."""
     from meshwright.training import choose_device
 
     chosen = choose_device(device)
@@ -201,7 +203,7 @@ def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[str] 
         )
     if chosen == "cpu" and precisions:
         raise typer.BadParameter(
-            "--precision is of ops on a GPU; on processors they are timed in the types of the model. Leave it out."
+            "--precision belongs to GPUs; on processors ops are timed in the types of the model. Leave it out."
         )
     return chosen != "cpu"
 
@@ -221,7 +223,7 @@ def _measure_batches(
     if model is None:
         raise typer.BadParameter("--batches times one whole MODEL: give it.")
     if microbatch_sizes:
-        raise typer.BadParameter("--batches says itself which sizes are timed; leave --microbatch-size out.")
+        raise typer.BadParameter("--batches already names the sizes to time; leave --microbatch-size out.")
     if num_ranks is not None:
         raise typer.BadParameter("--batches times MODEL in one process, on one device; leave --ranks out.")
     place = out or Path("measurements.json")
@@ -286,7 +288,7 @@ For more hosts, copy [[nodes]] and give each its name; correct what is wrong."""
 
 
 def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_json: bool) -> None:
-    """Describe this machine, time what no datasheet tells, write the file and show it."""
+    """Describe this machine, time what no datasheet states, write the file and show it."""
     from meshwright.host import (
         Host,
         ask_torch,
@@ -304,7 +306,7 @@ def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_js
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise DocumentError(f"{out}: cannot be written ({error.strerror}). Choose a writable place.") from None
     if taken and not force:
-        raise DocumentError(f"{out} is there already. Choose another --out, or replace it with --force.")
+        raise DocumentError(f"{out} already exists. Choose another --out, or replace it with --force.")
     facts = ask_torch(Host())
     machine = find_machine(Host(), facts)
     rates = {}
@@ -361,6 +363,6 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
 
 
 def file_rows(path: Path, imported: Imported) -> dict[str, Any]:
-    """What became of a file, as plain data."""
+    """What was read from a file and what was left out, as plain data."""
     left_out = {reason: count for reason, count in imported.left_out.items() if count}
     return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported.records), "left_out": left_out}

@@ -1,4 +1,4 @@
-"""``meshwright measure --batches``: what batches of a whole model take, and the line through the sizes."""
+"""``meshwright measure --batches``: times of batches of a whole model, and the line fitted to them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def measure_batches_table(
 
 
 def read_batch_sizes(text: str) -> list[int]:
-    """Batch sizes as typed, each once and ascending: ``1,2,4``, ``1..8``, ``1..64:7log``.
+    """Return the batch sizes of a text, each once and ascending: ``1,2,4``, ``1..8``, ``1..64:7log``.
 
-    Raises ScenarioError for a range that is none, typer.BadParameter for what is no size.
+    Raises ScenarioError for an invalid range, typer.BadParameter for a size that is not a whole number of at least 1.
     """
     from meshwright.simulator.scenarios import read_values
 
@@ -71,9 +71,9 @@ def read_batch_sizes(text: str) -> list[int]:
 
 
 def read_known(out: Path) -> Measurements | None:
-    """The table of one device that is at ``out``; None if there is none, or if many devices share it.
+    """Return the table of one device at ``out``; None if the file is missing or holds many devices.
 
-    Raises DocumentError for a name that no table can have.
+    Raises DocumentError for a name that a table cannot have.
     """
     from meshwright.records import check_table_place
 

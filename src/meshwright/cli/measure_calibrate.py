@@ -24,7 +24,7 @@ def calibrate_table(
     num_steps: int,
     as_json: bool,
 ) -> None:
-    """Correct the table at ``out`` by real steps of the model, unless other steps do not show it to be better.
+    """Correct the table at ``out`` by real steps of the model, unless other steps show no improvement.
 
     Raises MeasurementError if there is no table.
     """
@@ -51,7 +51,7 @@ def calibrate_table(
 
 
 def calibration_tables(found: Calibration, model: str, out: Path) -> list[Any]:
-    """The corrections, what they did to the predicted step, and where the table is."""
+    """The corrections, their effect on the predicted step, and where the table is."""
     from meshwright.report import make_table
 
     parts = [

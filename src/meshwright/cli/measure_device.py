@@ -1,4 +1,4 @@
-"""``meshwright measure`` on a GPU: the ops of a model each by itself, or a table of the device."""
+"""``meshwright measure`` on a GPU: the ops of a model one by one, or a table of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.spec.units import format_count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Reasons that are shown, of those why something was left out.
+# Reasons for left-out ops that are shown.
 _SHOWN = 5
 
 
@@ -51,7 +51,7 @@ def measure_device(
         )
     _tell(run.left_out, run.warnings)
     if run.num_kept:
-        note(f"{format_count(run.num_kept, 'op')} kept: {out} has them of this device and torch.")
+        note(f"{format_count(run.num_kept, 'op')} kept: {out} already has them for this device and torch.")
     if as_json:
         facts = {"left_out": run.left_out, "num_kept": run.num_kept, "warnings": list(run.warnings)}
         print_json("measurements", {**measurement_rows(run.table), **facts, "file": str(out)})

@@ -1,4 +1,4 @@
-"""``meshwright measure --links``: every collective between the ranks at hand, and what the fitted model makes of it."""
+"""``meshwright measure --links``: time every collective between the available ranks, and fit the model of links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
-    """Time the links of this machine (under torchrun: of all its machines), write the rows, show what they come to.
+    """Time the links of this machine (under torchrun: of all its machines), write the rows, and show a summary.
 
     Raises MeasurementError for fewer than two ranks, and what `check_table_place` raises.
     """
@@ -33,7 +33,8 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else num_ranks
     if ranks < 2:
         raise MeasurementError(
-            f"Links were to be timed between {ranks} rank; expected at least 2. Give --ranks 2 or more, or start as "
+            f"Timing links needs at least two ranks, got {ranks}; expected at least 2. Give --ranks 2 or more, or "
+            f"start as "
             "many by torchrun."
         )
     check_table_place(out, of_many=True)
@@ -58,7 +59,7 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
 
 
 def place_rows(walls: Records) -> list[dict[str, Any]]:
-    """One row per op and place: ranks of a group, groups at once, their stride, and the fitted line over its sizes."""
+    """One row per op and place: ranks of a group, concurrent groups, stride, and the line fitted over the sizes."""
     from meshwright.report import fit_transfers
     from meshwright.spec import TransferMeasurement
 

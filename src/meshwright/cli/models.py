@@ -1,4 +1,4 @@
-"""From what a user names to a graph: a model reference that is captured, or a graph that was captured before."""
+"""From a user's model name to a graph: a reference that is captured, or a graph that was captured before."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SIZES = ("sequence_length", "image_size")
 
 
 def model_sizes(sequence_length: int | None, image_size: int | None) -> tuple[tuple[str, int], ...]:
-    """The sizes that were asked for, as a plan records them."""
+    """The requested sizes, as a plan records them."""
     given = {"sequence_length": sequence_length, "image_size": image_size}
     return tuple((name, value) for name, value in given.items() if value is not None)
 
@@ -80,7 +80,7 @@ def capture_reference(
     batch_size: int | None = None,
     target: RewriteTarget | None = None,
 ) -> Captured:
-    """Capture a model reference under fake tensors, so that no weight is allocated; rewritten for a target, if any."""
+    """Capture a model under fake tensors, so that no weight is allocated; rewrite the graph for a target, if any."""
     try:
         from meshwright.capture import capture_model
         from meshwright.zoo import load_model
@@ -92,12 +92,12 @@ def capture_reference(
     odd = [name for name, _ in sizes if name not in SIZES]
     if odd:
         raise ModelReferenceError(
-            f"{reference!r} was asked for with {odd[0]!r}, which is no size of a model; the sizes are "
+            f"The sizes of {reference!r} contain {odd[0]!r}, which is not a size of a model; the sizes are "
             f"{', '.join(SIZES)}. Make the plan again."
         )
     source = load_model(reference, batch_size=batch_size, fake=True, **dict(sizes))
     if source.loss_origin == "stand-in" and mode == "training":
-        note(f"{reference} gives no loss; the mean square of its outputs stands in for one.")
+        note(f"{reference} returns no loss; the mean square of its outputs is used as the loss.")
     if target is not None:
         from meshwright.rewrite.planned import rewrite_source
 
@@ -117,7 +117,7 @@ def capture_reference(
 
 
 def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode) -> str:
-    """What a user without torch is told about a model that has to be captured."""
+    """Message for a user without torch about a model that has to be captured."""
     install = "pip install 'meshwright[torch]'"
     if reference in shipped_graphs():
         asked = ", ".join(
@@ -144,7 +144,7 @@ def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode
 
 
 def refuse_experts(reference: str, sizes: Sequence[int]) -> None:
-    """Raise PlanError before a large mixture is captured, where its configuration says that no size divides it."""
+    """Raise PlanError before a large mixture of experts is captured, if --expert does not divide its experts."""
     if any(size > 1 for size in sizes) and reference not in shipped_graphs():
         from meshwright.program import check_configured_experts
 
@@ -160,10 +160,11 @@ def graphs_of(
     mode: Mode = "training",
     target: RewriteTarget | None = None,
 ) -> Callable[[int], Graph]:
-    """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else captured anew per size.
+    """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else one capture per size.
 
-    The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: what
-    the graph is rewritten for first, at each size anew: what is cheapest depends on it.
+    The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: the
+    device that the graph is rewritten for; each size is rewritten separately, because the cheapest graph depends on
+    it.
     """
     if target is not None:
         return _rewritten_graphs(reference, sizes, mode, target)
@@ -183,14 +184,14 @@ def graphs_of(
 def _configured_graphs(
     reference: str, config: dict[str, Any], sizes: tuple[tuple[str, int], ...], mode: Mode
 ) -> Callable[[int], Graph]:
-    """The graphs of a configuration, those that were captured before from the user's cache folder."""
+    """The graphs of a configuration; those that were captured before come from the user's cache folder."""
 
     def find(batch_size: int | None) -> Graph:
         path = kept_file(config, reference, sizes, mode, batch_size)
         if (kept := read_kept(path)) is not None:
             return kept
         captured = capture_reference(reference, sizes, mode=mode, batch_size=batch_size)
-        # What is said of a capture is to be said each time.
+        # Remarks on a capture are repeated when the graph comes from the cache.
         if not captured.remark:
             keep(captured.graph, path)
         return captured.graph
@@ -199,7 +200,7 @@ def _configured_graphs(
 
 
 def _graphs_from(first: Graph, capture: Callable[[int], Graph]) -> Callable[[int], Graph]:
-    """The first graph where it holds for a microbatch size, else one that is captured for it, once."""
+    """Return the first graph if it holds for a microbatch size, else one that is captured for that size, once."""
     known: dict[int, Graph] = {}
 
     def graph_for(microbatch_size: int) -> Graph:
@@ -224,7 +225,7 @@ def _rewritten_graphs(
 
 
 def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
-    """The graph that a plan was made for: from a file if given, else captured again from the plan's model."""
+    """The graph that a plan was made for: from a file if given, else captured from the plan's model."""
     if graph_file is None:
         check_model_is_here(plan.model)
     reference, target = (plan.model, planned_target(plan)) if graph_file is None else (str(graph_file), None)
@@ -232,7 +233,7 @@ def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
 
 
 def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
-    """What a plan's graph is rewritten for, if it is; torch is loaded only then."""
+    """The target that a plan's graph is rewritten for, or None; only then is torch loaded."""
     if not isinstance(plan, Plan) or not plan.rewritten:
         return None
     from meshwright.rewrite.planned import target_of
@@ -241,7 +242,7 @@ def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
 
 
 def graph_to_show(plan: Plan | Placement, document: str, graph_file: Path | None, option: str) -> Graph:
-    """The graph of a plan that is only looked at: nothing is executed that the plan alone names.
+    """The graph of a plan that is only displayed: no code that only the plan names is executed.
 
     Raises ModelReferenceError for a model in a Python file unless its graph was given, PlanError for another graph.
     """

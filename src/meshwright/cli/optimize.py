@@ -1,4 +1,4 @@
-"""``meshwright optimize``: equivalent, cheaper graphs, and the rules that make them, verified and explained."""
+"""``meshwright optimize``: equivalent, cheaper graphs, and the rules that lead to them, verified and explained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ optimize = typer.Typer(
     no_args_is_help=True,
 )
 optimize.command("model")(optimize_model)
-rules = typer.Typer(name="rules", help="Rules of rewriting: are they true, and why?", no_args_is_help=True)
+rules = typer.Typer(name="rules", help="Rewrite rules: generate, verify and explain them.", no_args_is_help=True)
 optimize.add_typer(rules)
 
 _KINDS = "rules in .toml, a rule book (.json), TASO's graph_subst.pb, or Unity's graph_subst_3_v2.json"
@@ -49,7 +49,7 @@ RuleFile = Annotated[
 @rules.command()
 def generate(
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the rule book to this file (.json).")],
-    operators: Annotated[int, typer.Option(min=1, max=4, help="Operators on a side, at most.")] = 3,
+    operators: Annotated[int, typer.Option(min=1, max=4, help="The most operators on each side of a rule.")] = 3,
     op: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,11 +60,11 @@ def generate(
     attribute: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An attribute of --op without a usual value; repeat.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, max=256, help="Processes that prove.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the numbers that terms are compared with.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Processes that prove rules in parallel.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random values that terms are compared on.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Find rules: enumerate terms, compare their values, prove what is equal for all sizes, and choose a basis."""
+    """Find rules: enumerate terms, compare their values, prove the equal ones for all sizes, and choose a basis."""
     from meshwright.rewrite.generate.domain import steps_for
     from meshwright.rewrite.generate.generate import generate_rules
     from meshwright.rewrite.rulebook import write_rule_book
@@ -72,13 +72,13 @@ def generate(
     named = [_declare(reference) for reference in op or []]
     values = dict(_pair(text) for text in attribute or [])
     if values and not named:
-        raise typer.BadParameter("--attribute says something of --op, which was not given. Give both.")
+        raise typer.BadParameter("--attribute describes --op, which was not given. Give both.")
     own = any(":" in reference for reference in op or [])
     with TerminalSink() as sink:
         book = generate_rules(
             operators,
             steps=[step for name in named for step in steps_for(name, values)],
-            # Other processes have not declared what this one has.
+            # Other processes lack the operators that this one declared.
             processes=1 if own else processes,
             seed=seed,
             events=sink,
@@ -99,7 +99,7 @@ def generate(
 
 
 def _declare(reference: str) -> str:
-    """The name of an operator, which is declared by the user's file first if that is what is named."""
+    """Return the name of an operator; if the reference names a user's file, declare its operator first."""
     from meshwright.spec.own_code import load_function, split_reference
 
     parts = split_reference(reference)
@@ -123,12 +123,12 @@ def verify(
     sizes: Annotated[
         int, typer.Option(min=1, max=1000, help="Sets of random sizes for each choice of ranks and dims.")
     ] = 8,
-    dims: Annotated[int, typer.Option(min=1, max=6, help="Prove for tensors of up to so many dims.")] = 4,
+    dims: Annotated[int, typer.Option(min=1, max=6, help="Prove for tensors of up to this many dims.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trials.")] = 0,
-    every: Annotated[bool, typer.Option("--all", help="List the rules that are proved, too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also list the rules that are proved.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove every rule for all sizes, try it on random tensors, and give a counter-example for what is false.
+    """Prove every rule for all sizes, test it on random tensors, and print a counterexample for a false one.
 
     Exit code 1 if a rule is refuted.
     """
@@ -155,16 +155,16 @@ def verify(
 def explain(
     name: Annotated[str, typer.Argument(help="The rule's name; `verify --all` lists them.")],
     file: RuleFile = None,
-    dims: Annotated[int, typer.Option(min=1, max=6, help="Consider tensors of up to so many dims.")] = 4,
+    dims: Annotated[int, typer.Option(min=1, max=6, help="Consider tensors of up to this many dims.")] = 4,
 ) -> None:
-    """Show why a rule holds: its sizes in letters, and the number that both sides are at an index; or why not."""
+    """Show why a rule holds: its sizes as letters, and the value of both sides at an index; or why it does not."""
     from meshwright.rewrite.explain import explain_rule
 
     print_tables(*map(Text, explain_rule(_find(_read(file, whole=True), name, file), dims)))
 
 
 def _read(file: Path | None, *, whole: bool = False) -> list[Rule]:
-    """The rules of a file; of the shipped book, those of the basis or all."""
+    """The rules of a file; without one, the basis or all rules of the shipped book."""
     from meshwright.rewrite.importing import read_rule_file
     from meshwright.rewrite.rulebook import shipped_rule_book
 

@@ -25,7 +25,9 @@ def optimize_model(
         Path | None,
         typer.Option("--out", "-o", help="Write the rewritten model to this file (.pt2), for torch.export.load."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of the batches that it will get.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples per batch that the model will be run on.")
+    ] = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
     training: Annotated[
@@ -34,7 +36,7 @@ def optimize_model(
     rules: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Use the proved rules of this file, too (.toml, TASO's .pb, Unity's or a rule book .json); repeat."
+            help="Also use the proved rules of this file (.toml, TASO's .pb, Unity's or a rule book .json); repeat."
         ),
     ] = None,
     unproved: Annotated[
@@ -42,21 +44,23 @@ def optimize_model(
     ] = None,
     special: Annotated[
         Literal["same", "kept", "ignored"],
-        typer.Option(help="What must stay of NaN and infinity: all; that a number is not finite; nothing."),
+        typer.Option(
+            help="What must be preserved of NaN and infinity: everything; that a value is not finite; nothing."
+        ),
     ] = "kept",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads that torch computes with.")] = 1,
-    max_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to apply rules for, at most.")] = 5.0,
-    max_nodes: Annotated[int, typer.Option(min=100, help="Operators that rules may add, at most.")] = 4_000,
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="The most seconds to apply rules for.")] = 5.0,
+    max_nodes: Annotated[int, typer.Option(min=100, help="The most operators that rules may add.")] = 4_000,
     budget: Annotated[
-        float, typer.Option(min=0.5, help="Seconds of timings, of operators and again of models.")
+        float, typer.Option(min=0.5, help="Seconds to spend on timing operators, and as long again on timing models.")
     ] = 30.0,
     report: Annotated[Path | None, typer.Option(help="Write both graphs and the rules to this page (.html).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for a graph that computes the same for less; keep it if it is equal in float64 and faster here.
+    """Search for a cheaper graph that computes the same; keep it if it is equal in float64 and faster here.
 
-    The model is captured for one size of batch; proved rules lead to equal graphs; their operators are timed, HiGHS
-    chooses the cheapest graph, and whole models decide. Where nothing is faster, the model stays as it is.
+    The model is captured for one batch size. Proved rules lead to equal graphs; their operators are timed, HiGHS
+    chooses the cheapest graph, and timings of whole models decide. If no graph is faster, the model stays as it is.
     """
     from meshwright.rewrite.fx.saving import save_program
     from meshwright.rewrite.optimize import LIMITS, rewrite_model
@@ -68,7 +72,7 @@ def optimize_model(
 
     _check_endings(out, report)
     if unproved and not rules:
-        raise typer.BadParameter("--unproved names a rule of --rules, and no file was given. Give both.")
+        raise typer.BadParameter("--unproved names a rule of --rules, but no file was given. Give both.")
     source = load_model(model, batch_size=batch_size, sequence_length=sequence_length, image_size=image_size)
     source.model.train(training)
     used = shipped_rules(special)
@@ -111,7 +115,7 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
     entries: list[BookRule] = []
     missing = set(unproved)
     for path in paths:
-        # What a book says of itself is no proof.
+        # A book's own statement does not count as a proof.
         for rule in read_rule_file(path):
             missing.discard(rule.name)
             if rule.name in unproved:
@@ -126,7 +130,7 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
             ranks = tuple(tuple(each[name] for name in rule.names) for each in verdict.proof.ranks)
             entries.append(BookRule(rule=rule, ranks=ranks, special=special_numbers(rule)))
     if missing:
-        raise RewriteError(f"No file of --rules has a rule {sorted(missing)[0]!r}, which --unproved names.")
+        raise RewriteError(f"No file of --rules has the rule {sorted(missing)[0]!r} of --unproved.")
     return guide(entries, special)
 
 
@@ -178,5 +182,5 @@ def _tables(rewriting: Rewriting) -> list[Any]:
         if each.found.grown.ended in ("nodes", "seconds")
     ]
     if rewriting.chosen is not None:
-        shown += [Text(f"not used, as it is not equal on this batch: {each}") for each in rewriting.refused]
+        shown += [Text(f"not used, because its outputs differ on this batch: {each}") for each in rewriting.refused]
     return [*shown, Text(summary(rewriting))]

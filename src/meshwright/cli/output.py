@@ -14,7 +14,7 @@ from meshwright.cli.console import PlainConsole, escape_controls
 
 
 def print_file(text: str) -> None:
-    """The text of a file on standard output: as it is into a file or pipe, without control characters on a terminal."""
+    """Print the text of a file: unchanged into a file or pipe, without control characters on a terminal."""
     print(escape_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -38,7 +38,7 @@ def report_error(message: str) -> None:
 
 
 def open_address(url: str) -> None:
-    """Open an address in the user's browser; a note where there is none."""
+    """Open an address in the user's browser; print a note if there is no browser."""
     import webbrowser
 
     try:
@@ -95,7 +95,7 @@ class TerminalSink:
 
 @contextmanager
 def terminal_sink(quiet: bool) -> Iterator[TerminalSink | None]:
-    """A sink for a verb; None when the output is for machines."""
+    """Return a sink for a verb; None if the output is for machines."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

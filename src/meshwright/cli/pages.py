@@ -1,4 +1,4 @@
-"""``--html FILE`` and ``--open``: where the page of a result goes, and what it says of its origin."""
+"""``--html FILE`` and ``--open``: the path of a result's page, and what the page states of its origin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OpenOption = Annotated[
 
 
 def page_path(html: Path | None, open_browser: bool, name: str) -> Path | None:
-    """Where the page goes; None if none was asked for. Raises DocumentError for a name that is no page's."""
+    """The path of the page; None if none was asked for. Raises DocumentError for a name that does not end in .html."""
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise DocumentError(f"--html {html}: a page is a file that ends in .html. Give such a name.")
     if html is None and open_browser:
@@ -32,7 +32,7 @@ def page_path(html: Path | None, open_browser: bool, name: str) -> Path | None:
 
 
 def put_page(document: dict[str, Any], path: Path, open_browser: bool) -> str:
-    """Write the page, open it if asked to, and say where it is."""
+    """Write the page, open it if asked to, and print its path."""
     from meshwright.report.page import write_page
 
     write_page(document, path)
@@ -42,7 +42,7 @@ def put_page(document: dict[str, Any], path: Path, open_browser: bool) -> str:
 
 
 def provenance() -> dict[str, str]:
-    """What every page says about its origin: the command, when, and with which versions."""
+    """What every page states of its origin: the command, the time, and the versions."""
     from meshwright.report.page import versions
 
     typed = shlex.join(["meshwright", *sys.argv[1:]]) if Path(sys.argv[0]).stem in ("meshwright", "__main__") else ""

@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` say of a placement of single ops: its ranks, and how long a step takes."""
+"""What `plan` and `simulate` print of a placement of single ops: its ranks, and the time of a step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def rank_rows(placement: Placement, graph: Graph, result: Simulation, machine: C
 
 
 def placement_tables(placement: Placement, rows: list[dict[str, Any]], result: Simulation) -> list[Any]:
-    """What people read: the placement in a line, its ranks, and how long a step takes."""
+    """The tables for people: the placement in a line, its ranks, and the time of a step."""
     from meshwright.report.narrow import NarrowTable
 
     headings = ("rank", "device", "stages", "ops", "busy", "sent", "memory")

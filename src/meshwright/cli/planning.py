@@ -1,4 +1,4 @@
-"""What `plan` and its kin share: defaults of a workload, and what is printed where nothing fits."""
+"""Shared by `plan` and related verbs: defaults of a workload, and what is printed if nothing fits."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPlan:
-    """A plan with the reference of its cluster, and with what it was made with."""
+    """Return a plan with the reference of its cluster, and with the options that it was made with."""
     return replace(item, plan=replace(item.plan, cluster=cluster, made_with=made_with))
 
 
 def make_cost_model(
     cluster: Cluster, measurements: Path | None, precision: Precision, software: str | None = None
 ) -> CostModel:
-    """Prices for a cluster from a table of measurements, if one is given; says so if another torch made that.
+    """The cost model of a cluster, with a table of measurements if one is given.
 
-    Raises what `load_cost_model` and `read_software` raise.
+    Prints a note if another torch made the table. Raises what `load_cost_model` and `read_software` raise.
     """
     from meshwright.cost import load_cost_model, other_torch, read_software
 
@@ -49,7 +49,7 @@ def make_cost_model(
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:
-    """The nearest plan, rank by rank, before the error itself."""
+    """Print the nearest plan, rank by rank, before the error itself."""
     from meshwright.report import fit_table
 
     rows = error.nearest.memory_rows()
@@ -61,15 +61,15 @@ def print_misfit(error: NothingFitsError, as_json: bool) -> None:
         print_tables(Text(f"Nearest plan: {error.nearest.plan.describe()}"), fit_table(rows))
 
 
-# What a user can say of gradients; None where the precision alone says it.
+# Gradient types that a user can choose; None: the precision implies the type.
 GradientType = Literal["float32", "bfloat16"]
 PRECISION_HELP = "Types of weights, activations and gradients; by default mixed where bfloat16 is faster, else float32."
-GRADIENT_HELP = "Of --precision mixed: the type in which gradients are added up and summed. By default float32."
+GRADIENT_HELP = "With --precision mixed: the type in which gradients are added up and summed. By default float32."
 
 
-# What is proposed in place of a precision that a device lacks.
+# Precisions to propose instead of one that a device lacks.
 _REPLACEMENTS: tuple[Precision, ...] = ("float32", "amp-float16", "mixed")
-TF32_HELP = "Of --precision float32: GPUs multiply matrices in TF32. It is --precision tf32."
+TF32_HELP = "With --precision float32: GPUs multiply matrices in TF32. It is --precision tf32."
 
 
 def choose_precision(
@@ -81,12 +81,12 @@ def choose_precision(
     tf32: bool = False,
     schedules: Collection[str] = (),
 ) -> Precision:
-    """The precision that is asked for; by default two bytes where all devices compute bfloat16 faster than float32.
+    """Return the requested precision; by default two bytes if bfloat16 is faster than float32 on all devices.
 
     Schedules that run no master weights are planned in amp by default.
 
-    Raises typer.BadParameter for gradients of a type that the precision does not have, for TF32 beside a precision that
-    multiplies in another type, and for a precision that a GPU has no arithmetic for.
+    Raises typer.BadParameter for gradients of a type that the precision does not have, for TF32 beside a precision
+    that multiplies in another type, and for a precision that a GPU has no arithmetic for.
     """
     if tf32:
         if precision not in (None, "float32", "tf32"):
@@ -119,7 +119,7 @@ def _check_rates(precision: Precision, cluster: Cluster) -> None:
     numbers = numbers_of(precision)
     for kind in _kinds(cluster):
         rates = kind.peak_flops_per_s
-        # What is no GPU by its description computes in all types, but has no tensor cores.
+        # A device that is not a GPU by its description computes in all types, but has no tensor cores.
         needed = [numbers.arithmetic] if numbers.products else [numbers.compute] if kind.compute_capability else []
         missing = [dtype for dtype in needed if dtype not in rates]
         if not missing:
@@ -139,14 +139,15 @@ SAMPLES_PER_DEVICE = 8
 def choose_batch(
     batch: int | None, tokens: int | None, model: str, cluster: Cluster, graph_for: Callable[[int], Graph]
 ) -> int:
-    """Samples per step: ``batch``, what has ``tokens`` tokens, or by default 8 per device of the cluster.
+    """Samples per step: ``batch``, the samples in ``tokens``, or by default 8 per device of the cluster.
 
-    Raises typer.BadParameter for tokens of a model that reads none, and for tokens that are no whole number of samples.
+    Raises typer.BadParameter for tokens of a model without token inputs, and for tokens that are not a whole number of
+    samples.
     """
     if tokens is None:
         return batch or SAMPLES_PER_DEVICE * cluster.num_ranks
     if batch is not None:
-        raise typer.BadParameter("--batch and --tokens both say how large a step is; give one of them.")
+        raise typer.BadParameter("--batch and --tokens both set the size of a step; give one of them.")
     length = graph_for(1).sequence_length
     if length is None:
         raise typer.BadParameter(
@@ -187,12 +188,14 @@ def repeat_options(context: typer.Context) -> str:
 
 
 def read_prices(text: str | None) -> Scenario:
-    """What devices cost, as it was typed. Raises PlanError for a scenario without prices."""
+    """Prices of devices as typed on the command line. Raises PlanError for a scenario without prices."""
     if text is None:
         return Scenario()
     with suppress(ValueError):
         return Scenario(effects=(Price(per_hour=float(text)),))
     found = load_scenario(text).only(Price)
     if not found.effects:
-        raise PlanError(f"Scenario {text!r} has no prices. Give one that has, or a number: money per device and hour.")
+        raise PlanError(
+            f"Scenario {text!r} has no prices. Give one with prices, or a number: money per device and hour."
+        )
     return found

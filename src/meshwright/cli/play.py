@@ -41,11 +41,11 @@ from meshwright.spec.shipped import shipped_graphs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayRequest:
-    """What ``show --play`` was asked for.
+    """The options of ``show --play``.
 
     ``reference`` is a model, a plan's file, or None for the first model; ``graph_file`` holds the graph of the plan's
-    model. On ``cluster`` a model is searched for the plan to start with, and a plan is moved there. With
-    ``runs_schedule`` the plan's own schedule, a function in a file, may be run.
+    model. With ``cluster``, the playground starts with the best plan of a search there, or with the given plan moved
+    there. With ``runs_schedule`` the plan's own schedule, a function in a file, may be run.
     """
 
     reference: str | None = None
@@ -75,13 +75,13 @@ def play(request: PlayRequest) -> None:
 
 
 def _check_request(request: PlayRequest, plan: Plan | None) -> None:
-    """Refuse what cannot be meant."""
+    """Refuse options that contradict each other."""
     if plan is None and request.graph_file is not None:
         raise PlaygroundError("--graph goes with a plan; give the graph itself as MODEL: --play graph.json.")
     if request.runs_schedule and (plan is None or split_reference(plan.schedule) is None):
         raise PlaygroundError(
-            "--schedule lets --play run the schedule of a plan that is a function in a file; this starts with none. "
-            "Leave it out."
+            "--schedule lets --play run a plan's schedule that is a function in a file; there is no such schedule "
+            "here. Leave it out."
         )
     if plan is not None and request.precision is not None:
         raise PlaygroundError("--precision goes with a model on --cluster; a plan has its own. Leave it out.")
@@ -90,7 +90,7 @@ def _check_request(request: PlayRequest, plan: Plan | None) -> None:
 
 
 def _begin(request: PlayRequest, plan: Plan | None) -> tuple[Workbench, Controls]:
-    """The workbench and its first state. What cannot be read or captured is an error here, no message on the page."""
+    """Return the workbench and its first state; a failed read or capture raises instead of becoming a page message."""
     models = {name: OfferedModel(open=partial(graphs_of, name, ())) for name in shipped_graphs()}
     if plan is not None:
         return _begin_with_plan(request, plan, models)
@@ -127,8 +127,8 @@ def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Offered
     if split_reference(plan.schedule) is not None and not request.runs_schedule:
         options = [] if request.graph_file is None else ["--graph", str(request.graph_file)]
         raise ScheduleReferenceError(
-            f"{file} follows {plan.schedule!r}, and `show` executes no file that only a plan names. Say that it may "
-            f"run: meshwright show {shlex.join([file, '--play', *options, '--schedule'])}."
+            f"{file} follows {plan.schedule!r}, and `show` executes no file that only a plan names. Allow it to run: "
+            f"meshwright show {shlex.join([file, '--play', *options, '--schedule'])}."
         )
     measurements = recall_measurements(plan, Path(file), request.measurements, request.cluster)
     if request.cluster is not None and request.cluster != plan.cluster:
@@ -136,7 +136,7 @@ def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Offered
     source, target = plan.model, planned_target(plan)
     if request.graph_file is not None:
         source = str(request.graph_file)
-        # A stored graph is the rewritten one already.
+        # A stored graph is already rewritten.
         target = None if is_stored_graph(source) else target
     graph_for = graphs_of(source, plan.model_sizes, mode=plan.workload.kind, target=target)
     models[plan.model] = OfferedModel(open=lambda: graph_for, sizes=plan.model_sizes, rewritten=plan.rewritten)
@@ -151,7 +151,7 @@ def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Offered
 
 
 def _search(request: PlanRequest, graph_for: Callable[[int], Graph]) -> Plan:
-    """The best plan that `meshwright plan` finds; where nothing fits, the nearest one, which the page draws as such."""
+    """The best plan that `meshwright plan` finds; if nothing fits, the nearest one, marked so on the page."""
     from meshwright.planner import Limits, NothingFitsError, search_plans
 
     problem = make_problem(request, graph_for)
@@ -168,7 +168,7 @@ def _table(state: Controls, measurements: Path | None) -> MeasuredTable | None:
 
 
 def _check_state(state: Controls) -> None:
-    """Raise PlaygroundError for what the controls do not hold, such as a cluster or a batch beyond their limits."""
+    """Raise PlaygroundError for values beyond the controls, such as a cluster or a batch beyond their limits."""
     if len(state.model) > MAX_NAME_LENGTH:
         raise PlaygroundError(f"The model's name has more than {MAX_NAME_LENGTH} characters; give a shorter path.")
     try:

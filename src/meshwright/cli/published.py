@@ -1,4 +1,4 @@
-"""``meshwright validate --published``: published training runs beside what ``plan`` says of them."""
+"""``meshwright validate --published``: published training runs beside the predictions of ``plan``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def read_request(words: Sequence[str]) -> PlanRequest:
-    """What stands behind ``meshwright plan``, read and checked as the command line does."""
+    """Parse and check the arguments of ``meshwright plan``, as the command line does."""
     from meshwright.cli.main import load_verb
 
     context = load_verb("plan").make_context("plan", list(words))
@@ -54,7 +54,7 @@ def show_published(names: Sequence[str], out: Path | None, as_json: bool) -> Non
     from meshwright.validation.published_page import published_page, rows
 
     if out is not None and (names or out.suffix != ".md"):
-        raise DocumentError(f"{out}: the page is of all published runs, in Markdown (.md). Give no names beside --out.")
+        raise DocumentError(f"{out}: the page holds all published runs, in Markdown (.md). Give no names beside --out.")
     runs = load_runs()
     chosen = runs.named(names)
     compared: list[Compared] = []

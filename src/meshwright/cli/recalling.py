@@ -1,4 +1,4 @@
-"""What a plan that is read was made with and for, where the command line says nothing else."""
+"""What a plan was made with, used as default where the command line gives nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec.plan import Plan
 
 
 def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
-    """The training software that a plan is estimated for: that given, or that it was made for, with a remark."""
+    """The training software that a plan is estimated for: the given one, or the plan's own, with a remark."""
     if given is None and plan.made_with.predicted_for:
         note(f"Estimated for {plan.made_with.predicted_for}, as the plan was made.")
     return given or plan.made_with.predicted_for or None

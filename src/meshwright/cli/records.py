@@ -34,7 +34,7 @@ def show_records(path: Path, as_json: bool, other_options: bool) -> None:
 
 
 def op_rows(records: Records) -> list[dict[str, Any]]:
-    """One row per device and op, those with the most rows first: how many, and the range of their times in s."""
+    """One row per device and op, those with the most rows first: number of rows, and range of times in s."""
     counts = Counter(zip(records.device, records.op, strict=True))
     rows = []
     for (device, op), count in counts.most_common():
@@ -45,7 +45,7 @@ def op_rows(records: Records) -> list[dict[str, Any]]:
 
 
 def op_tables(records: Records) -> list[Any]:
-    """The first of `op_rows` as a table, and how many more there are."""
+    """The first rows of `op_rows` as a table, and the number of the others."""
     from meshwright.report import make_table
 
     rows = op_rows(records)

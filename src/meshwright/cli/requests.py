@@ -25,8 +25,8 @@ from meshwright.cli.planning import given_options
 class Of:
     """Where an option has an effect: in these forms of the command (none named: in all of them).
 
-    ``needs`` is an option without which it says nothing. ``unless`` says of a request why the option has no effect
-    there, or "".
+    ``needs`` is an option without which this one has no effect. ``unless`` returns, for a request, why the option has
+    no effect there, or "".
     """
 
     forms: tuple[str, ...]
@@ -54,15 +54,15 @@ class OptionField:
 
     @property
     def name(self) -> str:
-        """The long name; of a flag that can be taken back the first."""
+        """The long name; for a flag with an opposite, the positive name."""
         return next(name for name in self.names if name.startswith("--"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRequest:
-    """What a command was asked; ``given`` are the options that were typed, by their long names.
+    """The options of one call of a command; ``given`` are the typed ones, by their long names.
 
-    ``FORMS`` are the forms of the command, each with the words for it.
+    ``FORMS`` maps each form of the command to its description.
     """
 
     FORMS: ClassVar[Mapping[str, str]] = {}
@@ -101,10 +101,10 @@ def options_of(request: type[CommandRequest]) -> dict[str, OptionField]:
         info = _info(hint)
         if not isinstance(info, OptionInfo):
             continue
-        # In an annotation, the first name stands where a default would.
+        # In an annotation, typer reads the first name as the default.
         declared = (info.default, *(info.param_decls or ())) if isinstance(info.default, str) else info.param_decls
         names = tuple(declared or (f"--{name.replace('_', '-')}",))
-        # A flag that can be taken back is declared as both of its names.
+        # A flag with an opposite is declared as both of its names.
         names = tuple(each for pair in names for each in pair.split("/"))
         of = next((item for item in get_args(hint) if isinstance(item, Of)), _ANYWHERE)
         option = OptionField(field=name, names=names, help=info.help or "", takes=_takes(hint, info), of=of)
@@ -136,7 +136,7 @@ def as_command(request: type[R], run: Callable[[R], None]) -> Callable[..., None
 
 
 def option_rows(request: type[CommandRequest], forms: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Of each option what is typed, its help, and where it has an effect, by these words for forms; for a page."""
+    """What is typed for each option, its help, and where it has an effect, described by ``forms``; for a page."""
     rows = []
     for option in options_of(request).values():
         typed = ", ".join(f"`{name}`" for name in sorted(option.names, key=len, reverse=True))
@@ -158,13 +158,13 @@ def _info(hint: Any) -> ArgumentInfo | OptionInfo | None:
 
 
 def _for_typer(hint: Any) -> Any:
-    """The annotation without what only requests read."""
+    """The annotation without the parts that only requests read."""
     kept = [item for item in get_args(hint)[1:] if not isinstance(item, Of)]
     return Annotated[(get_args(hint)[0], *kept)]
 
 
 def _takes(hint: Any, info: OptionInfo) -> str:
-    """What stands behind an option: its metavariable, the choices, a word for the type; nothing behind a flag."""
+    """The value that an option takes: its metavariable, the choices, or a word for the type; "" for a flag."""
     if info.metavar:
         return info.metavar
     value = _value_type(get_args(hint)[0])

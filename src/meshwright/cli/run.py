@@ -42,11 +42,11 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of weights, data and dropout.", min=0, max=2**63 - 1)] = 0,
     repair: Annotated[
         str | None,
-        typer.Option(help="Under a schedule that never flushes: predict weights, or discount learning rates."),
+        typer.Option(help="Under an asynchronous schedule: predict weights, or discount learning rates."),
     ] = None,
-    repair_fade: Annotated[int, typer.Option(help="Updates in which a discount fades; 0: it stays.", min=0)] = 0,
+    repair_fade: Annotated[int, typer.Option(help="Updates over which a discount fades; 0: it stays.", min=0)] = 0,
     clip_norm: Annotated[
-        float | None, typer.Option(help="The norm that all gradients together have at most.", min=0.0)
+        float | None, typer.Option(help="The largest norm of all gradients together.", min=0.0)
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
@@ -55,18 +55,21 @@ def run(
     compiled: CompiledOption = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints: at the end, and --checkpoint-every so many steps.")
+        Path | None, typer.Option(help="Folder for checkpoints: at the end, and every --checkpoint-every steps.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: at the end alone.", min=0)] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.", min=0)] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --checkpoint, up to --steps in all.")
+        bool,
+        typer.Option("--resume", help="Continue from the newest checkpoint in --checkpoint, up to --steps in total."),
     ] = False,
     offload_folder: Annotated[
         Path | None,
-        typer.Option(help="Where states lie that the plan keeps on NVMe; by default the folder of temporary files."),
+        typer.Option(
+            help="Folder of the states that the plan keeps on NVMe; by default the folder of temporary files."
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Train in one process, too, and compare the losses of every step.")
+        bool, typer.Option("--check", help="Also train in one process, and compare the losses of every step.")
     ] = False,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write loss and samples/s as TensorBoard scalars to this folder.")
@@ -81,12 +84,16 @@ def run(
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="Correct the table of --measurements by the recorded steps, if it gets better."
+            "--calibrate", help="Correct the table of --measurements by the recorded steps, if that improves it."
         ),
     ] = False,
     here: Annotated[bool, typer.Option("--here", help="Start a plan for several nodes on this host alone.")] = False,
     dry: Annotated[
-        bool, typer.Option("--dry", help="One step of one process without the others: is it what was predicted?")
+        bool,
+        typer.Option(
+            "--dry",
+            help="Run one step of one process without the others, and compare its exchanges with the prediction.",
+        ),
     ] = False,
     process: Annotated[int | None, typer.Option(help="With --dry: which process; by default 0.", min=0)] = None,
     trace: TraceOption = None,
@@ -95,7 +102,7 @@ def run(
 ) -> None:
     """Train the plan's model: one process per rank, the same program that was simulated.
 
-    Starts all ranks on this host. Under torchrun (`launch.sh` of `meshwright plan`) it is one rank of them.
+    Starts all ranks on this host. Under torchrun (`launch.sh` of `meshwright plan`) this process is one of the ranks.
     """
     from meshwright.report import check_ranks
     from meshwright.training import (
@@ -112,7 +119,7 @@ def run(
     first_recorded, num_recorded = recorded_steps(record, steps)
     check_options(given_options(call))
     if learning_rate is not None and not 0 < learning_rate < math.inf:
-        raise typer.BadParameter(f"--learning-rate {learning_rate:g} is no rate to learn at; give one above 0.")
+        raise typer.BadParameter(f"--learning-rate {learning_rate:g} is not a positive number; give one above 0.")
     chosen = traced_ranks(trace, trace_ranks)
     if chosen is not None:
         check_ranks(chosen, read_document(Plan, plan).num_ranks)
@@ -135,7 +142,7 @@ def run(
         num_recorded_steps=num_recorded,
     )
     if measurements is not None:
-        # What is wrong with it is said before anything is trained.
+        # Errors of the table are raised before anything is trained.
         load_measurements_of(job, measurements, calibrate=calibrate, num_recorded=num_recorded)
     if dry:
         print_dry_run(job, process or 0, as_json)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded: int) -> None:
-    """Raise for a table that the plan cannot go by, or that its run cannot correct; a note if another torch made it."""
+    """Raise for a table that the plan cannot use or its run cannot correct; note if another torch made it."""
     document = job.read_plan()
     if calibrate and isinstance(document, Plan) and document.compiled:
         raise typer.BadParameter(
@@ -40,7 +40,7 @@ def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded
     make_cost_model(load_cluster(document.cluster), table, document.workload.precision)
 
 
-# What says something of a step in which nothing is computed.
+# The options that have an effect in a dry run.
 _OF_DRY_RUNS = frozenset(
     {
         "--dry",
@@ -57,19 +57,19 @@ _OF_DRY_RUNS = frozenset(
 
 
 def check_options(given: Sequence[str]) -> None:
-    """Raise BadParameter for options that say nothing together."""
+    """Raise BadParameter for options that contradict each other."""
     if "--dry" in given and (lost := [name for name in given if name not in _OF_DRY_RUNS]):
         raise typer.BadParameter(f"--dry trains nothing and takes no times: leave out {' and '.join(lost)}.")
     if "--process" in given and "--dry" not in given:
-        raise typer.BadParameter("--process says which one --dry runs; give --dry, too.")
+        raise typer.BadParameter("--process chooses the process that --dry runs; give --dry, too.")
     if "--calibrate" in given and "--measurements" not in given:
         raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, too.")
     if "--checkpoint" not in given and ("--resume" in given or "--checkpoint-every" in given):
-        raise typer.BadParameter("--resume and --checkpoint-every need the folder: give --checkpoint FOLDER, too.")
+        raise typer.BadParameter("--resume and --checkpoint-every need a folder: give --checkpoint FOLDER, too.")
 
 
 def print_dry_run(job: Job, process: int, as_json: bool) -> None:
-    """What one process exchanges in a step, which is what was predicted."""
+    """Print what one process exchanged in a step, compared with the prediction."""
     from meshwright.report import make_table
     from meshwright.training import dry_run
 
@@ -96,7 +96,8 @@ def print_dry_run(job: Job, process: int, as_json: bool) -> None:
 def lines_for_nodes(plan: Path, options: str) -> list[str]:
     """How to start a plan for several nodes with the same options.
 
-    Nothing for others, and for clusters not known here. Raises PlanError for a plan that can only be simulated.
+    Empty for plans of one node, and for clusters not known here. Raises PlanError for a plan that can only be
+    simulated.
     """
     from meshwright.report.settings import launch_lines
     from meshwright.runtime import check_runnable
@@ -112,7 +113,7 @@ def lines_for_nodes(plan: Path, options: str) -> list[str]:
 
 
 def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
-    """The first step to record, from 0, and how many; none given: the last five."""
+    """The first step to record, from 0, and the number of steps; by default the last five."""
     if given is None:
         return None, 5
     first, _, last = given.partition("-")
@@ -134,7 +135,7 @@ def judge(job: Job, result: RunResult, measurements: Path | None) -> Outcome | N
     try:
         return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
     except (ClusterError, DocumentError, MeasurementError) as error:
-        note(f"No prediction stands beside: {error}")
+        note(f"No prediction to compare with: {error}")
         return None
 
 
@@ -166,7 +167,7 @@ def print_result(
     ranks: tuple[int, ...] | None,
     as_json: bool,
 ) -> None:
-    """What a run prints, and the trace: with what was corrected at ``table``, and by how much losses are ``off``."""
+    """Print the result of a run and write the trace; ``off`` is the largest relative difference of the losses."""
     from meshwright.report import timeline_rows, timeline_table, write_trace
 
     timeline = read_document(Timeline, result.timeline)

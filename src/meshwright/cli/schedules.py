@@ -1,4 +1,4 @@
-"""What verbs say about schedules: a plan's one drawn as papers do, and the same stages under others."""
+"""What verbs print of schedules: a plan's schedule drawn as in papers, and the same stages under others."""
 
 from __future__ import annotations
 
@@ -89,20 +89,20 @@ VirtualStagesOption = Annotated[
 ]
 WholeOption = Annotated[
     bool,
-    typer.Option("--whole-backwards", help="No backward in two parts."),
+    typer.Option("--whole-backwards", help="Do not split backward into two parts."),
 ]
 
 
 def check_orders(find_orders: Path | None) -> None:
-    """Refuse what cannot be meant, before anything is computed."""
+    """Raise typer.BadParameter for an invalid request, before anything is computed."""
     if find_orders is not None:
         if find_orders.suffix != ".csv":
-            raise DocumentError(f"--find-orders {find_orders} is no file of orders. Give a name that ends in .csv.")
+            raise DocumentError(f"--find-orders {find_orders} does not end in .csv. Give a name that does.")
         refuse_replacing(find_orders)
 
 
 def compared_schedules(plan: Plan, against: Sequence[str] | None) -> Sequence[str]:
-    """The schedules that a plan is held against: those that were asked for; with an own one, gpipe and 1f1b."""
+    """The schedules that a plan is compared with: the requested ones; for a user's schedule, gpipe and 1f1b."""
     return against or (BASIC_SCHEDULES if plan.has_own_schedule else ())
 
 
@@ -124,7 +124,7 @@ def compare(
 
 
 def _gain(items: Sequence[RankedPlan]) -> str:
-    """One line: what the first schedule wins or loses against the fastest of the others."""
+    """One line: the gain or loss of the first schedule against the fastest of the others."""
     from meshwright.planner import explain_difference
     from meshwright.report import name_schedule_briefly
 

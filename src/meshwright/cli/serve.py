@@ -1,6 +1,7 @@
-"""``meshwright serve``: models under deadlines; ``serve load`` asks a server, and measures how it answers.
+"""``meshwright serve``: serve models under deadlines.
 
-``serve timeline URL`` writes what happens to each request of a server for some seconds, for Perfetto.
+``serve load`` sends requests to a server and measures its answers. ``serve timeline URL`` records what happens to each
+request of a server for some seconds, for Perfetto.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from meshwright.serving.load import LoadResult, RequestStream
 
 
-# What the server needs beside the recording itself, at most.
+# The most seconds that the server needs beside the recording itself.
 _PATIENCE_S = 60.0
-# As other traces: a higher level takes longer and saves little.
+# As for other traces: a higher level takes longer and saves little.
 _LEVEL = 3
 
 
@@ -59,13 +60,13 @@ def timeline(
         requests, batches = format_count(told["requests"], "request"), f"{told['batches']:,}"
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ServingError(
-            f"What {url} answered (status {status}) is no timeline; expected the address of a server's admin port, "
+            f"The answer of {url} (status {status}) is not a timeline; expected the address of a server's admin port, "
             "which `meshwright serve` prints when it is ready."
         ) from None
     write_bytes(gzip.compress(content, _LEVEL, mtime=0) if out.suffix == ".gz" else content, out)
     print(f"{requests} and {batches} batches in {format_seconds(told['seconds'])}, written to {out}.")
     print("Open it at https://ui.perfetto.dev.")
-    for kind, words in (("cut", "had more to note than is kept"), ("missing", "did not say what happened")):
+    for kind, words in (("cut", "had more events than are kept"), ("missing", "did not say what happened")):
         if told[kind]:
             note(f"{', '.join(told[kind])} {words}.")
 
@@ -122,14 +123,16 @@ _TOLD = {
 @serve.command()
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's address: http://127.0.0.1:8000.")],
-    model: Annotated[str | None, typer.Option(help="Which model is asked; by default the server's only one.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model to send requests to; by default the server's only one.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second.", min=0.0, max=1e9)] = None,
     shape: Annotated[
         float | None,
         typer.Option(help="With --rate: gaps of a gamma distribution; 1 is Poisson, 0.1 comes in bursts.", min=1e-3),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Moments from a file instead of --rate: one in a line, in seconds.")
+        Path | None, typer.Option(help="Arrival times from a file instead of --rate: one per line, in seconds.")
     ] = None,
     deployment: Annotated[
         Path | None,
@@ -140,27 +143,38 @@ def load(
     seconds: Annotated[float, typer.Option(help="Seconds of requests.", min=0.001, max=1e6)] = 10.0,
     scale: Annotated[float, typer.Option(help="Multiply all rates by this.", min=0.0, max=1e6)] = 1.0,
     ramp: Annotated[
-        float, typer.Option(help="Seconds before, in which rates grow from 0; they do not count.", min=0.0, max=1e6)
+        float,
+        typer.Option(
+            help="Seconds of warm-up in which rates grow from 0; their requests do not count.", min=0.0, max=1e6
+        ),
     ] = 0.0,
     deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help='When answers are due ("50 ms"): sent along, and counted by.')
+        str | None,
+        typer.Option(
+            metavar="TIME", help='The deadline of each answer ("50 ms"): sent with the request and used for the counts.'
+        ),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Sent along: 1 for the most important, 7 for the least.", min=0, max=2**64 - 1)
+        int | None,
+        typer.Option(
+            help="Priority sent with each request: 1 for the most important, 7 for the least.", min=0, max=2**64 - 1
+        ),
     ] = None,
     rows: Annotated[int, typer.Option(help="Samples in a request.", min=1, max=65_536)] = 1,
     binary: Annotated[bool, typer.Option("--binary", help="Send values in Triton's binary format, not JSON.")] = False,
-    connections: Annotated[int, typer.Option(help="The most that are open at a time.", min=1, max=50_000)] = 2048,
+    connections: Annotated[
+        int, typer.Option(help="The most connections that are open at a time.", min=1, max=50_000)
+    ] = 2048,
     processes: Annotated[int, typer.Option(help="Processes that send.", min=1, max=64)] = 1,
-    seed: Annotated[int, typer.Option(help="Other numbers draw other moments and values.", min=0, max=2**31)] = 0,
-    token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server asks for.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the arrival times and values.", min=0, max=2**31)] = 0,
+    token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server requires.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all figures to this file (.json).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send requests at their moments (open loop), and tell how many are answered in time, and how soon.
+    """Send requests at their arrival times (open loop), and print how many are answered in time, and the latencies.
 
-    Moments are drawn beforehand, as `simulate` draws them, and latency counts from them. Exit code 1 if no answer with
-    status 200 came, or a wrong one.
+    Arrival times are drawn beforehand, as `simulate` draws them, and latency counts from them. Exit code 1 if no
+    answer had status 200, or if an answer was wrong.
     """
     from meshwright.serving.load import run_load
     from meshwright.serving.server.tokens import read_token
@@ -212,7 +226,7 @@ def _read_time(text: str) -> float:
 def _refuse_beside(option: str, others: dict[str, Any]) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
-        raise DocumentError(f"{option} says what arrives, and {given[0]} too. Give one of them.")
+        raise DocumentError(f"{option} and {given[0]} both set what arrives. Give one of them.")
 
 
 def _arrivals(rate: float | None, shape: float | None, trace: Path | None) -> Arrivals:
@@ -220,7 +234,7 @@ def _arrivals(rate: float | None, shape: float | None, trace: Path | None) -> Ar
         _refuse_beside("--trace", {"--rate": rate, "--shape": shape})
         return Trace(file=str(trace))
     if rate is None:
-        raise DocumentError("Nothing says when requests come. Give --rate N, --trace FILE or --deployment FILE.")
+        raise DocumentError("No arrivals were given. Give --rate N, --trace FILE or --deployment FILE.")
     return Poisson(rate=rate) if shape is None else Gamma(rate=rate, shape=shape)
 
 
@@ -252,9 +266,11 @@ def _print(result: LoadResult, document: dict[str, Any], out: Path | None) -> No
         make_table(models, total=total if len(models) > 1 else None),
         f"{result.total.num_requests:,} requests in {format_seconds(result.seconds)}: {', '.join(counts + statuses)}.",
     ]
-    lines += [f"One with status {status} said: {reason}." for status, reason in result.reasons.items()]
+    lines += [f"One answer with status {status}: {reason}." for status, reason in result.reasons.items()]
     if result.total.rejected_p99_s is not None:
-        lines.append(f"99 % of those with status 503 were told within {format_seconds(result.total.rejected_p99_s)}.")
+        lines.append(
+            f"99 % of those with status 503 were answered within {format_seconds(result.total.rejected_p99_s)}."
+        )
     if document["lateness_p99_s"] is not None:
         lines.append(
             f"The sender was {format_seconds(document['lateness_p50_s'])} late in the median, "

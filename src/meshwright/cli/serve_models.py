@@ -1,4 +1,4 @@
-"""``meshwright serve models``: which models a server has; others while it serves."""
+"""``meshwright serve models``: list a server's models; load and unload models while it serves."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _MOST_BYTES = 2**24
 def models(
     url: Annotated[str, typer.Argument(metavar="ADMIN-URL", help="The server's admin address: http://127.0.0.1:8002.")],
     load: Annotated[
-        list[str] | None, typer.Option(help="Load a model as the deployment's file has it now. Can be repeated.")
+        list[str] | None, typer.Option(help="Load a model as it is in the deployment's file now. Can be repeated.")
     ] = None,
     unload: Annotated[
-        list[str] | None, typer.Option(help="Answer what a model has, and serve it no more. Can be repeated.")
+        list[str] | None, typer.Option(help="Unload a model after its queued requests are answered. Can be repeated.")
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Serve what the deployment's file has now, and nothing else.")
+        bool, typer.Option("--update", help="Serve exactly the models that the deployment's file has now.")
     ] = False,
-    token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server asks for.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server requires.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell which models a server has, or have it load and unload some; it answers requests meanwhile.
+    """List the models of a server, or have it load and unload some while it answers requests.
 
-    A model that is loaded again serves by its former version until the new one is ready. What cannot be loaded changes
+    A model that is loaded again is served by its former version until the new one is ready. A load that fails changes
     nothing.
     """
     from meshwright.report import make_table
@@ -53,14 +53,14 @@ def models(
 
 
 def _post(url: str, path: str, token_file: Path | None) -> Any:
-    """What a server's admin door answers."""
+    """The answer of a server's admin port. Raises ServingError for a bad address or a missing or refusing server."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
     if parts.scheme != "http" or host is None or port is None:
-        raise ServingError(f"{url!r} is no admin address; expected one as http://127.0.0.1:8002.")
+        raise ServingError(f"{url!r} is not an admin address; expected one such as http://127.0.0.1:8002.")
     headers = {}
     if token_file is not None:
         from meshwright.serving.server.tokens import read_token
@@ -74,7 +74,7 @@ def _post(url: str, path: str, token_file: Path | None) -> Any:
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise ServingError(
-            f"No server's admin door answers at {url}: {why}. `meshwright serve` says where it is."
+            f"No server's admin port answers at {url}: {why}. `meshwright serve` prints its address."
         ) from None
     finally:
         connection.close()

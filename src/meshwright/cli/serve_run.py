@@ -25,28 +25,28 @@ def run(
         str | None, typer.Option(help="Which policy decides: a name with settings, or your own, file.py:Class.")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
+        str | None, typer.Option(help="The address to listen at; 0.0.0.0 means all addresses of this machine.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="The port of requests; 0 for a free one.", min=0, max=65_535)] = None,
     grpc_port: Annotated[
         int | None, typer.Option(help="The port of requests over gRPC; 0 for a free one.", min=0, max=65_535)
     ] = None,
-    grpc: Annotated[bool | None, typer.Option(help="Whether to answer gRPC, too.", show_default=False)] = None,
+    grpc: Annotated[bool | None, typer.Option(help="Whether to serve gRPC as well.", show_default=False)] = None,
     admin_port: Annotated[
         int | None, typer.Option(help="The port of metrics, on this machine only; 0 for a free one.", min=0, max=65_535)
     ] = None,
     fronts: Annotated[int | None, typer.Option(help="Processes that read requests.", min=1, max=MOST_FRONTS)] = None,
     devices: Annotated[int | None, typer.Option(help="Workers, one process each.", min=1, max=MOST_WORKERS)] = None,
     token_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Requests have to bring the token in this file.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Requests must carry the token in this file.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option(help="Write all events and decisions, which `serve replay` decides again.")
+        Path | None, typer.Option(help="Write all events and decisions to this file, for `serve replay`.")
     ] = None,
 ) -> None:
     """Serve models over HTTP and gRPC (Open Inference Protocol v2), each request by its deadline.
 
-    Ctrl-C ends it in order.
+    Ctrl-C stops the server in order.
     """
     from meshwright.serving.policies.named import load_policy
 
@@ -75,7 +75,7 @@ async def _serve(deployment: Deployment, file: Path, log: Path | None, token_fil
     parts = (supervisor.run(), serve_admin(supervisor, file, token_file), _welcome(supervisor))
     tasks = [asyncio.create_task(each) for each in parts]
     try:
-        # What fails first is what is told.
+        # The first failure is reported.
         await asyncio.gather(*tasks)
     finally:
         if any(not task.done() for task in tasks):
@@ -100,7 +100,7 @@ async def _welcome(supervisor: Supervisor) -> None:
 
 
 def _tell(name: str, facts: dict[str, Any]) -> None:
-    """What a user should know at once; of loading, what the first worker says, as all load the same."""
+    """The message for an event that a user should know at once; loading is reported for the first worker only."""
     match facts["kind"]:
         case "ended" if facts["again"] and (facts["code"] or not facts["is_released"]):
             why = "" if facts["error"] is None else f" ({facts['error']})"
@@ -110,19 +110,20 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
         case "loading" if facts["device"] == 0:
             note(f"Loading {facts['model']} ({facts['place'] + 1} of {facts['of']}).")
         case "warming" if facts["device"] == 0:
-            note("Warming up; latencies that the deployment does not tell are measured.")
+            note("Warming up; latencies that the deployment does not state are measured.")
         case "preparing":
             note(f"Preparing the policy {facts['policy']}; the first time it is compiled, in some seconds.")
         case "hire":
-            note(f"worker-{facts['device']} is started, as more arrives.")
+            note(f"worker-{facts['device']} is started, because the load grows.")
         case "release":
-            note(f"worker-{facts['device']} is handed back, as less arrives.")
+            note(f"worker-{facts['device']} is handed back, because the load falls.")
         case "failure":
             note(f"{facts['model']} failed on a sample: {facts['text']}")
         case "limited" if name == "front-0":
             note(
                 f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
-                f"There can be {facts['connections']} connections. Raise it (ulimit -Hn), or give fewer in [server]."
+                f"There can be {facts['connections']} connections. Raise the limit (ulimit -Hn), or give fewer "
+                f"connections in [server]."
             )
         case "unlogged" | "unstarted":
             note(facts["text"])
@@ -133,7 +134,7 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
 
 
 def _meaning(code: int) -> str:
-    """An exit code, or the signal that a process was killed by."""
+    """An exit code, or the signal that killed the process."""
     try:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     except ValueError:
@@ -143,8 +144,8 @@ def _meaning(code: int) -> str:
 def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", exists=True, dir_okay=False, help="What `serve --log` wrote.")],
 ) -> None:
-    """Decide all again that a server has decided: its log's events through its policy."""
+    """Repeat all decisions of a server: feed the events of its log through its policy, and compare."""
     from meshwright.serving.server.replay import replay_log
 
     events, decisions = replay_log(log)
-    print(f"{events} events, {decisions} decisions: the same ones.")
+    print(f"{events} events, {decisions} decisions: all equal.")

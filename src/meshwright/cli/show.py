@@ -71,9 +71,7 @@ def show(
     ] = None,
     memory: Annotated[
         bool,
-        typer.Option(
-            "--memory", help="With --cluster: what a model needs if it is computed again, sharded or moved away."
-        ),
+        typer.Option("--memory", help="With --cluster: the memory of a model with recompute, sharding or offload."),
     ] = False,
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
     schedule: Annotated[
@@ -113,7 +111,7 @@ def show(
         bool, typer.Option("--open", help="Open the page of --play or --html in the browser; alone, a temporary one.")
     ] = False,
 ) -> None:
-    """Show what a document says: in tables, as JSON, or on a page to play with."""
+    """Show the contents of a document: in tables, as JSON, or on a page to play with."""
     asks_page = html is not None or open_browser
     estimating = CostRequest(
         cluster=cluster,
@@ -195,7 +193,7 @@ def _check_drawing(out: Path | None, *, schedule: bool) -> None:
     if out is not None and not schedule:
         raise DocumentError("--out writes the drawing of --schedule; give both, or leave it out.")
     if out is not None and out.suffix != ".svg":
-        raise DocumentError(f"--out {out} is no place for a drawing. Give a name that ends in .svg.")
+        raise DocumentError(f"--out {out} does not end in .svg, the format of the drawing. Give a name that does.")
     if out is not None:
         refuse_replacing(out)
 
@@ -231,7 +229,7 @@ def read_any(reference: str) -> Any:
     if path.suffix not in (".json", ".toml"):
         try:
             meant_as_file = bool(path.suffix) or path.exists() or len(path.parts) > 1
-        except OSError:  # a name that no file can have
+        except OSError:  # an impossible file name
             meant_as_file = True
         if meant_as_file:
             raise DocumentError(f"{reference}: documents end in .json or .toml. Check the file's name.")
@@ -246,7 +244,7 @@ def read_any(reference: str) -> Any:
 
 
 def page_of(value: Any, name: str, batch_size: int) -> dict[str, Any]:
-    """The page of a document; that of a plan has its cluster, if that can be found."""
+    """The page of a document; that of a plan shows its cluster, if that can be found."""
     from meshwright.report.page import shown_document
 
     cluster = None
@@ -281,7 +279,10 @@ System = Literal["accelerate", "deepspeed", "megatron", "torchtitan", "torch-csv
 
 
 def show_settings(value: Any, document: str, graph_file: Path | None, system: System, as_json: bool) -> None:
-    """The file on standard output; what it cannot say is at its head, or on standard error if it has no comments."""
+    """Print the settings file on standard output; its head lists what it cannot express.
+
+    A file without comments has that list on standard error.
+    """
     from meshwright.report.settings import export_settings
 
     if not isinstance(value, Plan):
@@ -289,14 +290,14 @@ def show_settings(value: Any, document: str, graph_file: Path | None, system: Sy
     if system == "torch-csv":
         _show(_orders(value), as_json)
         return
-    # Only a cut and what runs again need the layers, and Megatron-LM the number of blocks.
+    # Only a cut and recompute need the layers, and Megatron-LM the number of blocks.
     needed = len(value.stages) > 1 or bool(value.recompute) or system == "megatron" or graph_file is not None
     graph = graph_to_show(value, document, graph_file, f"--as {system}") if needed else None
     _show(export_settings(system, value, load_cluster(value.cluster), graph), as_json)
 
 
 def _orders(plan: Plan) -> Settings:
-    """The order of every rank; needs neither model nor cluster."""
+    """The order of instructions of every rank; needs neither model nor cluster."""
     from meshwright.program import compute_orders, write_orders
     from meshwright.report.settings import export_orders
 
@@ -357,7 +358,7 @@ def show_zoo(as_json: bool, other_options: bool) -> None:
 
 
 def zoo_row(graph: Graph) -> dict[str, Any]:
-    """What a shipped graph weighs, by training passes over one sample; ``inputs`` are the sizes of a sample."""
+    """The sizes of a shipped graph, for a training pass over one sample; ``inputs`` are the sizes of a sample."""
     trainable = graph.num_parameters(trainable_only=True)
     inputs = [graph.tensors[i] for i in graph.inputs]
     return {

@@ -1,6 +1,6 @@
-"""What ``meshwright show`` costs: the layers of a model on a cluster's devices, or the collectives of a cluster.
+"""Costs in ``meshwright show``: the layers of a model on a cluster's devices, or the collectives of a cluster.
 
-With ``--memory``: what ways to keep a model on a device would need.
+With ``--memory``: the memory of a model under recompute, sharding and offload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.spec.workload import Optimizer, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRequest:
-    """What the options say of costs; nothing if none was given."""
+    """The options about costs; all empty if none was given."""
 
     cluster: str | None = None
     collectives: bool = False
@@ -40,7 +40,7 @@ class CostRequest:
 def show_costs(value: Any, document: str, estimating: CostRequest, batch_size: int, as_json: bool) -> None:
     """Print one table per kind of device, or those of collectives.
 
-    Raises DocumentError if the document is not a graph, or no cluster.
+    Raises DocumentError if the document is not a graph, or not a cluster.
     """
     if estimating.collectives:
         _show_collectives(value, document, estimating, as_json)
@@ -75,7 +75,7 @@ def show_costs(value: Any, document: str, estimating: CostRequest, batch_size: i
 
 
 def _show_collectives(value: Any, document: str, estimating: CostRequest, as_json: bool) -> None:
-    """What every collective takes among ranks of a cluster, and the orders of ring and tree."""
+    """The time of every collective among ranks of a cluster, and the orders of ring and tree."""
     from meshwright.cost.collectives.listing import list_collectives, tables_of_listing
 
     if not isinstance(value, Cluster):
@@ -103,7 +103,10 @@ def _read_ranks(text: str | None, cluster: Cluster) -> tuple[int, ...]:
 
 
 def show_memory(graph: Graph, machine: Cluster, precision: Precision, batch_size: int, as_json: bool) -> None:
-    """Print layers and ways, for AdamW. Raises GraphError for a graph that is not for training."""
+    """Print the memory of layers and of ways to reduce it, for AdamW.
+
+    Raises GraphError for a graph that is not for training.
+    """
     from meshwright.cost.memory.choices import choice_rows, layer_rows
     from meshwright.report import make_table
 
@@ -120,7 +123,7 @@ def show_memory(graph: Graph, machine: Cluster, precision: Precision, batch_size
     print_tables(
         make_table(
             layers,
-            title=f"{graph.name}, {precision}, {samples}: what a microbatch keeps, by what is computed again",
+            title=f"{graph.name}, {precision}, {samples}: what a microbatch keeps, by recompute",
             collapse="layer",
         ),
         make_table(

@@ -1,4 +1,4 @@
-"""``--trace FILE`` and ``--trace-ranks``: where a trace goes, and which ranks it shows."""
+"""``--trace FILE`` and ``--trace-ranks``: the path of a trace, and the ranks that it shows."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ TraceOption = Annotated[
 TraceRanksOption = Annotated[
     str | None, typer.Option(help="Only these ranks in the trace: numbers and ranges, such as 0,5-7.")
 ]
-# Six digits: no range asks for more memory than a list of a million numbers.
+# Six digits, so that a range holds at most a million numbers.
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def traced_ranks(trace: Path | None, ranks: str | None) -> tuple[int, ...] | None:
-    """The ranks that a trace is to show, ascending; None for all. Raises BadParameter for what names none."""
+    """The ranks that a trace shows, ascending; None for all. Raises BadParameter for an invalid list."""
     if ranks is None:
         return None
     if trace is None:
-        raise typer.BadParameter("--trace-ranks says which ranks a trace shows; give --trace FILE, too.")
+        raise typer.BadParameter("--trace-ranks chooses the ranks of a trace; give --trace FILE, too.")
     chosen: set[int] = set()
     for part in ranks.split(","):
         found = _RANGE.fullmatch(part.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if last < first:
             raise typer.BadParameter(
-                f"--trace-ranks {ranks!r}: {part!r} names no ranks; expected numbers of up to six digits and ranges of "
+                f"--trace-ranks {ranks!r}: {part!r} is not a rank or a range; expected numbers of up to six digits "
+                f"and ranges of "
                 "them, such as 0,5-7."
             )
         chosen.update(range(first, last + 1))
@@ -43,7 +44,7 @@ def traced_ranks(trace: Path | None, ranks: str | None) -> tuple[int, ...] | Non
 
 
 def put_timeline(result: Simulation, out: Path | None, trace: Path | None, ranks: tuple[int, ...] | None) -> None:
-    """Write the timeline of a simulation and its trace, where they were asked for."""
+    """Write the timeline of a simulation and its trace, if they were asked for."""
     from meshwright.report import write_trace
 
     if out is not None:

@@ -1,4 +1,4 @@
-"""``meshwright validate``: how far predictions are from public measurements, and from one's own steps."""
+"""``meshwright validate``: the errors of predictions on public measurements, and on the user's own steps."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def validate(
         bool,
         typer.Option(
             "--published",
-            help="Put published training runs beside what `plan` says of them, each with its command; two minutes.",
+            help="Compare published training runs with the predictions of `plan`, each with its command; two minutes.",
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the scores as a page, too (.md), with date and versions.")
+        Path | None, typer.Option("--out", "-o", help="Also write the scores as a page (.md), with date and versions.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,7 +89,7 @@ def _score_sets(datasets: Sequence[DataSet], out: Path | None, *, quick: bool, a
             scored.append((dataset, scores))
             if not as_json:
                 _print_scores(f"{dataset.name}: {dataset.about}", scores)
-                sys.stdout.flush()  # whoever reads a pipe sees each set when it is done
+                sys.stdout.flush()  # the reader of a pipe sees each set when it is done
     if out is not None:
         _write_page(scored, out)
     if as_json:
@@ -128,7 +128,7 @@ def _print_scores(title: str, scores: Sequence[Score]) -> None:
     from meshwright.validation.page import SCORE_HEADINGS, number_notes, score_cells
 
     cells = score_cells(scores)
-    # The first column names parts and arms; columns of which no part has a figure are left out.
+    # The first column names parts and arms; columns without any figure are left out.
     used = [i for i in range(len(SCORE_HEADINGS)) if any(row[i].strip("–") for row in cells)]
     table = NarrowTable(
         [SCORE_HEADINGS[i] for i in used],
@@ -140,7 +140,7 @@ def _print_scores(title: str, scores: Sequence[Score]) -> None:
 
 
 def _check_page(datasets: Sequence[DataSet], out: Path, *, quick: bool) -> None:
-    """Refuse, before anything is scored, what is no page, and to write a part over a page of more sets."""
+    """Raise, before anything is scored, for a path that is not a page, or a page whose sets would be lost."""
     from meshwright.spec.errors import DocumentError
     from meshwright.validation.sets import DATASETS
 

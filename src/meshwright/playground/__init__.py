@@ -1,11 +1,12 @@
-"""A local page where a plan is changed by controls and its timeline, memory and step time follow at once.
+"""A local page where controls change a plan, and its timeline, memory and step time follow at once.
 
     State (`state`)  →  base and scenario (`scenario`), Plan (`layout`; back: `opening`)
                      →  Answer (`workbench`: balanced cuts, program, costs, simulation)  →  JSON (`documents`)
-    `service` answers paths, `server` speaks HTTP on 127.0.0.1, `guard` refuses strangers, `jobs` searches beside the
-    page.
 
-The views are those of `meshwright.report.page`; the scripts beside this file hold the controls.
+`service` answers paths, `server` speaks HTTP on 127.0.0.1, `guard` refuses foreign requests, `jobs` searches in the
+background.
+
+The views are those of `meshwright.report.page`; the scripts beside this file contain the controls.
 """
 
 from meshwright.playground.opening import state_of_plan

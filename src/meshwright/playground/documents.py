@@ -1,13 +1,10 @@
-"""What the page gets: an answer as plain JSON, its files, and what a state that does not work should change.
+"""What the page receives: an answer as plain JSON, its files, and what to change in a state that does not work.
 
-status        "fits", "too large" (simulated all the same, but memory does not suffice), "impossible" (no plan)
-message       what is wrong and what to change; empty where nothing is
-query         the state, every value written out: the link
-figures       the headline numbers, each with its unit in the name
-document      the page document that `meshwright.report.page` draws
-carried       what the state leaves as it is in the plan that was opened, in words
-layers        names and seconds of the layers, the cuts and the balanced cuts, for the bar where cuts are moved
-pinned        figures of the pinned state, its link, and the difference in words
+status "fits", "too large" (simulated, but memory does not suffice), "impossible" (no plan) message what is wrong and
+what to change; empty if nothing is wrong query the state, every value written out: the link figures the headline
+numbers, each with its unit in the name document the page document that `meshwright.report.page` draws carried the
+parts that the state takes from the opened plan, in words layers names and seconds of the layers, the cuts and the
+balanced cuts, for the bar that moves cuts pinned figures of the pinned state, its link, and the difference in words
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from meshwright.spec.plan import name_stages
 
 Row = dict[str, Any]
 
-NEVER_FLUSHES = "The schedule never flushes; the step time is that of a step while the pipeline is full."
+NEVER_FLUSHES = "The schedule is asynchronous; the step time is that of a step while the pipeline is full."
 
 
 def answer_data(answer: StateResult) -> Row:
@@ -66,7 +63,7 @@ def answer_figures(answer: StateResult) -> Row:
 
 
 def interval_data(interval: StepInterval) -> Row:
-    """The ends of the step time's interval, and what they are worth."""
+    """The ends of the step time's interval, and their meaning."""
     return {
         "status": "interval",
         "low_s": interval.low_s,
@@ -91,7 +88,7 @@ def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
 
 
 def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
-    """The page document of an answer: what the playground draws, and what its report holds."""
+    """The page document of an answer: what the playground draws, and what its report contains."""
     scenario = describe_scenario(scenario_of(answer.state))
     seen, plan = answer.seen, answer.plan
     remarks = (
@@ -112,7 +109,7 @@ def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
 
 
 def explain_excess(answer: StateResult) -> str:
-    """Which rank needs too much memory, for what, and what would make it less."""
+    """Which rank needs too much memory, its largest part, and what would reduce it."""
     ranked, state = answer.ranked, answer.state
     rank = ranked.fullest_rank
     changes = []
@@ -124,12 +121,12 @@ def explain_excess(answer: StateResult) -> str:
     if state.num_stages < len(answer.graph.layers):
         changes.append("more stages, so that each holds fewer layers")
         if state.recompute == "none":
-            changes.append("blocks that are computed again")
+            changes.append("blocks that are recomputed")
     if ranked.memory_owner == "optimizer states" and state.optimizer != "sgd":
         changes.append("an optimizer with less state")
     shares = answer.plan.workload.kind == "training" and any(len(stage.ranks) > 1 for stage in answer.plan.stages)
     if not state.zero and shares:
-        changes.append("a stage of ZeRO, with which replicas share states out")
+        changes.append("a stage of ZeRO, with which replicas shard states")
     if state.cuts:
         changes.append("balanced cuts")
     changes.append("devices with more memory")

@@ -1,25 +1,25 @@
-"""Which requests are answered at all? Those of a page that this server sent, and of nobody else.
+"""Refuse all requests except those of a page that this server sent.
 
-The server listens on 127.0.0.1, but any page that is open in the user's browser can send requests there, and a name
-of a stranger can be made to lead there (DNS rebinding). So
+The server listens on 127.0.0.1, but any page that is open in the user's browser can send requests there, and a foreign
+name can be made to resolve to it (DNS rebinding). Therefore
 
 - ``Host`` must be this server by its own address or ``localhost``;
-- ``Sec-Fetch-Site``, where the browser sends it, must not say that another site asks, but for the page itself;
-- a POST must name this server as its ``Origin`` and bring JSON of a known, small length.
+- ``Sec-Fetch-Site``, if the browser sends it, must not name another site, except for the page itself;
+- a POST must name this server as its ``Origin`` and carry JSON of a known, small length.
 
-Answers carry the headers of all pages that are served (`report.page.SERVED_HEADERS`).
+Answers have the headers of all pages that are served (`report.page.SERVED_HEADERS`).
 """
 
 from __future__ import annotations
 
 from email.message import Message
 
-# A request holds two links and some numbers.
+# A request contains two links and some numbers.
 MAX_BODY_BYTES = 64 * 1024
 
 
 class RefusedError(Exception):
-    """A request that is not answered: HTTP status and why."""
+    """A refused request: HTTP status and reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -27,13 +27,13 @@ class RefusedError(Exception):
 
 
 def check_request(headers: Message, port: int, *, is_page: bool) -> None:
-    """Raise RefusedError unless the request is for this server and not by another site; ``is_page``: links may lead."""
+    """Raise RefusedError for a request to another host or from another site; ``is_page``: links to it are allowed."""
     hosts = headers.get_all("Host", [])
     if len(hosts) != 1 or hosts[0].lower() not in _names(port):
-        raise RefusedError(403, f"This server answers only as 127.0.0.1:{port} or localhost:{port}.")
+        raise RefusedError(403, f"This server answers only requests to 127.0.0.1:{port} or localhost:{port}.")
     site = headers.get("Sec-Fetch-Site", "none")
     if site not in ("same-origin", "none") and not is_page:
-        raise RefusedError(403, "Another site may not ask this server.")
+        raise RefusedError(403, "Requests from other sites are refused.")
 
 
 def check_post(headers: Message, port: int) -> int:
@@ -45,7 +45,7 @@ def check_post(headers: Message, port: int) -> int:
         raise RefusedError(415, "Requests are JSON (application/json).")
     length = headers.get("Content-Length", "")
     if headers.get("Transfer-Encoding") is not None or not (length.isascii() and length.isdigit()):
-        raise RefusedError(411, "A request says its length (Content-Length).")
+        raise RefusedError(411, "A request must state its length (Content-Length).")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
         raise RefusedError(413, f"A request has at most {MAX_BODY_BYTES} bytes.")
     return int(length)

@@ -1,7 +1,7 @@
-"""Searching beside the page: one search at a time, with progress, and it can be told to stop.
+"""Searches in the background: one at a time, with progress; each can be stopped.
 
-A search runs in a thread of its own with a cost model of its own; the page asks how far it is. It stops where the
-planner reports progress, so within a fraction of a second for models of some hundred layers.
+A search runs in its own thread with its own cost model; the page polls its progress. It stops where the planner
+reports progress, so within a fraction of a second for models of some hundred layers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from meshwright.spec.recompute_words import name_recompute
 
 Row = dict[str, Any]
 
-# Plans that are shown beside each other.
+# Plans that are shown in the list.
 MAX_PLANS = 8
 
 
 class _StoppedError(Exception):
-    """Unwinds a search that was told to stop."""
+    """Unwinds a search that was stopped."""
 
 
 class SearchJob:
-    """One search: a thread, how far it is, and what it found. Also the event sink of the search."""
+    """One search: a thread, its progress, and its result. Also the event sink of the search."""
 
     def __init__(self, number: int, search: Callable[[SearchJob], Plans], show: Callable[[Plan], Controls]) -> None:
         self.number = number
@@ -44,7 +44,7 @@ class SearchJob:
         self._thread.start()
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Remember how far the search is; unwinds it if it was told to stop."""
+        """Remember the progress; unwind the search if it was stopped."""
         if self._stop.is_set():
             raise _StoppedError
         self._report = {**self._report, "task": task, "done": done, "total": total}
@@ -53,11 +53,11 @@ class SearchJob:
         """Searches report no metrics."""
 
     def report(self) -> Row:
-        """How far the search is: ``status`` running, done, failed or stopped; rows of plans when done."""
+        """The progress: ``status`` running, done, failed or stopped; rows of plans when done."""
         return self._report
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Tell the search to stop and wait so long for it."""
+        """Ask the search to stop, and wait up to ``timeout_s`` seconds for its end."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -79,7 +79,7 @@ class SearchJob:
 
 
 class Searches:
-    """The search that runs, if any; a new one stops the one before."""
+    """The running search, if any; a new one stops the previous one."""
 
     def __init__(self, bench: Workbench, lock: threading.Lock) -> None:
         self._bench = bench
@@ -107,14 +107,14 @@ class Searches:
                 graph_for=graph_for,
                 cluster=cluster,
                 workload=workload_of(state, graph, given),
-                # Its own, for it keeps what it was asked.
+                # Its own cost model, because cost models cache results.
                 cost=replace(cost),
                 choices=choices,
                 exchange=exchange,
                 model=state.model,
                 model_sizes=self._bench.sizes_of(state),
             )
-            # All that a method with settings of its own would try takes too long beside a page.
+            # A method that covers the whole space would take too long for a page.
             return search_plans(problem, "slicing", Limits(max_plans=MAX_PLANS, events=job))
 
         def show(plan: Plan) -> Controls:
@@ -129,17 +129,17 @@ class Searches:
             return self._job.report()
 
     def report(self, number: int) -> Row:
-        """How far a search is. Raises PlaygroundError for one that is gone."""
+        """The progress of a search. Raises PlaygroundError for one that was replaced."""
         return self._find(number).report()
 
     def stop(self, number: int) -> Row:
-        """Stop a search. Raises PlaygroundError for one that is gone."""
+        """Stop a search. Raises PlaygroundError for one that was replaced."""
         job = self._find(number)
         job.stop(timeout_s=1.0)
         return job.report()
 
     def close(self) -> None:
-        """Stop whatever runs."""
+        """Stop the running search."""
         if self._job is not None:
             self._job.stop(timeout_s=5.0)
 
@@ -166,13 +166,13 @@ def _choices(state: Controls, graph: Graph, given: Plan | None) -> Choices:
 
 
 def _recompute_word(state: Controls, graph: Graph, given: Plan | None) -> str:
-    """What is computed again, in words that a search reads. Raises PlaygroundError where there are none."""
+    """The recompute of the state, in words that a search reads. Raises PlaygroundError if no words exist for it."""
     if state.recompute != AS_PLANNED or given is None:
         return state.recompute
     word = name_recompute(graph, Recompute(given.recompute, given.keeps))
     if not word:
         raise PlaygroundError(
-            "The plan computes parts of layers again that have no name, and a search needs one. Choose another value "
+            "The plan recomputes parts of layers that have no name, and a search needs one. Choose another value "
             "of `Computed again`, then search."
         )
     return word

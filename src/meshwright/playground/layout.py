@@ -1,9 +1,9 @@
-"""From a state to a Plan: stages, ranks and cuts as the controls say, or as an opened plan has them.
+"""From a state to a Plan: stages, ranks and cuts as the controls set them, or as in an opened plan.
 
-A plan of the playground places its stages by one of the planner's layouts (`planner.placement`) and deals them out as
-its schedule asks for it (`planner.adoption`). What a plan has that no control says is left as it is in that plan
-(`state.AS_PLANNED`): ranks in another order, shares of microbatches, a schedule of the user's own, ranges that are
-computed again, a way of exchanging gradients. `opening` is the way back.
+A plan of the playground places its stages by one of the planner's layouts (`planner.placement`) and assigns them to
+ranks as its schedule requires (`planner.adoption`). Properties that no control can express stay as in the opened plan
+(`state.AS_PLANNED`): ranks in another order, unequal shares of microbatches, a user's schedule, recomputed ranges of
+ops, a way of reducing gradients. `opening` is the inverse.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
-# Building, simulating and drawing 60,000 instructions takes about half a second (own measurement, one Xeon core);
-# a plan for 64 devices has some thousand. A plan that was opened may have as many as it has.
+# Building, simulating and drawing 60,000 instructions takes about half a second (own measurement, one Xeon core); a
+# plan for 64 devices has some thousand. An opened plan may have more.
 MAX_INSTRUCTIONS = 60_000
-# Three steps are simulated; the clock ends after 9.2 million seconds, and transfers take time beside computations.
+# Three steps are simulated; the clock ends after 9.2 million seconds, and transfers take time besides.
 MAX_STEP_S = 500_000
 _MIB = 2**20
 
 
 def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan | None = None) -> tuple[int, ...]:
-    """Replicas of each position in line: of a stage, or of all that a rank holds.
+    """Replicas of each pipeline position (a stage, or all stages of a rank).
 
-    Raises PlanError, saying what to change, if stages, replicas or cuts are impossible.
+    Raises PlanError with a remedy if stages, replicas or cuts are impossible.
     """
     if state.num_stages > num_layers:
         raise PlanError(
@@ -80,7 +80,7 @@ def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan 
 
 
 def check_duration(state: Controls, layer_s: NDArray[np.float64]) -> None:
-    """Raise PlanError for a step that the simulator's clock (int64 picoseconds) was not made for."""
+    """Raise PlanError for a step that exceeds the range of the simulator's clock (int64 picoseconds)."""
     count = state.global_batch / (state.microbatch_size * state.expert)
     seconds = float(layer_s.sum()) * count * max(state.slowdown, 1)
     if seconds > MAX_STEP_S:
@@ -100,7 +100,7 @@ def make_plan(
     *,
     rewritten: str = "",
 ) -> Plan:
-    """The plan of a state with these cuts; ``given`` is the opened one. Raises PlanError where it cannot be."""
+    """The plan of a state with these cuts; ``given`` is the opened one. Raises PlanError for an impossible state."""
     replicas = check_shape(state, len(graph.layers), base.num_ranks, given)
     bounds = tuple(pairwise((0, *cuts, len(graph.layers))))
     as_given = state.layout == AS_PLANNED and given is not None
@@ -147,7 +147,7 @@ def make_plan(
 
 
 def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None = None) -> Workload:
-    """What is to be done with the model, for which its graph was captured."""
+    """The workload of the state, for which its graph was captured."""
     optimizer = Optimizer.named(state.optimizer)
     if given is not None and given.workload.optimizer.option == state.optimizer:
         optimizer = given.workload.optimizer
@@ -161,7 +161,7 @@ def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None 
 
 
 def exchange_of(state: Controls, given: Plan | None = None) -> GradientExchange:
-    """How gradients are summed."""
+    """How gradients are reduced."""
     way = given.exchange if given is not None and state.rest == AS_PLANNED else GradientExchange()
     return replace(
         way,
@@ -184,26 +184,26 @@ def sharding_of(state: Controls, given: Plan | None = None) -> Sharding:
 
 
 def again_of(state: Controls, graph: Graph, given: Plan | None = None) -> Recompute:
-    """What is computed again. Raises PlanError for a word that means nothing in this graph."""
+    """What is recomputed. Raises PlanError for a word that has no meaning in this graph."""
     if state.recompute == AS_PLANNED and given is not None:
         return Recompute(given.recompute, given.keeps)
     return Recompute() if state.recompute == "none" else _read_recompute(graph, state.recompute)
 
 
 def offload_of(state: Controls) -> Offload:
-    """What is kept away from the devices."""
+    """What is offloaded from the devices."""
     return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
 
 
 def deal_of(schedule: str) -> str:
-    """How a schedule deals stages out to positions."""
+    """How a schedule assigns stages to positions."""
     return SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule), "single")
 
 
 def deal_out(
     name: LayoutName, deal: str, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
 ) -> tuple[StagePlan, ...]:
-    """Stages of these layers on the ranks of positions in line, as a schedule deals them out."""
+    """Stages of these layers on the ranks of the pipeline positions, as the schedule assigns them."""
     size, count = len(replicas), len(bounds)
     layout = Layout(name=name, num_ranks=sum(replicas), num_stages=size)
     if deal == "single":
@@ -221,7 +221,7 @@ def deal_out(
 
 
 def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
-    """Replicas of each position, as the controls say. Raises PlanError where they cannot be."""
+    """Replicas of each position, as the controls set them. Raises PlanError for impossible numbers."""
     deal, count = deal_of(state.schedule), state.num_stages
     size = count
     if deal != "single":
@@ -249,12 +249,13 @@ def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
         )
     if deal != "single" and len(set(replicas)) > 1:
         raise PlanError(
-            f"The schedule {state.schedule} needs as many replicas of every stage; {_words(replicas)} were given. "
+            f"The schedule {state.schedule} needs the same number of replicas of every stage; {_words(replicas)} were "
+            f"given. "
             "Give one number for all of them."
         )
     if deal == "bidirectional" and set(replicas) != {1}:
         raise PlanError(
-            f"The schedule {state.schedule} runs one pipeline both ways, so that each stage is there twice; "
+            f"The schedule {state.schedule} runs one pipeline in both directions, so that each stage exists twice; "
             f"{replicas[0]} replicas were given. Give 1."
         )
     return replicas
@@ -282,7 +283,7 @@ def _positions(state: Controls) -> range:
 
 
 def briefly(replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Replicas of all stages as the control has them: one number where they are alike."""
+    """Replicas of all stages as in the control: one number if they are equal."""
     return replicas[:1] if len(set(replicas)) == 1 else replicas
 
 

@@ -1,6 +1,6 @@
-"""From a Plan to the state that shows it: every plan has one, and `layout.make_plan` gives the plan again exactly.
+"""From a Plan to the state that shows it: every plan has one, and `layout.make_plan` returns the same plan again.
 
-What the controls say stands in them; what they do not is `AS_PLANNED` there, and told in words.
+Properties with a control are its value; all others are `AS_PLANNED`, and described in words.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MIB = 2**20
 def state_of_plan(plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
     """The state that shows a plan on the cluster and in the scenario of ``state``.
 
-    Where it `Controls.needs_plan`, the workbench has to know the plan (`Workbench.open_plan`). With the ``graph``, what
-    is computed again has its word.
+    If it `Controls.needs_plan`, the workbench must know the plan (`Workbench.open_plan`). With the ``graph``,
+    recompute is named by its word.
     """
     layout, num_chunks, replicas = _layout_of(plan)
     again = Recompute(plan.recompute, plan.keeps)
@@ -61,13 +61,13 @@ def state_of_plan(plan: Plan, state: Controls, graph: Graph | None = None) -> Co
 
 
 def describe_given(state: Controls, given: Plan | None) -> str:
-    """One sentence on what a state leaves as it is in the opened plan; nothing if that is nothing."""
+    """One sentence on what a state takes from the opened plan; "" if nothing."""
     if given is None or not state.needs_plan:
         return ""
     parts = {
         "the ranks of its stages": state.layout == AS_PLANNED,
         f"the schedule {given.schedule}": state.schedule == AS_PLANNED,
-        f"{format_count(len(given.recompute), 'part')} computed again": state.recompute == AS_PLANNED,
+        f"{format_count(len(given.recompute), 'part')} recomputed": state.recompute == AS_PLANNED,
     }
     words = [word for word, is_left in parts.items() if is_left]
     words += _rest_of(given) if state.rest == AS_PLANNED else []
@@ -80,18 +80,18 @@ def plan_key(plan: Plan) -> str:
 
 
 def _rest_of(plan: Plan) -> list[str]:
-    """What a plan has that no control says, in words."""
+    """Properties of a plan that no control can express, in words."""
     exchange, sharding, loader = plan.exchange, plan.sharding, plan.workload.loader
     default, words = GradientExchange(), []
     own = replace(exchange, bucket_bytes=default.bucket_bytes, overlap=default.overlap, zero=0, shard_size=0)
     if own != default:
-        words.append(f"gradients exchanged with {_shorten(own.describe_changes())}")
+        words.append(f"gradients reduced with {_shorten(own.describe_changes())}")
     if exchange.shard_size:
-        words.append(f"states shared in groups of {exchange.shard_size} replicas")
+        words.append(f"states sharded in groups of {exchange.shard_size} replicas")
     if sharding.placements:
         words.append(format_count(len(sharding.placements), "placement") + " of ops")
     if sharding.regather:
-        words.append("what is split over tokens gathered again in the backward")
+        words.append("tensors that are split over tokens gathered again in the backward pass")
     if sharding.context_method != UNSHARDED.context_method:
         words.append(f"context by {sharding.context_method}")
     if loader is not None:

@@ -1,10 +1,10 @@
-"""The machines of a state: as they are described, and as the scenario makes them.
+"""The machines of a state: as described, and as the scenario changes them.
 
     base       nodes x devices of one kind, or a cluster from a file as it is
-    scenario   the effects that the controls say: a slow device, slow links, NICs per node, memory per device
+    scenario   the effects that the controls set: a slow device, slow links, NICs per node, memory per device
 
-A plan is made for the base (that is where balanced cuts come from) and simulated on the scenario. What effects do is
-told in `simulator.scenarios`, as for the files of `meshwright simulate --scenario`.
+A plan is made for the base (that is where balanced cuts come from) and simulated on the scenario.
+`simulator.scenarios` documents the effects, as for the files of `meshwright simulate --scenario`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.spec.quantities import Bytes
 from meshwright.spec.scenario import DeviceMemory, Effect, NetworkCards, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
 
-# So many devices are drawn and answered at once; beyond, pictures and response suffer.
+# Up to this number of devices, pictures are readable and answers are immediate.
 MAX_DEVICES = 1024
 
 
@@ -51,7 +51,7 @@ def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
 
 
 def scenario_of(state: Controls) -> Scenario:
-    """The scenario that a state's controls say. Links between nodes do not matter where there is one node."""
+    """The scenario that a state's controls set. Links between nodes do not matter with a single node."""
     effects = list[Effect]()
     if state.memory_gib:
         effects.append(DeviceMemory(memory=Bytes(max(1, int(state.memory_gib * 2**30)))))
@@ -67,18 +67,21 @@ def scenario_of(state: Controls) -> Scenario:
 
 
 def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
-    """The cost model of the base as the scenario makes it; raises PlaygroundError if the slow device is not there."""
+    """The cost model of the base as the scenario changes it.
+
+    Raises PlaygroundError for a slow device that is not there.
+    """
     num_ranks = cost.cluster.num_ranks
     if state.slowdown != 1 and state.slow_rank >= num_ranks:
         raise PlaygroundError(
-            f"Device {state.slow_rank} is to be slower, but the cluster has devices 0 to {num_ranks - 1}. "
+            f"Device {state.slow_rank} was chosen as the slow one, but the cluster has devices 0 to {num_ranks - 1}. "
             "Choose one of them."
         )
     return apply_scenario(cost, scenario_of(state))
 
 
 def state_of_cluster(reference: str) -> tuple[Controls, dict[str, Cluster]]:
-    """The state on a cluster as a plan names it, and the clusters to offer beside the shipped kinds for that.
+    """The state on a cluster that a plan names, and the clusters to offer beside the shipped kinds.
 
     Raises ClusterError for a reference that cannot be read.
     """

@@ -1,8 +1,8 @@
 """The playground on 127.0.0.1: the standard library's threading HTTP server, with limits.
 
-Nothing of the file system is served; a connection that is silent for `IDLE_S` seconds, or takes longer to bring a body,
-is closed, and beyond `MAX_CONNECTIONS` new ones are. Whatever goes wrong in a request is an answer with a status, never
-a traceback.
+Nothing of the file system is served. A connection that is silent for `IDLE_S` seconds, or takes longer to send a body,
+is closed, and so are new ones beyond `MAX_CONNECTIONS`. An error in a request becomes an answer with a status, never a
+traceback.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class PlaygroundServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
     def warm_up(self) -> None:
-        """Answer the first state once, so that the first request is as quick as the others."""
+        """Answer the first state once, so that the first request is as fast as the others."""
         self.service.warm_up()
-        # What is there now stays: graphs of 100,000 objects would be walked through again and again, 0.1 s each.
+        # Existing objects are kept out of garbage collection: walking graphs of 100,000 objects takes 0.1 s each time.
         gc.collect()
         gc.freeze()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread per connection, as long as there are places."""
+        """Handle each connection in a thread, while places are free."""
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -75,21 +75,21 @@ class PlaygroundServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Give the place back when the connection ends."""
+        """Release the place when the connection ends."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the browser's affair."""
+        """Ignore a connection that breaks: the browser closed it."""
 
 
 def serve(server: PlaygroundServer, started: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; ``started`` is called with the address. To be called in the main thread.
 
     A KeyboardInterrupt in the loop that takes requests was lost about once in thirty tries, right after an answer. So
-    Ctrl-C only leaves a note; requests are taken in a thread of their own, and this one waits for the note.
+    Ctrl-C only sets an event; requests are handled in another thread, and this one waits for the event.
     """
     interrupted: list[int] = []
     before = signal.getsignal(signal.SIGINT)
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: PlaygroundServer
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
-    # Small answers leave at once instead of waiting for more to send.
+    # Send small answers at once (no Nagle delay).
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -140,14 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.service.post(self.path, self._read(length))
 
     def _read(self, length: int) -> bytes:
-        # In all within the time of a silence: a body that drips in would keep its place for ever.
+        # The whole body must arrive within the idle time; otherwise a slow body would keep its place for ever.
         end = time.monotonic() + self.timeout
         body = b""
         while len(body) < length:
             self.connection.settimeout(max(end - time.monotonic(), 0.001))
             piece = self.rfile.read1(length - len(body))
             if not piece:
-                raise RefusedError(400, "The request is shorter than it says.")
+                raise RefusedError(400, "The request is shorter than its Content-Length.")
             body += piece
         self.connection.settimeout(self.timeout)
         return body
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             reply = answer()
         except RefusedError as refusal:
-            # What a refused request still has to say is not read, so the connection cannot go on.
+            # The rest of a refused request is not read, so the connection cannot be reused.
             self.close_connection = True
             reply = _refusal(refusal.status, str(refusal))
         except (TimeoutError, ConnectionError):
@@ -181,12 +181,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(reply.body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Requests that are no HTTP, or no method of ours: as short as the other refusals."""
+        """Refuse requests that are not HTTP or use another method, as briefly as other refusals."""
         self.close_connection = True
         self._send(_refusal(int(code), message or explain or "This request is not understood."))
 
     def version_string(self) -> str:
-        """Says neither Python's version nor ours."""
+        """Hides the versions of Python and Meshwright."""
         return "meshwright"
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -6,7 +6,7 @@ GET   /  /playground.js ...      the page and its files
       /trace.json?STATE          the report as one page
       /report.html?STATE
 POST  /answer                    {query, pinned, page, number} → `documents.answer_data`
-      /interval                  {query} → `documents.interval_data`: two more simulations, so it is asked for later
+      /interval                  {query} → `documents.interval_data`: two more simulations, so it is a separate request
       /search                    {query} → a `jobs.SearchJob` report;  /progress, /stop: {job} → the same
 
 One request is computed at a time (`Turns`). A page numbers its requests. Later ones wait; when its turn comes, a
@@ -53,7 +53,7 @@ from meshwright.spec.workload import OptimizerName
 
 Row = dict[str, Any]
 
-# An answer takes a fraction of this; whoever waits for the end of the process should not wait longer.
+# An answer takes a fraction of this; the end of the process should not take longer.
 CLOSING_S = 5.0
 
 
@@ -91,14 +91,14 @@ class Service:
         }
 
     def get(self, path: str, query: str) -> Reply:
-        """Answer a GET. Raises RefusedError for a path that does not exist."""
+        """Answer a GET. Raises RefusedError for an unknown path."""
         asset = read_asset(path)
         if asset is not None:
             return Reply(content_type=asset[0], body=asset[1])
         if path == "/options":
             return _json(self._options())
         if path not in self._files:
-            raise RefusedError(404, "There is nothing under this path.")
+            raise RefusedError(404, "This path does not exist.")
         try:
             state = from_query(query)
             with self._turns.lock:
@@ -108,9 +108,9 @@ class Service:
             return Reply(status=400, content_type="text/plain; charset=utf-8", body=f"{error}\n".encode())
 
     def post(self, path: str, body: bytes) -> Reply:
-        """Answer a POST. Raises RefusedError for a path that does not exist and a body that is no JSON object."""
+        """Answer a POST. Raises RefusedError for an unknown path and a body that is not a JSON object."""
         if path not in self._posts:
-            raise RefusedError(404, "There is nothing under this path.")
+            raise RefusedError(404, "This path does not exist.")
         try:
             data = json.loads(body)
         except (ValueError, RecursionError):
@@ -125,7 +125,7 @@ class Service:
             return _json({"status": "impossible", "message": str(error)})
 
     def warm_up(self) -> None:
-        """Answer the first state once, so that compiled code is loaded before somebody waits for it."""
+        """Answer the first state once, so that compiled code is loaded before the first request."""
         with self._turns.lock:
             try:
                 self._bench.answer(self._start)
@@ -133,7 +133,7 @@ class Service:
                 return
 
     def close(self) -> None:
-        """Stop what runs, and compute nothing any more: a process must not end while compiled code is at work."""
+        """Stop running computations and start no more: a process must not end while compiled code runs."""
         self._searches.close()
         self._weighing.acquire(timeout=CLOSING_S)
         self._turns.close(CLOSING_S)
@@ -157,11 +157,11 @@ class Service:
         with self._weighing:
             with self._turns.lock:
                 seen = self._bench.answer(state).seen
-            # A cost model of its own, for it keeps what it was asked.
+            # Its own cost model, because cost models cache results.
             return interval_data(predict_step_interval(seen.plan, seen.graph, seen.cluster, replace(seen.cost)))
 
     def _compare(self, answer: StateResult, pinned: str) -> Row:
-        # What is wrong with the pinned state must not keep the page from showing others.
+        # An error in the pinned state must not keep the page from showing other states.
         try:
             return pinned_data(answer, self._bench.answer(from_query(pinned)))
         except MeshwrightError as error:
@@ -232,7 +232,7 @@ def _number(data: Row, key: str) -> int:
 
 
 _HTML, _SCRIPT, _STYLE = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "text/css; charset=utf-8"
-# In the order in which they build on each other.
+# In the order of their dependencies.
 SCRIPTS = ("controls.js", "cuts.js", "figures.js", "search.js", "playground.js")
 
 
@@ -258,7 +258,7 @@ def _read(name: str) -> str:
     return (resources.files("meshwright.playground") / name).read_text(encoding="utf-8")
 
 
-# Pages whose newest number is remembered; a page that is forgotten only loses the dropping.
+# Pages whose newest number is remembered; requests of a forgotten page are never dropped.
 _MAX_PAGES = 256
 
 
@@ -267,7 +267,7 @@ class StaleError(Exception):
 
 
 class Turns:
-    """Hands out turns in the order of `threading.Lock`; raises StaleError for requests that were overtaken."""
+    """Grants turns in the order of `threading.Lock`; raises StaleError for outdated requests."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -275,7 +275,7 @@ class Turns:
         self._counting = threading.Lock()
 
     def close(self, timeout_s: float) -> None:
-        """Wait so long for the request that is computed; none is from then on."""
+        """Wait up to ``timeout_s`` seconds for the current request; later requests are refused."""
         self.lock.acquire(timeout=timeout_s)
 
     @contextmanager

@@ -1,12 +1,12 @@
-"""What the controls say: one frozen State, and its form in a link.
+"""The values of all controls: one frozen State, and its form in a link.
 
 A state names the model, the cluster, the plan and the scenario by small values. `to_query` writes all of them, so that
-a link shows the same thing later; `from_query` takes any text from anywhere and either gives a State whose every value
-is within `LIMITS`, or raises PlaygroundError. Whether the values make sense together (a batch that divides, stages that
-find layers) is decided where they are used.
+a link shows the same later; `from_query` reads untrusted text and either returns a State with every value within
+`LIMITS`, or raises PlaygroundError. Whether the values are consistent (a batch that divides, stages that have layers)
+is checked where they are used.
 
-`AS_PLANNED` is the value of a control that leaves its part as it is in the opened plan, which ``given`` names by its
-hash. So a link names no file: neither a schedule's nor a model's.
+`AS_PLANNED` is the value of a control that takes its part from the opened plan, which ``given`` names by its hash. So
+a link names no file, neither a schedule's nor a model's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from meshwright.spec.precision import Precision
 from meshwright.spec.recompute_words import OLDER_NAMES, RECOMPUTE_NAMES
 from meshwright.spec.workload import OptimizerName
 
-# A part of the plan that no other value of a control says.
+# A part of the plan that no other value of the control can express.
 AS_PLANNED = "as-planned"
-# What the control of what no other control says can be.
+# Values of the control for everything without its own control.
 REST_NAMES = ("none", AS_PLANNED)
 OFFLOAD_NAMES = (
     "none",
@@ -41,7 +41,7 @@ OFFLOAD_NAMES = (
     "optimizer=host,parameters=host,activations=host",
     "optimizer=nvme,parameters=host,activations=host",
 )
-# A link is read whole before anything else; what the controls can say takes some hundred characters.
+# A link is read whole before anything else; values of all controls take some hundred characters.
 MAX_QUERY_LENGTH = 8000
 # Lowest and highest value by name in a link. They keep a state small enough to be answered at once; a larger cluster is
 # for `meshwright plan` and `simulate`.
@@ -70,15 +70,15 @@ _MAX_REPLICAS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls:
-    """Everything that the controls say.
+    """The values of all controls.
 
-    ``replicas`` has one number for all stages, or one per stage; none means as many as find a device and a
-    microbatch. ``cuts`` are the first layers of the stages but the first; none means balanced. ``num_chunks`` is the
-    number of stages on a rank where a schedule deals them out in turn. ``layout``, ``schedule`` and ``recompute`` may
-    be `AS_PLANNED`; ``rest`` is that, or "none", for what has no control of its own: the way of the gradient exchange,
-    placements of ops, the loader. 0 for ``num_nics`` and ``memory_gib`` means what the device kind has. ``slowdown`` is
-    that of the device of ``slow_rank``, ``link_slowdown`` that of all links inside nodes, ``nic_slowdown`` that of
-    all links between nodes; 1 means as in the datasheet.
+    ``replicas`` has one number for all stages, or one per stage; an empty tuple means as many as devices and
+    microbatches allow. ``cuts`` are the first layers of all stages but the first; empty means balanced. ``num_chunks``
+    is the number of stages on a rank under a schedule that assigns them in turn. ``layout``, ``schedule`` and
+    ``recompute`` may be `AS_PLANNED`; ``rest`` is that, or "none", for everything without its own control: the way of
+    the gradient exchange, placements of ops, the loader. 0 for ``num_nics`` and ``memory_gib`` means the value of the
+    device kind. ``slowdown`` is that of the device of ``slow_rank``, ``link_slowdown`` that of all links inside nodes,
+    ``nic_slowdown`` that of all links between nodes; 1 means as in the datasheet.
     """
 
     model: str = "gpt2-small"
@@ -115,7 +115,7 @@ class Controls:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether some control leaves its part as it is in the opened plan."""
+        """Whether some control takes its part from the opened plan."""
         return AS_PLANNED in (self.layout, self.schedule, self.recompute, self.rest)
 
 
@@ -125,7 +125,7 @@ def to_query(state: Controls) -> str:
 
 
 def from_query(query: str) -> Controls:
-    """Read a link's query; values that it leaves out are the default ones.
+    """Read a link's query; missing values are the defaults.
 
     Raises PlaygroundError, naming the value, for an unknown or repeated name and for anything out of range.
     """
@@ -141,7 +141,7 @@ def from_query(query: str) -> Controls:
     values: dict[str, Any] = {}
     for name, text in pairs:
         if name not in known:
-            raise PlaygroundError(f"The link sets {_quote(name)}, which is no control{suggest(name[:40], known)}.")
+            raise PlaygroundError(f"The link sets {_quote(name)}, which is not a control{suggest(name[:40], known)}.")
         if known[name].field in values:
             raise PlaygroundError(f"The link sets {name!r} twice; keep one of them.")
         values[known[name].field] = known[name].read(name, text)
@@ -222,7 +222,7 @@ def _read_choice(*choices: str) -> Callable[[str, str], str]:
 
 
 def _read_recompute(name: str, text: str) -> str:
-    """Links of before may have an older word."""
+    """Read recompute, also the words of older links."""
     return _read_choice(*RECOMPUTE_NAMES, AS_PLANNED)(name, OLDER_NAMES.get(text, text))
 
 

@@ -1,10 +1,10 @@
-"""From a state to its answer: graph, plan, simulation. What can be kept between requests is kept here.
+"""From a state to its answer: graph, plan, simulation. Reusable results are cached here.
 
     model          its graph, or one per microbatch size where the graph is not symbolic in the batch
     cost model     per cluster, scenario and precision; it keeps op costs, transfers and stage memory itself
     balanced cuts  per graph, microbatch size, device kind, precision, sharding, recompute and number of stages
     answer         the last few states, for the pinned one and for exports
-    plans          that were opened, for what of them no control says
+    plans          opened plans, for their parts that no control can express
 
 No search happens here; an answer is one program, built, estimated and simulated.
 
@@ -49,17 +49,17 @@ T = TypeVar("T")
 
 # Graphs of large models take some megabytes each, an answer for 64 devices about one.
 _MAX_KEPT = {"model": 8, "cost": 24, "seconds": 64, "cuts": 256, "answer": 12, "unused": 64, "usual": 8}
-# After so many answers a cost model begins anew: every speed of a device that was asked for is a kind of its own in it.
+# After this number of answers a cost model is replaced: every requested speed of a device adds a kind to it.
 _MAX_LEARNED = 200
-# Plans that searches found, beside the one that was opened first.
+# Plans found by searches that are kept, beside the one that was opened first.
 _MAX_PLANS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedModel:
-    """A model on offer.
+    """A model of the list.
 
-    ``open`` reads or captures it, once, and gives its graph by microbatch size; ``sizes`` and ``rewritten`` are what
+    ``open`` reads or captures it, once, and returns its graph by microbatch size; ``sizes`` and ``rewritten`` are what
     plans note beside its name.
     """
 
@@ -70,11 +70,11 @@ class OfferedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateResult:
-    """What a state comes to: the plan, made for ``base`` and simulated on ``cluster``.
+    """The result of a state: the plan, made for ``base`` and simulated on ``cluster``.
 
-    ``given`` is the opened plan that the state names, ``seen`` what was simulated: the plan as its teams of devices see
-    it. ``layer_s`` are the seconds of each layer per microbatch on the base's first kind of device, which balanced cuts
-    share out; ``balanced`` are those cuts.
+    ``given`` is the opened plan that the state names, ``seen`` what was simulated: the plan as its teams of devices
+    see it. ``layer_s`` are the seconds of each layer per microbatch on the base's first kind of device, from which
+    balanced cuts follow; ``balanced`` are those cuts.
     """
 
     state: Controls
@@ -96,14 +96,14 @@ def _machines(state: Controls) -> Hashable:
 
 
 class MeasuredTable(NamedTuple):
-    """Measurements of devices of a kind, which states with it are estimated with."""
+    """Measurements of one kind of device, used to estimate states with that kind."""
 
     kind: str
     path: Path
 
 
 class Workbench:
-    """Answers states. One thread at a time."""
+    """Answers states. Not safe for concurrent threads."""
 
     def __init__(
         self,
@@ -125,12 +125,15 @@ class Workbench:
         self._plans[key] = plan
         self._opened_on[key] = _machines(state)
         while len(self._plans) > _MAX_PLANS:
-            # The first one is what the page was started with.
+            # The first plan is the one that the page was started with.
             self._plans.pop(list(self._plans)[1])
         return replace(state_of_plan(plan, state, graph), given=key)
 
     def given_of(self, state: Controls) -> Plan | None:
-        """The opened plan that a state names. Raises PlaygroundError if it needs one that is not there."""
+        """The opened plan that a state names.
+
+        Raises PlaygroundError if the state needs a plan that was not opened here.
+        """
         found = self._plans.get(state.given)
         if found is None and state.needs_plan:
             raise PlaygroundError(
@@ -147,7 +150,7 @@ class Workbench:
     def answer(self, state: Controls) -> StateResult:
         """Build, estimate and simulate the plan of a state.
 
-        Raises MeshwrightError, saying what to change, for a state that has no plan; needing too much memory is none.
+        Raises MeshwrightError with a remedy for a state without a plan; needing too much memory is not an error.
         """
         return self._keep("answer", state, lambda: self._answer(state))
 
@@ -185,12 +188,12 @@ class Workbench:
         cuts = state.cuts or balanced
         plan = make_plan(state, graph, base, cuts, self.sizes_of(state), given, rewritten=rewritten)
         if given is not None and self._opened_on[state.given] == _machines(state):
-            # The same plan on the same machines has their name as it was given, and says what it was made with.
+            # The same plan on the same machines keeps the given name of the cluster and what it was made with.
             same = replace(given, cluster=plan.cluster, made_with=plan.made_with)
             plan = given if plan == same else plan
         seen = form_teams(plan, graph, cluster, cost)
         simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost)
-        # What allocators leave unused is the same in every scenario.
+        # The memory that allocators leave unused is the same in every scenario.
         remembers = self._keep("unused", (state.model, replace(plan, cluster="")), lambda: replace(seen.cost))
         ranked = rank_simulation(simulation, seen.plan, seen.graph, seen.cluster, cost=remembers)
         self._learn(state, base, cost)
@@ -237,7 +240,7 @@ class Workbench:
         )
 
     def _learn(self, state: Controls, base: Cluster, cost: CostModel) -> None:
-        """Let the next scenario know what this one has found out of stages and kinds of devices."""
+        """Give the next scenario the results about stages and kinds of devices of this one."""
         machines, links = (_machines(state), state.precision), self._usual(state, base).usual_links
         self._kept["usual"][machines] = cost.on_machines(base, links)
         self._num_learned += 1
@@ -254,7 +257,7 @@ class Workbench:
         return cast("T", kept[key])
 
 
-# Sums of the same layers in another order differ by rounding; θ* must not exclude the slicing that it came from.
+# Sums of the same layers in another order differ by rounding; θ* must not exclude the slicing that attains it.
 _TOLERANCE = 1e-9
 
 
@@ -267,7 +270,7 @@ def layer_seconds(graph: Graph, microbatch_size: int, kind: DeviceKind, cost: Co
 
 
 def balanced_cuts(seconds: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
-    """The first layers of the stages but the first; needs 1 <= num_stages <= layers."""
+    """The first layers of all stages but the first; needs 1 <= num_stages <= layers."""
     edges = np.concatenate([[0.0], np.cumsum(seconds)])
     # weight[i, j] = seconds of layers i:j; infinite where i >= j, for every stage has a layer.
     weight = np.where(np.tri(len(edges), dtype=bool).T, edges[None, :] - edges[:, None], np.inf)
@@ -278,7 +281,7 @@ def balanced_cuts(seconds: NDArray[np.float64], num_stages: int) -> tuple[int, .
 
 
 def _solve(weight: NDArray[np.float64], num_stages: int, join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The least joined weight of ``num_stages`` intervals that cover all layers, and where they are cut."""
+    """The least joined weight of ``num_stages`` intervals that cover all layers, and their cuts."""
     best, choices = weight[0], []
     for _ in range(num_stages - 1):
         joined = join(best[:, None], weight)

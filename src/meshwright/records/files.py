@@ -66,7 +66,7 @@ def add_records(records: Records, path: Path | str) -> Path:
 
 
 def _known_records(path: Path) -> Records | None:
-    """What the table holds that rows are to be added to; None if there is none yet."""
+    """The contents of the table that rows are to be added to; None if the file does not exist yet."""
     if _kind(path) != _PARQUET:
         raise DocumentError(
             f"{path}: rows of many devices are kept in a table that ends in .parquet. Choose such a name."

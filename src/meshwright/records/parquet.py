@@ -53,7 +53,7 @@ def write_records(records: Records, path: Path | str) -> Path:
 
 
 def read_records(path: Path | str) -> Records:
-    """Read a table. Raises DocumentError for a file that is none, and names the rows that cannot be."""
+    """Read a table. Raises DocumentError for a file that is not a table, and for invalid rows, which it names."""
     path = Path(path)
     return parse_records(read_regular(path, MAX_FILE_BYTES + 1), path)
 

@@ -2,7 +2,7 @@
 
 A footer can say what it likes: a reader trusts the head of each page, and unpacks into buffers of the sizes that these
 name. Hence the sum of these sizes bounds its memory, where values are stored whole. An encoding that stores a text as
-so many letters of the one before (DELTA_BYTE_ARRAY) can stand for any size; it is refused.
+a prefix of the previous one (DELTA_BYTE_ARRAY) can expand to any size; it is refused.
 
     file   =  "PAR1", pages of columns, FileMetaData, its size in 4 bytes, "PAR1"
     pages of a column in a group of rows  =  (PageHeader, packed bytes), one after the other
@@ -107,5 +107,5 @@ def _get(struct: Any, field: int, kind: type[Any], otherwise: Any = None) -> Any
     """A field of a struct. Raises ValueError if it is of another type, or neither there nor optional."""
     value = struct.get(field, otherwise) if isinstance(struct, dict) else None
     if type(value) is not kind:
-        raise ValueError(f"a head whose field {field} is no {kind.__name__}")
+        raise ValueError(f"a header whose field {field} is not of type {kind.__name__}")
     return value

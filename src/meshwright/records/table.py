@@ -202,7 +202,7 @@ def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
     noop = _rows_where(columns["flags"], lambda text: "noop" in text.split(","))
     too_long = [_rows_where(columns[name], lambda text: len(text) > MAX_TEXT) for name in TEXTS]
     return {
-        "seconds that are no number": ~np.isfinite(seconds),
+        "seconds that are not a number": ~np.isfinite(seconds),
         "negative seconds": np.isfinite(seconds) & (seconds < 0),
         f"more seconds than a day has ({MAX_SECONDS:.0f})": np.isfinite(seconds) & (seconds > MAX_SECONDS),
         f"seconds above 0 and below {MIN_SECONDS:g}": (seconds > 0) & (seconds < MIN_SECONDS),
@@ -264,7 +264,7 @@ def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         given = np.asarray(values)
         if kind is not object and given.size and given.dtype.kind not in "iuf":
-            raise TypeError("texts, or other things that are no numbers")
+            raise TypeError("texts, or other values that are not numbers")
         if kind is np.int64 and given.dtype.kind == "f" and not np.isfinite(given).all():
             raise ValueError("missing ones")
         array = np.array(values, kind)
@@ -277,5 +277,5 @@ def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
     if array.ndim > 1:
         raise MeasurementError(f"Column {name!r} has {array.ndim} dimensions; expected one.")
     if kind is object and not all(type(value) is str for value in array.ravel()):
-        raise MeasurementError(f"Column {name!r} holds what is no text; expected strings alone.")
+        raise MeasurementError(f"Column {name!r} has values that are not texts; expected only strings.")
     return array

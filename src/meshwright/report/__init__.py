@@ -1,8 +1,8 @@
 """What results look like: tables, Perfetto traces, comparisons and schedule grids, from spec types alone.
 
 ``*_rows`` give plain data for ``--json``, ``*_table`` rich renderables for a terminal, `draw_grid` the picture of a
-schedule, `write_trace` a file for Perfetto, and `compare_timelines` puts prediction and measurement side by side.
-Nothing here prints.
+schedule, `write_trace` a file for Perfetto; `compare_timelines` compares prediction and measurement. Nothing here
+prints.
 """
 
 from meshwright.report.batches import batch_rows, describe_latency, latency_rows

@@ -1,4 +1,4 @@
-"""Batches of whole models: what each took, and the line through the sizes of each model.
+"""Batches of whole models: the time of each, and the line fitted over the sizes of each model.
 
 samples/s = b / median        l(b) = αb + β (`meshwright.spec.fit_latency`)        error = l(b) / median - 1
 """
@@ -45,7 +45,7 @@ def latency_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
 
 
 def describe_latency(row: Row) -> str:
-    """A row of `latency_rows` as a sentence; empty where there is no line."""
+    """A row of `latency_rows` as a sentence; "" if the row has no line."""
     if row["alpha_s"] is None:
         return ""
     return (

@@ -1,8 +1,8 @@
-"""Many lines of text from columns of numbers, without a Python object per line.
+"""Format many lines of text from columns of numbers, without a Python object per line.
 
-n lines are a table of bytes, shape (n, width): every part of a line is as wide as its longest text, what a line does
-not need of it is 0, and all zeros are left out at the end. Numbers are looked up four digits at a time, and bytes are
-put into the table four or eight at a time.
+n lines are a table of bytes, shape (n, width): every part of a line is as wide as its longest text, unused bytes are
+0, and all zeros are removed at the end. Numbers are looked up four digits at a time, and bytes are written into the
+table four or eight at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
-# Columns of bytes that lie side by side, some of them in one word.
+# Adjacent columns of bytes, some of them in one word.
 Words: TypeAlias = Iterable[NDArray[np.uint32] | NDArray[np.uint64]]
 
 _GROUP = 10_000
@@ -38,7 +38,7 @@ class TextChoice:
 class Number:
     """A whole number, shape (n,); as ``millionths``, with six digits behind the point: 1234567 is 1.234567.
 
-    ``shown``: the lines that have it, shape (n,); all, if not given.
+    ``shown``: the lines that have it, shape (n,); by default all.
     """
 
     values: NDArray[np.integer]
@@ -100,7 +100,7 @@ def _number_words(part: Number) -> Words:
 
 
 def _whole_groups(values: Ids) -> list[Ids]:
-    """Places of a number's groups of four digits in the table, the highest group first."""
+    """Positions of a number's groups of four digits in the table, the highest group first."""
     count = max(1, -(-len(str(int(values.max(initial=0)))) // 4))
     groups, rest = [], values
     for place in range(count):

@@ -1,4 +1,4 @@
-"""How does one value of a row look? The key says the unit: ``step_s`` is printed as ``1.24 ms`` under "step"."""
+"""Format one value of a row. The key names the unit: ``step_s`` is printed as ``1.24 ms`` under "step"."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMATS: tuple[tuple[str, Callable[[float], str]], ...] = (
 _KEPT = ("_share", "_spread", "_error", "_per_s")
 NOTHING = "–"
 
-# Headings that would not fit a terminal of 80 columns, or read like another.
+# Headings that would not fit a terminal of 80 columns, or could be confused with another.
 _OTHER = {"communication_s": "transfers_s", "num_measured": "times_measured"}
 
 
@@ -70,7 +70,7 @@ def format_cell(key: str, value: Any) -> str:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers with runs drawn together, in the order given: ``0–3, 8``."""
+    """Whole numbers with runs shortened, in the given order: ``0–3, 8``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -81,7 +81,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def collapse_rows(cells: list[list[str]], label: int) -> list[list[str]]:
-    """Draw neighbouring rows together that differ in column ``label`` only: ``blocks.0 … blocks.79 ×80``."""
+    """Merge neighbouring rows that differ in column ``label`` only: ``blocks.0 … blocks.79 ×80``."""
     if not cells:
         return []
     rest = [row[:label] + row[label + 1 :] for row in cells]

@@ -1,4 +1,4 @@
-"""How good was the prediction? A predicted timeline beside a measured one, number by number.
+"""Compare a predicted timeline with a measured one, number by number.
 
     step         median of `Timeline.step_seconds`; spread = (p90 - p10) / median of the measured steps
     rank         Σ spans of the compute stream / number of steps
@@ -6,7 +6,7 @@
     error        (predicted - measured) / measured; None where nothing was measured
 
 The order is that of issue: for each stream and step, (opcode, stage, microbatch, peer) by start. Measured step k is
-held against predicted step k, or against the last one if fewer were predicted (a schedule repeats itself).
+compared with predicted step k, or with the last one if fewer were predicted (a schedule repeats itself).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """Seconds of a step: predicted, measured (median of ``num_steps``) and how much the measured ones spread."""
+    """Seconds of a step: predicted, measured (median of ``num_steps``), and the spread of the measured ones."""
 
     predicted_s: float
     measured_s: float
@@ -36,7 +36,7 @@ class StepComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankComparison:
-    """Busy seconds of one rank's compute stream per step, and its peak memory where it is known."""
+    """Busy seconds of one rank's compute stream per step, and its peak memory if known."""
 
     rank: int
     predicted_busy_s: float
@@ -61,10 +61,10 @@ class InstructionComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A prediction beside what happened.
+    """A prediction compared with the measurement.
 
-    ``same_order``: every stream issued the same instructions in the same order in every step, that is, all ``streams``
-    say so; anything else raises DocumentError.
+    ``same_order``: every stream issued the same instructions in the same order in every step. Raises DocumentError if
+    ``same_order`` contradicts ``streams``.
     """
 
     step: StepComparison
@@ -78,7 +78,7 @@ class Comparison:
     def __post_init__(self) -> None:
         if self.same_order != all(stream.same for stream in self.streams):
             raise DocumentError(
-                f"The comparison says same_order = {self.same_order}, but its streams say otherwise; compare again."
+                f"The comparison has same_order = {self.same_order}, but its streams contradict that; compare again."
             )
 
 

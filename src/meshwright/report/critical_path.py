@@ -1,8 +1,8 @@
-"""What bounds a step, and what would help? Rows and tables of a critical path and of its classes of work.
+"""Rows and tables of a critical path, and of its classes of work: what bounds a step, and what would shorten it.
 
-The path is a Timeline whose spans follow each other without a gap. In the terminal, runs of like instructions are one
-line: the shortest period of instructions that occurs three times in a row or more, with stage, microbatch and rank
-moving by the same amount each time, `F0.0 … F0.6` ×7. What takes no time is left out there.
+The path is a Timeline whose spans follow each other without a gap. In the terminal, runs of similar instructions are
+one line: the shortest period of instructions that occurs three times in a row or more, with stage, microbatch and rank
+moving by the same amount each time, `F0.0 … F0.6` ×7. Instructions that take no time are left out there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from meshwright.spec.instructions import COLLECTIVES
 
 Row = dict[str, Any]
 
-# The longest period that is looked for: a forward and a backward through four stages and back, with their transfers.
+# The longest period searched for: a forward and a backward through four stages and back, with their transfers.
 MAX_PERIOD = 16
 LEAST_REPEATS = 3
-# A terminal's worth of lines; of a longer path the middle is left out.
+# Lines that fit a terminal; the middle of a longer path is left out.
 MAX_LINES = 24
 
 _WAITED_FOR = {"link": "link", "mark": "bucket", "host": "host"}
@@ -32,8 +32,8 @@ _WAITED_FOR = {"link": "link", "mark": "bucket", "host": "host"}
 def path_rows(path: Timeline, bounds: Sequence[str]) -> list[Row]:
     """One row per span: ``name``, ``rank``, ``stream``, ``start_s``, ``end_s``, and ``bound``.
 
-    ``bounds`` says what each span waited for last: ``begin`` (of the step), ``stream``, ``wait``, ``mark``, ``link`` or
-    ``host``.
+    ``bounds`` names what each span waited for last: ``begin`` (of the step), ``stream``, ``wait``, ``mark``, ``link``
+    or ``host``.
     """
     return [
         {
@@ -49,11 +49,11 @@ def path_rows(path: Timeline, bounds: Sequence[str]) -> list[Row]:
 
 
 def fold_path(path: Timeline, bounds: Sequence[str]) -> list[Row]:
-    """The path in few lines: ``ranks``, ``instructions``, ``times``, ``on_path_s``, ``waited_for`` (link, bucket)."""
+    """The path condensed: ``ranks``, ``instructions``, ``times``, ``on_path_s``, ``waited_for`` (link, bucket)."""
     kept = np.flatnonzero(path.end_ps > path.start_ps).tolist()
     ranks = np.array([stream.rank for stream in path.tracks], np.int64)[path.track]
     kinds = [(int(path.opcode[k]), _WAITED_FOR.get(bounds[k])) for k in kept]
-    # The other end of a transfer moves with its stage, the bucket of a sum by itself.
+    # The peer of a transfer changes with its stage; the bucket of a reduction counts up by itself.
     peer = path.peer - np.where((np.isin(path.opcode, COLLECTIVES)) | (path.peer < 0), 0, path.stage)
     places = np.stack([path.stage, path.microbatch, peer, ranks], axis=1)[kept].tolist()
     rows: list[Row] = []
@@ -90,7 +90,7 @@ def explanation_rows(path: Timeline, bounds: Sequence[str], levers: Sequence[Row
 
 
 def explanation_table(path: Timeline, bounds: Sequence[str], levers: Sequence[Row], shorter: float) -> RenderableType:
-    """The path, condensed, and what would help. ``shorter`` is the share of time that a lever takes away."""
+    """The path, condensed, and what would help. ``shorter`` is the share of time that each lever removes."""
     rows = explanation_rows(path, bounds, levers)
     lines = fold_path(path, bounds)
     queued = f", {format_seconds(rows['queued_s'])} of them held a link that the next one needed"
@@ -117,7 +117,7 @@ def explanation_table(path: Timeline, bounds: Sequence[str], levers: Sequence[Ro
 
 
 def _shorten(lines: list[Row]) -> list[Row]:
-    """All lines, or the first and last of them with one for those between."""
+    """All lines, or the first and last of them with one line for those between."""
     if len(lines) <= MAX_LINES:
         return lines
     half = MAX_LINES // 2

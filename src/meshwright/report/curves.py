@@ -15,15 +15,16 @@ from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 84, 210, 44, 60
-# Okabe and Ito's colours, which the colour-blind tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c00")
-# Lines, in the order in which colours are used again.
+# Dash patterns, one for each round of the colours.
 DASHES = ("", "7 4", "2 3")
-# So many names stand beside each other in the picture.
+# Names in one row of the legend.
 MOST_CURVES = 20
-# From this ratio of the largest to the smallest on, an axis is logarithmic; up to this one, it does not begin at zero.
+# From this ratio of the largest to the smallest value on, an axis is logarithmic; up to this one, it does not start at
+# zero.
 _LOG_FROM, _CLOSE = 20.0, 1.3
-# From how many seconds on an axis of times has which unit.
+# The smallest seconds for each unit of a time axis.
 _TIMES = (
     (2 * 86400.0, 86400.0, "d"),
     (2 * 3600.0, 3600.0, "h"),
@@ -37,7 +38,7 @@ _UNIT = re.compile(r"([0-9.eE+-]+)\s*(\S.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
-    """Where values stand, between 0 and 1; ``ticks`` are (place, text)."""
+    """Positions of values, between 0 and 1; ``ticks`` are (position, text)."""
 
     low: float
     high: float
@@ -50,9 +51,9 @@ class _Axis:
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figure: str, *, title: str = "") -> str:
-    """A figure over the first parameter; rows without it are left out. An empty plot where none has it.
+    """Draw a figure over the first parameter; rows without it are left out. An empty plot if no row has it.
 
-    Of more than `MOST_CURVES` curves the first ones are drawn, and how many there are besides is told.
+    At most `MOST_CURVES` curves are drawn, the first ones; a line states the number of the others.
     """
     rows = [row for row in rows if isinstance(row.get(figure), int | float)]
     first, others = parameters[0], parameters[1:]
@@ -99,7 +100,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figur
 
 
 def _as_numbers(values: Sequence[Any]) -> tuple[list[float], str]:
-    """Values that are numbers, or numbers with units, in the unit of the first; none if they are neither."""
+    """Values that are numbers, or numbers with units, in the unit of the first; [] if they are neither."""
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return [float(value) for value in values], ""
     found = [_UNIT.fullmatch(value) if isinstance(value, str) else None for value in values]
@@ -123,16 +124,16 @@ def _axis(values: Sequence[float], *, spread: bool) -> _Axis:
     if low > 0 and high / low >= _LOG_FROM:
         return _Axis(low=low, high=high, is_log=True)
     if spread and 0 < low < high <= _CLOSE * low:
-        # From zero on, curves so close would lie on each other.
+        # On an axis from zero, such close curves would overlap.
         low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
     elif spread:
-        # Times are told from zero on, so that heights compare as times do.
+        # A time axis starts at zero, so that heights are proportional to times.
         low, high = min(low, 0.0), high * 1.06 if high > 0 else 1.0
     return _Axis(low=low, high=high, is_log=False) if high > low else _Axis(low=low - 0.5, high=low + 0.5, is_log=False)
 
 
 def _heights(figure: str, axis: _Axis) -> list[tuple[float, str]]:
-    """Places of round numbers, and how they are written: times of one unit, all else as in tables if they differ."""
+    """Positions of round numbers and their texts: times in one unit, all else as in tables if the texts differ."""
     if figure.endswith("_s") and not figure.endswith("_per_s"):
         size, unit = next((row[1:] for row in _TIMES if row[0] <= axis.high), _TIMES[-1][1:])
         scaled = _Axis(low=axis.low / size, high=axis.high / size, is_log=axis.is_log)
@@ -145,14 +146,14 @@ def _heights(figure: str, axis: _Axis) -> list[tuple[float, str]]:
 
 
 def _plain(value: float) -> str:
-    """A number with all digits that a tick has, and without exponents where it can be read."""
+    """A number with all digits of its tick, without an exponent if it is readable."""
     if value and not 1e-4 <= abs(value) < 1e15:
         return f"{value:.4g}"
     return f"{value:,.6f}".rstrip("0").rstrip(".")
 
 
 def _ticks(axis: _Axis, values: Sequence[float] | None) -> list[float]:
-    """The values themselves where they are few, else round numbers."""
+    """The values themselves if they are few, else round numbers."""
     if values is not None and len(values) <= 10:
         return list(values)
     if axis.is_log:
@@ -199,13 +200,13 @@ def _curve(points: Sequence[tuple[float, float]], index: int) -> str:
 
 
 def _style(index: int) -> tuple[str, str]:
-    """The colour of a curve, and how its line is broken: no two of those that are drawn have both in common."""
+    """The colour and dash pattern of a curve; no two drawn curves have both in common."""
     dashes = DASHES[index // len(COLOURS)]
     return COLOURS[index % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
 
 
 def _line(index: int) -> int:
-    """The height of a line of the legend."""
+    """The vertical position of a line of the legend."""
     return TOP + 8 + 20 * index
 
 

@@ -1,4 +1,4 @@
-"""What ranks spend their steps on, by kind of work: where a step differs from its prediction, and who is slow.
+"""Seconds of ranks by kind of work: where a step differs from its prediction, and which ranks are slow.
 
 seconds[r, k, s]   of rank r, kind k (opcode and stage) and step s: the sum of its spans
 difference         mean over steps of measured less predicted; of the slowest rank, the kind that differs most
@@ -21,9 +21,9 @@ from meshwright.spec.units import format_seconds
 
 Floats = NDArray[np.float64]
 
-# Ranks of one machine differ by a few percent from step to step; a quarter is no chance (docs/concepts/running.md).
+# Ranks of one machine differ by a few percent from step to step; a quarter is not chance (docs/concepts/running.md).
 SLOW = 1.25
-# A single slow step may be anything.
+# A single slow step may have any cause.
 _LEAST_STEPS = 2
 
 
@@ -55,7 +55,10 @@ def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple
 
 
 def explain_difference(predicted: Timeline, measured: Timeline) -> str:
-    """What differs most from its prediction, in the direction of the step as a whole: a computation, or else a link."""
+    """The kind of work that differs most from its prediction, in the direction of the whole step.
+
+    A computation, or a link if no computation differs that way.
+    """
     ours, theirs = (
         {key: float(row.mean()) for key, row in seconds_by_kind(item).items()} for item in (predicted, measured)
     )
@@ -80,8 +83,8 @@ def explain_difference(predicted: Timeline, measured: Timeline) -> str:
 
 
 def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[SlowRank]:
-    """Ranks that are slower than others at the same work, and since which of the recorded steps; the slowest first."""
-    # Replicas may compute unequal numbers of microbatches.
+    """Ranks that are slower than others at the same work, with the first recorded step of that; the slowest first."""
+    # Replicas may compute different numbers of microbatches.
     seconds = seconds_by_kind(measured, per_span=True)
     wanted = _expected(seconds, predicted)
     work: dict[tuple[int, Opcode], list[Floats]] = {}
@@ -114,7 +117,7 @@ def explain_stragglers(stragglers: list[SlowRank], first_step: int = 0) -> list[
 def _expected(
     seconds: Mapping[tuple[int, Opcode, int], Floats], predicted: Timeline | None
 ) -> dict[tuple[int, Opcode, int], float]:
-    """Seconds per step that a kind of work is held against: predicted, or the median of those who do the same."""
+    """Seconds per step that a kind of work is compared with: predicted, or the median of ranks with the same work."""
     if predicted is not None:
         return {key: float(row.mean()) for key, row in seconds_by_kind(predicted, per_span=True).items()}
     alike: dict[tuple[Opcode, int], list[float]] = {}

@@ -1,6 +1,6 @@
-"""Does a plan fit, rank by rank? Ranks that are alike are drawn as one row.
+"""Whether a plan fits in memory, rank by rank. Equal ranks share one row.
 
-The parts of a peak are drawn in the groups of `meshwright.spec.memory`, which add up to it.
+The parts of a peak are summed by the groups of `meshwright.spec.memory`, which add up to it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _HEADINGS = {"parameters": "params"}
 def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
     """Verdict and peak of every rank, from `RankedPlan.memory_rows`, in 80 columns.
 
-    Rows say what an allocator reserves for the peak; where none does, what is left, or where ranks may use different
-    amounts, how much that is. ``note`` stands below the verdict.
+    Rows show what an allocator reserves for the peak; without an allocator, the bytes left, or each rank's limit if
+    limits differ. ``note`` is printed below the verdict.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     groups = (_HEADINGS.get(group, group) for group in MEMORY_GROUPS)
@@ -67,7 +67,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def _alike(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
-    """Rows that differ in nothing but the rank, with their ranks; in the order of their first ranks."""
+    """Rows that are equal except for the rank, with their ranks; in the order of their first ranks."""
     groups: dict[tuple[object, ...], tuple[Row, list[int]]] = {}
     for row in rows:
         key = (*row["stages"], row["limit_bytes"], *row["parts_bytes"].items())
@@ -76,7 +76,7 @@ def _alike(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """Runs drawn together; equal steps, as replicas of a stage have them, by their first two and their last."""
+    """Runs are shortened; ranks with equal steps, such as replicas of a stage, by their first two and their last."""
     steps = {after - before for before, after in pairwise(ranks)}
     if len(ranks) > 3 and len(steps) == 1 and steps != {1}:
         return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"

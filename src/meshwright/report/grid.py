@@ -1,8 +1,8 @@
-"""Who computes what when? The schedule as papers draw it, as text.
+"""A schedule drawn as text, as papers draw it: what each rank computes, and when.
 
 One line per rank, time from left to right, of the compute stream: ``F3`` is the forward of microbatch 3, ``B3`` its
 backward (``I3`` and ``W3`` where that is done in two parts), ``O`` the optimizer, ``S`` a copy of weights that are
-needed still, a dot idle time. A span from t0 to t1 fills the columns round(t0·w/T) to round(t1·w/T) of w; what is
+still needed, a dot idle time. A span from t0 to t1 fills the columns round(t0·w/T) to round(t1·w/T) of w; a span
 shorter than a column may vanish.
 """
 
@@ -24,8 +24,8 @@ def draw_grid(timeline: Timeline, *, width: int = 96, step: int | None = None, s
 
     Args:
         timeline: Predicted or measured.
-        width: Columns for the time axis; names of ranks come on top.
-        step: Which step; the last one if not given.
+        width: Columns for the time axis, in addition to the names of ranks.
+        step: The step to draw; by default the last one.
         scale: What the whole width stands for; by default its seconds.
 
     Raises:
@@ -35,8 +35,8 @@ def draw_grid(timeline: Timeline, *, width: int = 96, step: int | None = None, s
     chosen = last if step is None else step
     if width < 1 or not 0 <= chosen <= last:
         raise DocumentError(
-            f"Step {chosen} at a width of {width} columns was asked for; the timeline has steps 0 to {last} "
-            "and needs at least 1 column."
+            f"Cannot draw step {chosen} at a width of {width} columns; the timeline has steps 0 to {last} and needs "
+            f"at least 1 column."
         )
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)[timeline.track]
     shown = np.flatnonzero(computes & (timeline.step == chosen))
@@ -77,7 +77,7 @@ def _draw_rank(timeline: Timeline, spans: Iterable[int], begin: int, length: int
 
 
 def _fit(label: str, width: int) -> str:
-    """The label in exactly ``width`` columns; its letter alone where the number does not fit."""
+    """The label in exactly ``width`` columns; its letter alone if the number does not fit."""
     return (label if len(label) <= width else label[:1]).ljust(width)[:width]
 
 

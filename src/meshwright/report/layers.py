@@ -1,8 +1,9 @@
-"""What does each layer of a graph weigh? Rows for `graph_table` and ``--json``.
+"""Parameters, FLOPs and bytes of each layer of a graph. Rows for `graph_table` and ``--json``.
 
 Everything is counted once, where it occurs first, so that columns add up to the model: a tied parameter belongs to the
-first layer that reads it, a storage kept for the backward to the first layer that saves it. What crosses the end of a
-layer is what a cut there would send per microbatch of that size, the state of random generators aside.
+first layer that reads it, a storage kept for the backward to the first layer that saves it. The bytes that cross the
+end of a layer are those that a cut there would send per microbatch of that size, except the state of random
+generators.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def graph_total(graph: Graph, batch_size: int, float_bytes: int | None = None) -
 def crossing_bytes(graph: Graph, batch_size: int) -> list[int]:
     """Bytes of activations that later layers need from before each layer's end, shape (num_layers,); the last is 0.
 
-    Values that later stages compute again (`Op.replicable`) do not cross.
+    Values that later stages recompute (`Op.replicable`) do not cross.
     """
     layer_of = [layer for layer, item in enumerate(graph.layers) for _ in range(item.start, item.stop)]
     made: dict[int, int] = {}
@@ -70,7 +71,7 @@ def crossing_bytes(graph: Graph, batch_size: int) -> list[int]:
 def _layer_row(
     graph: Graph, layer: Layer, batch_size: int, float_bytes: int | None, counted: set[int], saved: set[int]
 ) -> Row:
-    """One layer's own share; adds what it counts to ``counted`` (parameters) and ``saved`` (storages)."""
+    """The part of one layer; adds what it counts to ``counted`` (parameters) and ``saved`` (storages)."""
     ops = graph.ops[layer.start : layer.stop]
     parameters = {i for op in ops for i in op.inputs if graph.tensors[i].role == "parameter"} - counted
     counted |= parameters

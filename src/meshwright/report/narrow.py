@@ -1,4 +1,4 @@
-"""How does a table fit a narrow terminal? Columns shrink to their words, never inside a heading.
+"""Fit a table into a narrow terminal: columns shrink to their words, never inside a heading.
 
 1. natural widths, if they fit
 2. less room between columns, and the widest column narrower by one until all fit; no column below its longest word
@@ -27,11 +27,11 @@ class NarrowTable:
 
     Args:
         headings: One per column.
-        cells: Rows of as many texts.
-        numeric: Which columns are numbers, which stand right.
+        cells: Rows with one text per column.
+        numeric: Whether each column holds numbers, which are aligned right.
         num_labels: The first columns, which name the rows.
-        total: A last row, set apart.
-        title: What stands above.
+        total: A last row, separated from the others.
+        title: The line above the table.
         close: Less room between columns even where there is enough.
     """
 
@@ -61,7 +61,7 @@ class NarrowTable:
             yield self._table(chosen, widths, "" if place else self.title)
 
     def _chunks(self, every: list[int], room: int) -> list[list[int]]:
-        """All columns if their headings fit side by side, else several tables with the labels in each."""
+        """All columns if their headings fit side by side, else several tables, each with the labels."""
         least = self._least(every, cells=False)
         labels, rest = every[: self.num_labels], every[self.num_labels :]
         chunks = [labels]
@@ -75,7 +75,7 @@ class NarrowTable:
 
     def _narrow(self, chosen: list[int], room: int) -> list[int]:
         widths = self._natural(chosen)
-        # A heading takes a second line before any cell does; then the widest column gives way.
+        # A heading takes a second line before any cell does; then the widest column shrinks.
         first = [i for i in range(len(widths)) if self._can_give(chosen[i])]
         then = [i for i in range(len(widths)) if i not in first]
         for cells in (True, False):
@@ -124,7 +124,7 @@ class NarrowTable:
 
 
 def _lower(widths: list[int], least: Sequence[int], among: Sequence[int], over: int) -> None:
-    """Take ``over`` from some columns, always one from the widest (the first of equals), none below its least width."""
+    """Take ``over`` from some columns, always one from the widest (the first of equals), never below a least width."""
 
     def taken(level: int) -> int:
         return sum(max(0, widths[i] - max(level, least[i])) for i in among)
@@ -132,7 +132,7 @@ def _lower(widths: list[int], least: Sequence[int], among: Sequence[int], over: 
     if over <= 0:
         return
     levels = range(max((widths[i] for i in among), default=0) + 1)
-    # The lowest level to which all can be brought for less than ``over``; the rest is one each from the first.
+    # The lowest level to which all can be lowered for less than ``over``; the first columns give one more each.
     level = bisect_right(levels, -over, key=lambda level: -taken(level))
     rest = over - taken(level)
     for i in among:

@@ -1,4 +1,4 @@
-"""Did the runtime issue what was predicted, in the same order? Stream by stream, step by step."""
+"""Compare the order in which the runtime issued instructions with the predicted one, by stream and step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EMPTY: Sequence = np.zeros((0, 4), np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOrder:
-    """Whether one stream issued the same sequence; ``difference`` names the first place where it did not."""
+    """Whether one stream issued the same sequence; ``difference`` names the first position where it did not."""
 
     rank: int
     stream: StreamName
@@ -45,7 +45,10 @@ def compare_orders(predicted: Timeline, measured: Timeline) -> tuple[StreamOrder
 
 
 def issued_sequences(timeline: Timeline) -> dict[tuple[int, StreamName], dict[int, Sequence]]:
-    """What each stream (rank, name) issued in each step, by start; at equal starts in the timeline's own order."""
+    """The instructions that each stream (rank, name) issued in each step, by start.
+
+    Instructions with equal starts keep the order of the timeline.
+    """
     order = np.lexsort((timeline.start_ps, timeline.step, timeline.track))
     columns = (timeline.opcode, timeline.stage, timeline.microbatch, timeline.peer)
     rows = np.stack([column[order].astype(np.int64) for column in columns], axis=1)

@@ -1,19 +1,19 @@
-"""Where does the time go, span by span? Timelines as a trace that https://ui.perfetto.dev opens.
+"""Write timelines as a trace for https://ui.perfetto.dev, span by span.
 
 The format is the Trace Event Format (Google, "Trace Event Format", 2016), which Perfetto imports:
 
     process   a rank of one timeline: "rank 0 predicted" above "rank 0 measured"
-    thread    a stream of the rank, named alike in every timeline
+    thread    a stream of the rank, with the same name in every timeline
     X         a span: ``ts`` and ``dur`` in microseconds, exact to the picosecond below 2^53 ps (two and a half hours)
               inside of it, where they are given, its ops
     s, f      an arrow from a send to the receive of the same bytes
     C         bytes in use on a rank
 
-Perfetto wants the spans of a thread to nest. Transfers that are under way at the same time do not, so a stream gets as
-many threads of one name as it has spans at once.
+Perfetto requires the spans of a thread to nest. Concurrent transfers do not nest, so a stream gets as many threads of
+one name as it has concurrent spans.
 
-The text is made and written some ten thousand spans at a time (`byte_rows`). Beside the timelines themselves memory
-holds a few numbers per span: the order in which they are written, their threads, and who receives what they send.
+The text is made and written some ten thousand spans at a time (`byte_rows`). Beside the timelines themselves, memory
+holds a few numbers per span: output order, thread, and receiver.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instructio
 from meshwright.spec.files import write_bytes
 from meshwright.spec.instructions import RECEIVES
 
-# Lines whose text is made at once: some megabytes, and enough that numpy's calls cost little.
+# Lines that are formatted at once: some megabytes, enough that numpy's calls cost little.
 CHUNK = 16_384
-# Texts of spans repeat themselves so much that a higher level takes longer and saves little.
+# Texts of spans are so repetitive that a higher level takes longer and saves little.
 _LEVEL = 3
 
 Ids = NDArray[np.int64]
@@ -58,7 +58,7 @@ def write_trace(
         timelines: At least one. With a single one, processes are called "rank 0"; else "rank 0 predicted".
         path: The file to write (``.json``); gzip if it ends in ``.gz``, which Perfetto opens too.
         ranks: Only these ranks, and the arrows between them; all, if not given.
-        ops: What happens inside the spans of the first timeline.
+        ops: The ops inside the spans of the first timeline.
 
     Returns:
         The path.
@@ -75,7 +75,7 @@ def trace_pieces(
 ) -> Iterator[bytes]:
     """The text of a trace, in pieces. Raises DocumentError as `write_trace`."""
     if not timelines:
-        raise DocumentError("A trace of no timelines was asked for; give at least one.")
+        raise DocumentError("No timeline was given for the trace; give at least one.")
     num_ranks = max(timeline.num_ranks for timeline in timelines)
     check_ranks(ranks, num_ranks)
     chosen = np.zeros(num_ranks, np.bool_)
@@ -88,7 +88,7 @@ def check_ranks(ranks: Sequence[int] | None, num_ranks: int) -> None:
     odd = next((rank for rank in ranks or () if not 0 <= rank < num_ranks), None)
     if odd is not None or (ranks is not None and not ranks):
         asked = "No ranks were" if odd is None else f"Rank {odd} was"
-        raise DocumentError(f"{asked} asked for in a trace; there are ranks 0 to {num_ranks - 1}. Name some of these.")
+        raise DocumentError(f"{asked} asked for in a trace; the ranks are 0 to {num_ranks - 1}. Choose from these.")
 
 
 def _compress(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -100,7 +100,7 @@ def _compress(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Places:
-    """Where a timeline is drawn: ``pids`` by rank, ``first_tids`` by track, ``lanes`` (threads of it) by span."""
+    """Where a timeline is drawn: ``pids`` by rank, ``first_tids`` by track, ``lanes`` (threads of a track) by span."""
 
     pids: Ids
     first_tids: Ids
@@ -141,7 +141,7 @@ def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_], ops: OpSpa
 def _sort_rows(rows: Ids, *columns: NDArray[np.integer]) -> Ids:
     """Some rows in the order of their entries in columns, the first of which counts most; equal ones stay in order.
 
-    Timelines are mostly in order already, which is seen in a fraction of the time that sorting them takes.
+    Timelines are mostly sorted already; checking that takes a fraction of the time of sorting.
     """
     keys = [column[rows] for column in columns]
     later = np.zeros(max(len(rows) - 1, 0), np.bool_)
@@ -151,7 +151,7 @@ def _sort_rows(rows: Ids, *columns: NDArray[np.integer]) -> Ids:
 
 
 def _suffixes(timelines: Sequence[Timeline]) -> list[str]:
-    """What follows the rank in the name of a process: nothing for a single timeline, else its origin."""
+    """The suffix of a process name after the rank: "" for a single timeline, else its origin."""
     if len(timelines) == 1:
         return [""]
     seen: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def _suffixes(timelines: Sequence[Timeline]) -> list[str]:
 def _names(
     timeline: Timeline, places: _Places, num_lanes: Ids, suffix: str, chosen: NDArray[np.bool_]
 ) -> Iterator[dict[str, Any]]:
-    """How the chosen processes and their threads are called, and in which order they stand."""
+    """Events that name and order the chosen processes and their threads."""
     for rank in np.flatnonzero(chosen[: timeline.num_ranks]).tolist():
         pid = int(places.pids[rank])
         yield metadata_event("process_name", pid, name=f"rank {rank}{suffix}")
@@ -180,7 +180,7 @@ def _names(
 
 
 def metadata_event(kind: str, pid: int, tid: int = 0, **args: str | int) -> dict[str, Any]:
-    """An event that says how a process or thread is called (``name``), or where it stands (``sort_index``)."""
+    """An event that sets the name of a process or thread (``name``) or its position (``sort_index``)."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
@@ -241,9 +241,9 @@ def _span_lines(timeline: Timeline, order: Ids, places: _Places, first_flow: int
 
 
 def _op_lines(timeline: Timeline, ops: OpSpans, places: _Places, drawn: NDArray[np.bool_]) -> Iterator[bytes]:
-    """Ops in the thread of their span, behind it in the file: of two that begin together the first holds the other.
+    """Ops in the thread of their span, after it in the file.
 
-    ``drawn``: the tracks that are.
+    Of two with equal starts, the first contains the other. ``drawn``: the tracks that are drawn.
     """
     names = [json.dumps(name, ensure_ascii=False) for name in ops.names]
     for begin in range(0, ops.num_parts, CHUNK):
@@ -267,12 +267,12 @@ def _op_lines(timeline: Timeline, ops: OpSpans, places: _Places, drawn: NDArray[
 
 
 def _arrow_parts(timeline: Timeline, spans: Ids, partner: Ids, pid: Ids, tid: Ids, first_flow: int) -> list[Part]:
-    """A second line for each span that is an end of a transfer: the beginning or the end of an arrow."""
+    """A second line for each span at an end of a transfer: the start or the end of an arrow."""
     drawn = partner >= 0
     receives = drawn & np.isin(timeline.opcode[spans], RECEIVES)
     send = np.where(receives, partner, spans)
     kind = drawn * (1 + receives)
-    # Inside the receive and after the start of its send: Perfetto drops arrows that point back.
+    # Inside the receive and after the start of its send: Perfetto drops arrows that point back in time.
     end_ps = timeline.end_ps[spans]
     first_ps = np.minimum(np.maximum(timeline.start_ps[send], timeline.start_ps[spans]), end_ps)
     moment_ps = np.where(receives, first_ps + (end_ps - first_ps) // 2, timeline.start_ps[spans])
@@ -295,9 +295,9 @@ def _arrow_parts(timeline: Timeline, spans: Ids, partner: Ids, pid: Ids, tid: Id
 
 @cache
 def _name_forms() -> tuple[list[list[str]], NDArray[np.int8]]:
-    """How `instruction_name` puts names together: by opcode, the texts before, between and behind its numbers.
+    """The parts of `instruction_name`: by opcode, the texts before, between and after its numbers.
 
-    And which numbers they are, shape (opcodes, numbers): 0 stage, 1 microbatch, 2 peer, -1 for none.
+    Also the kind of each number, shape (opcodes, numbers): 0 stage, 1 microbatch, 2 peer, -1 unused.
     """
     numbers = (1_000_001, 1_000_002, 1_000_003)
     cut = [
@@ -310,7 +310,7 @@ def _name_forms() -> tuple[list[list[str]], NDArray[np.int8]]:
 
 
 def _name_parts(timeline: Timeline, spans: Ids) -> list[Part]:
-    """The names of spans, as `instruction_name` gives them."""
+    """The names of spans, as `instruction_name` returns them."""
     texts, numbers = _name_forms()
     opcode = timeline.opcode[spans]
     columns = [column[spans].astype(np.int64) for column in (timeline.stage, timeline.microbatch, timeline.peer)]

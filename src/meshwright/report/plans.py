@@ -1,7 +1,7 @@
 """Ranked plans as a table: how they differ, how fast each is and how sure that is, memory, bubble, money.
 
-A layout reads as people of the field write it: data-parallel replicas (dp), pipeline stages (pp), axes of sharding (tp,
-cp, ep), ZeRO stage, samples of a microbatch (mbs). What all rows have alike is said once, above.
+A layout is written as in the field: data-parallel replicas (dp), pipeline stages (pp), axes of sharding (tp, cp, ep),
+ZeRO stage, samples of a microbatch (mbs). Properties that all rows share are stated once, above.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Cell = Callable[[Row], str]
 
 
 def plans_table(rows: Sequence[Row]) -> RenderableType:
-    """The planner's rows (`Plans.rows`), best first; at 80 columns, what does not fit stands in a table below."""
+    """The planner's rows (`Plans.rows`), best first; at 80 columns, columns that do not fit move to a table below."""
     columns: list[tuple[str, Cell]] = [("#", lambda row: str(row["place"]))]
     alike = []
     for heading, usual, cell in _LAYOUT:
@@ -40,7 +40,7 @@ def plans_table(rows: Sequence[Row]) -> RenderableType:
 
 
 def _figures(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
-    """How good plans are; a column that no row has a value for is left out."""
+    """Speed, memory and price of plans; a column without any value is left out."""
     columns: list[tuple[str, Cell]] = [("step", lambda row: format_seconds(row["step_time_s"]))]
     if any(row["step_interval_s"] for row in rows):
         columns.append(("80 %", _interval))
@@ -66,7 +66,7 @@ def _figures(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
 
 
 def _replicas(row: Row) -> str:
-    """The number of equal stages, else the numbers, equal neighbours together: ``1, 3 ×5``."""
+    """The number of replicas if all stages have the same, else the numbers, equal neighbours merged: ``1, 3 ×5``."""
     runs = [(count, len(list(same))) for count, same in groupby(row["replicas"])]
     if len(runs) == 1:
         return str(runs[0][0])
@@ -91,7 +91,7 @@ def _percent(share: float | None) -> str:
     return NOTHING if share is None else format_percent(share, 0)
 
 
-# Heading, the value that goes without saying, and the cell.
+# Heading, the default that is not shown, and the cell.
 def _schedule(row: Row) -> str:
     name, each = name_schedule_briefly(row["schedule"]), row["num_stages"] // row["num_positions"]
     return f"{name} ×{each}" if each > 1 else name

@@ -1,8 +1,8 @@
 """Plans, clusters, programs and measurements as plain rows: dicts that are JSON as they are.
 
-A key ends with its unit (``_s``, ``_bytes``, ``_flops``, ``_bytes_per_s``, ``_share``), which is how tables know what
-to print. The α and β of measured transfers are those of t = α + n/β with the least sum of squared *relative* errors,
-so that small messages count as much as large ones.
+A key ends with its unit (``_s``, ``_bytes``, ``_flops``, ``_bytes_per_s``, ``_share``), from which tables choose the
+format. The α and β of measured transfers are those of t = α + n/β with the least sum of squared *relative* errors, so
+that small messages count as much as large ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.spec.instructions import SENDS, SUMS
 
 Row = dict[str, Any]
 
-# The keys of `measurement_rows` that are tables of their own, and their titles.
+# The keys of `measurement_rows` that are printed as separate tables, and their titles.
 MEASURED_PARTS = {
     "transfers": "transfers: t = latency + bytes / bandwidth",
     "batches": "batches of whole models: l(b) = alpha · b + beta",
@@ -108,7 +108,7 @@ def placement_rows(placement: Placement) -> list[Row]:
 
 
 def program_rows(program: Program) -> list[Row]:
-    """One row per section and rank that has instructions: how many of each opcode, and the bytes that they move.
+    """One row per section and rank with instructions: the number of each opcode, and the bytes that they move.
 
     Keys: ``section``, ``rank``, each opcode's name in lower case, ``sent_bytes``, ``reduced_bytes``.
     """
@@ -121,7 +121,7 @@ def program_rows(program: Program) -> list[Row]:
 
 
 def measurement_rows(measurements: Measurements) -> Row:
-    """What was measured: device, conditions, how much of each, and under ``transfers`` the fitted links.
+    """What was measured: device, conditions, counts, and under ``transfers`` the fitted links.
 
     Keys: ``device``, ``software``, ``date``, ``conditions``, ``num_ops``, ``op_spread_share`` (median over the ops,
     None without any), ``num_optimizers``, ``overhead_s``, ``transfers``: ``kind``, ``num_ranks``, ``num_sizes``,
@@ -155,7 +155,7 @@ def fit_transfers(rows: Sequence[TransferMeasurement]) -> tuple[float, float | N
     seconds = np.array([row.seconds for row in rows])
     if len(set(sizes.tolist())) > 1:
         columns = np.stack([1 / seconds, sizes / seconds], axis=1)
-        # Bytes are scaled to at most 1: the two columns differ by many orders of magnitude otherwise.
+        # Bytes are scaled to at most 1; otherwise the two columns differ by many orders of magnitude.
         scale = sizes.max()
         columns[:, 1] /= scale
         latency, slope = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)[0].tolist()

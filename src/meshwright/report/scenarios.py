@@ -1,4 +1,4 @@
-"""What a scenario does, in words."""
+"""Describe scenarios and their effects in words."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def describe_scenario(scenario: Scenario) -> str:
 
 
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
-    """Sentences on devices whose kind has no rate for a precision, and the rate used instead; empty if all have one."""
+    """Devices without a rate for a precision, and the rate used instead; "" if all have one."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
     numbers, sentences = numbers_of(precision), []
     dtype = numbers.compute
     for name, kind in kinds.items():
         if numbers.products and numbers.products not in kind.peak_flops_per_s:
-            sentences.append(f"{name} has no rate for {numbers.products}, so products are estimated in {dtype} there.")
+            sentences.append(f"{name} has no rate for {numbers.products}, so products there are estimated in {dtype}.")
         if dtype in kind.peak_flops_per_s:
             continue
         rates = sorted((rate, other) for other, rate in kind.peak_flops_per_s.items())
         (slowest, slow), (fastest, fast) = rates[0], rates[-1]
         sentences.append(
-            f"{name} has no rate for {dtype}, so what it computes is estimated at its slowest, "
+            f"{name} has no rate for {dtype}, so its computations are estimated at its slowest rate, "
             f"{format_flops(slowest)}/s of {slow}. A plan in {fast} would have {format_flops(fastest)}/s there."
         )
     return " ".join(sentences)
@@ -110,7 +110,7 @@ def describe_factor(factor: float) -> str:
 
 
 def _long(seconds: float) -> str:
-    """Times of runs, which are hours rather than seconds."""
+    """Format the times of runs, which are hours rather than seconds."""
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -147,7 +147,7 @@ def _jitter_words(effect: Jitter) -> str:
 
 
 def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
-    """Where the time of a run goes, and how often it is saved; ``figures`` as of a forecast."""
+    """Where the time of a run goes, and how often it is saved; ``figures`` are those of a forecast."""
     shares = ", ".join(
         f"{format_percent(figures[f'run_{name}_share'])} {words}"
         for name, words in (
@@ -173,7 +173,7 @@ def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
 
 
 def describe_price(figures: Mapping[str, Any]) -> str:
-    """What steps, samples and a run cost; ``figures`` as of a bill."""
+    """What steps, samples and a run cost in money; ``figures`` are those of a bill."""
     currency = figures["currency"]
     words = {
         "price_per_step": "per step",

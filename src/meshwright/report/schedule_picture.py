@@ -1,8 +1,8 @@
 """A schedule as papers draw it, as SVG: one row per rank, one rectangle per computation, time from left to right.
 
-The colour says what is computed, the number which microbatch; of several stages on a rank the later ones are paler. Who
-points at a rectangle is told its name. Numbers stand in all rectangles of a picture or, where those of the
-shortest computations would not fit, in the long ones only.
+The colour shows the kind of computation, the number the microbatch; later stages of a rank are paler. Pointing at a
+rectangle shows its name. All rectangles have numbers or, if those of the shortest computations would not fit, only the
+long ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Ids = NDArray[np.intp]
 COLOURS = {opcode: row.colour[0] for opcode, row in INSTRUCTIONS.items() if row.colour[0]}
 IDLE = "#eceff1"
 FONT = "font-family=\"Helvetica, Arial, 'DejaVu Sans', sans-serif\""
-# A browser shows so many rectangles without delay, and nobody can look at more.
+# A browser shows this many rectangles without delay, and nobody can look at more.
 MAX_RECTANGLES = 50_000
 
 _ROW, _BAR, _TOP, _PADDING = 26, 22, 66, 14
-# Of Helvetica at 12 and 14 pixels: no digit and hardly a letter is wider.
+# Widths in Helvetica at 12 and 14 pixels: no digit and hardly any letter is wider.
 _DIGIT, _LETTER = 7.0, 7.4
 _NARROWEST, _WIDEST = 640, 2400
 _PALER = (1.0, 0.6, 0.4, 0.3)
@@ -41,14 +41,14 @@ def draw_schedule(timeline: Timeline, *, title: str, note: str, scale: str) -> s
         scale: What the whole width stands for.
 
     Raises:
-        DocumentError: The timeline has more computations than anybody could look at.
+        DocumentError: The timeline has more than `MAX_RECTANGLES` computations.
     """
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)[timeline.track]
     shown = np.flatnonzero(computes & np.isin(timeline.opcode, list(COLOURS)))
     if len(shown) > MAX_RECTANGLES:
         raise DocumentError(
-            f"The schedule has {len(shown):,} computations; up to {MAX_RECTANGLES:,} are drawn. Draw a plan of fewer "
-            "microbatches."
+            f"The schedule has {len(shown):,} computations; up to {MAX_RECTANGLES:,} are drawn. Draw a plan with "
+            f"fewer microbatches."
         )
     begin = int(timeline.start_ps[shown].min(initial=0)) if len(shown) else 0
     length = max(int(timeline.end_ps[shown].max(initial=begin)) - begin, 1)
@@ -83,7 +83,7 @@ def _chart_width(timeline: Timeline, shown: Ids, length: int) -> float:
 
 
 def _legend(timeline: Timeline, shown: Ids) -> Iterator[str]:
-    """A dot for each kind that occurs."""
+    """A dot for each kind of computation in the timeline."""
     x = float(_PADDING)
     for opcode in (opcode for opcode in COLOURS if opcode in timeline.opcode[shown]):
         yield f'<circle cx="{x + 7:.1f}" cy="45" r="7" fill="{COLOURS[opcode]}"/>'
@@ -128,6 +128,6 @@ def _rectangles(timeline: Timeline, shown: Ids, begin: int, scale: float, margin
 
 
 def _written(text: str, most: int = 2**31) -> str:
-    """Text of at most so many letters for the document, whatever characters a name in it holds."""
+    """Text of at most ``most`` letters, escaped for the document."""
     fitting = text if len(text) <= most else f"{text[: most - 1]}…"
     return escape("".join(letter if letter.isprintable() else "?" for letter in fitting))

@@ -1,4 +1,4 @@
-"""Schedules side by side, and one drawn in slots, as papers draw it."""
+"""A table that compares schedules, and one schedule drawn in slots, as papers draw it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _COLUMNS = (
     ("fits", "fits"),
 )
 
-# Counts of more stages are told by the largest.
+# For more stages, only the largest count is shown.
 MAX_STAGES_IN_CELL = 4
 
 
 def schedules_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Schedules of the same stages, from `planner.schedule_rows`, in 80 columns; in flight is told per stage.
+    """Schedules of the same stages, from `planner.schedule_rows`, in 80 columns.
 
-    The memory of the fullest rank's device is told where the fullest ranks have different ones.
+    In-flight microbatches are shown per stage. The memory of the fullest rank's device is shown if it differs between
+    the schedules.
     """
     equal = len({row["limit_bytes"] for row in rows}) == 1
     columns = [column for column in _COLUMNS if not (equal and column[1] == "limit_bytes")]
@@ -60,7 +61,7 @@ def draw_slots(timeline: Timeline, in_flight: Sequence[int], *, max_width: int) 
 
 
 def explain_slots(in_flight: Sequence[int]) -> str:
-    """What slots are, and how many microbatches each stage holds at most."""
+    """The meaning of slots, and the most microbatches that each stage holds."""
     counts = ", ".join(map(str, in_flight))
     return f"A forward takes 1 slot, a backward 2, transfers none. In flight, by stage: {counts}."
 

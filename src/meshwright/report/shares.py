@@ -1,4 +1,4 @@
-"""What each choice of a plan gains, as a table."""
+"""Table of the gain of each choice of a plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tables for a terminal: rows in, rich renderables out. Nothing is printed here.
 
-Neighbouring rows that would read alike are drawn together; ``--json`` has them all.
+Neighbouring rows with equal text are merged; ``--json`` has all of them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from meshwright.spec import (
 
 Row = dict[str, Any]
 
-# With nothing else to do, machines with 2 cores had 22 to 25 % (docs/tutorial.md and docs/commands/measure.md); more
-# is another program's doing.
+# Idle machines with 2 cores had 22 to 25 % (docs/tutorial.md and docs/commands/measure.md); more is caused by another
+# program.
 MOST_SPREAD_SHARE = 0.3
 
 _COMMUNICATION_NOTE = (
@@ -51,13 +51,13 @@ _COMMUNICATION_NOTE = (
 def make_table(
     rows: Sequence[Row], *, title: str = "", total: Row | None = None, collapse: str = "", hide: Iterable[str] = ()
 ) -> NarrowTable:
-    """A table of plain rows; keys become headings, their endings say how numbers are printed.
+    """A table of plain rows; keys become headings, and their endings set the format of numbers.
 
     Args:
         rows: The rows; a key that a row lacks is printed as a dash.
-        title: What stands above the table.
-        total: A last row, set apart.
-        collapse: The key by which equal neighbours are named together; empty to draw every row.
+        title: The line above the table.
+        total: A last row, separated from the others.
+        collapse: The key that may differ between merged neighbours; empty to print every row.
         hide: Keys to leave out, beside those that no row has a value for.
     """
     every = [*rows, total] if total is not None else [*rows]
@@ -77,7 +77,7 @@ def make_table(
 
 
 def graph_table(graph: Graph, batch_size: int) -> RenderableType:
-    """Layers with their weight for batches of ``batch_size``, and the whole. Raises GraphError as `graph_rows`."""
+    """Parameters, FLOPs and bytes of layers for batches of ``batch_size``. Raises what `graph_rows` raises."""
     total = graph_total(graph, batch_size)
     flops = format_flops(total["forward_flops"] + total["backward_flops"])
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
@@ -90,13 +90,13 @@ def graph_table(graph: Graph, batch_size: int) -> RenderableType:
 
 
 def plan_table(plan: Plan, graph: Graph | None = None) -> RenderableType:
-    """Stages of a plan; layers have their names if the graph is given. Raises PlanError as `plan_rows`."""
-    # One schedule drives all stages; `Plan.describe`, which stands above, names it.
+    """Stages of a plan; layers have their names if the graph is given. Raises what `plan_rows` raises."""
+    # One schedule drives all stages; `Plan.describe`, printed above, names it.
     return Group(Text(describe_workload(plan, graph)), make_table(plan_rows(plan, graph), hide=("schedule",)))
 
 
 def exchanges_table(rows: Sequence[Row]) -> NarrowTable:
-    """Ways of exchanging gradients from the planner's rows, the plan as it is first."""
+    """Ways of reducing gradients from the planner's rows, with the plan's own way first."""
     return make_table(rows, title="Other ways to exchange gradients:")
 
 
@@ -178,7 +178,7 @@ def _spread_remark(rows: Row) -> str:
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """Prediction beside measurement: the step, each kind of work, each rank, and whether the order was the same."""
+    """Prediction and measurement: the step, each kind of work, each rank, and whether the order was the same."""
     rows = comparison_rows(comparison)
     order = "the same on every stream" if comparison.same_order else "; ".join(rows["differences"])
     peaks, reserved = (

@@ -1,4 +1,4 @@
-"""Where does each rank's time go? Rows for `timeline_table` and ``--json``.
+"""Busy, communication and idle time of each rank. Rows for `timeline_table` and ``--json``.
 
 Over all steps of a timeline of length T = `Timeline.duration_s`, per rank and per step (divided by their number):
 
@@ -7,7 +7,7 @@ Over all steps of a timeline of length T = `Timeline.duration_s`, per rank and p
     exposed         the part of it in which the compute stream is idle
     idle            T - busy
 
-A measured transfer ends when something waited for it, so measured communication is an upper bound.
+A measured transfer ends when something has waited for it, so measured communication is an upper bound.
 """
 
 from __future__ import annotations

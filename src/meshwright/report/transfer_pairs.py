@@ -1,8 +1,8 @@
-"""Which receive is the other end of which send in a timeline?
+"""Match the sends and receives of a timeline.
 
-Payload, stages and microbatch say what belongs together, within a step; what occurs several times pairs up by start.
-Where a schedule never flushes, microbatches are counted on from step to step, and a message may arrive in a later one:
-what finds no partner in its step is paired without it.
+Payload, stages and microbatch identify a pair within a step; several equal ones are paired by start. Under an
+asynchronous schedule microbatch numbers continue from step to step, and a message may arrive in a later step: a
+transfer without a partner in its step is paired regardless of steps.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def _choose(opcodes: tuple[Opcode, ...]) -> NDArray[np.bool_]:
 
 
 def _look_up(timeline: Timeline, moves: Ids, partner: Ids) -> bool:
-    """Pair transfers of which no two are alike, in place, by a table of all that there may be; false if it takes more.
+    """Pair distinct transfers in place by a table of all possible keys.
 
-    Sorting takes ten times as long. Steps and microbatches count up from 0, and few stages send to each other.
+    Returns False if the table would be too large or keys repeat. Sorting takes ten times as long. Steps and
+    microbatches count up from 0, and few stages send to each other.
     """
     opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
     receives = _choose(RECEIVES)[opcode]
@@ -84,7 +85,7 @@ def _pair(timeline: Timeline, moves: Ids, partner: Ids, *, by_step: bool) -> Non
     same = np.ones(max(len(order) - 1, 0), np.bool_)
     for key in keys:
         same &= np.diff(key[order].astype(np.int64)) == 0
-    # Of those with equal keys the sends stand first: the k-th receive belongs to the k-th send.
+    # Among equal keys the sends come first: the k-th receive belongs to the k-th send.
     group = np.cumsum(np.append(False, ~same)[: len(order)])
     first = np.searchsorted(group, group)
     num_sends = np.bincount(group, ~receives[order]).astype(np.int64)[group] if len(order) else group

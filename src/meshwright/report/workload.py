@@ -1,4 +1,4 @@
-"""What a plan is for, before how fast it is: model, cluster, batch, precision, optimizer."""
+"""The workload of a plan, printed before its speed: model, cluster, batch, precision, optimizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from meshwright.spec.units import format_count
 
 
 def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
-    """What a plan is for. ``graph`` is the model's, not a rank's share.
+    """The workload of a plan. ``graph`` is the model's, not a rank's share.
 
     Keys: ``model``, ``num_parameters`` (None for a rewritten model), ``cluster``, ``num_devices``, ``kind``,
-    ``samples_per_step``, ``tokens_per_step`` and ``sequence_length`` (None for models of no tokens), ``precision``,
+    ``samples_per_step``, ``tokens_per_step`` and ``sequence_length`` (None for models without tokens), ``precision``,
     ``optimizer`` (None for inference).
     """
     work, length = plan.workload, graph.sequence_length
@@ -50,5 +50,5 @@ def describe_workload(plan: Plan | Placement, graph: Graph | None = None) -> str
 
 
 def _num_parameters(plan: Plan | Placement, graph: Graph) -> int | None:
-    """Parameters of the model; a rewritten graph holds what was made of them."""
+    """Parameters of the model; None for a rewritten graph, which holds values derived from them."""
     return None if isinstance(plan, Plan) and plan.rewritten else graph.num_parameters()

@@ -1,1 +1,1 @@
-"""Equivalent, cheaper graphs."""
+"""Find equivalent, cheaper graphs: rules, proofs, search, and fx graphs in and out."""

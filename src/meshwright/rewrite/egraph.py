@@ -50,21 +50,21 @@ class EGraph:
         self.num_unions = 0
         # Classes that got a node or were merged, in the order of events.
         self._events: list[int] = []
-        # Classes that are known to hold finite numbers only.
+        # Classes known to contain finite numbers only.
         self.finite: set[int] = set()
-        # Classes that need no batch.
+        # Classes that do not depend on the batch.
         self.constant: set[int] = set()
-        # Who adds nodes now, and who added which.
+        # The current reason for adding nodes, and the reason of each node.
         self.reason = ""
         self._reasons: list[tuple[int, TermNode, str]] = []
-        # Classes that were made one, and by whom.
+        # Merged classes, with the reason.
         self._united: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._known)
 
     def find(self, cls: int) -> int:
-        """The class that a class is part of now."""
+        """The class that now contains a class."""
         parent = self._parent
         while parent[cls] != cls:
             parent[cls] = parent[parent[cls]]
@@ -81,11 +81,11 @@ class EGraph:
             yield from nodes
 
     def earliest(self, cls: int) -> TermNode:
-        """The node of a class that was added first: of all ways to compute it, one without circles."""
+        """The node of a class that was added first: a way to compute it without cycles."""
         return self._earliest[self.find(cls)][1]
 
     def age(self, cls: int) -> int:
-        """What a class is known by through all merges: the number of the oldest class in it."""
+        """The identity of a class through all merges: the number of its oldest class."""
         return self._earliest[self.find(cls)][0]
 
     def nodes_of(self, cls: int, operator: str) -> list[TermNode]:
@@ -100,11 +100,11 @@ class EGraph:
 
     @property
     def now(self) -> int:
-        """How much has happened so far, for `changed`."""
+        """The number of events so far, for `changed`."""
         return len(self._events)
 
     def changed(self, since: int, levels: int) -> list[set[int]]:
-        """Classes that changed since then; those that also read one of these; and so on, as many levels up."""
+        """Classes that changed since then, classes that read one of these, and so on for ``levels`` levels."""
         found = [{self.find(cls) for cls in self._events[since:]}]
         for _ in range(levels):
             below = found[-1]
@@ -121,7 +121,7 @@ class EGraph:
         return None if found is None else self.find(found)
 
     def add(self, node: TermNode, type_: TensorType | None = None) -> int:
-        """The class of a node, made if need be. Raises IllTypedError where operands do not fit."""
+        """The class of a node, created if needed. Raises IllTypedError if operands do not fit."""
         node = self._canonical(node)
         found = self._known.get(node)
         if found is not None:
@@ -148,18 +148,18 @@ class EGraph:
         return cls
 
     def reasons(self) -> dict[tuple[int, TermNode], str]:
-        """Who added a node of a class, for all that were added for a reason."""
+        """The reasons for nodes of a class that were added for a reason."""
         found: dict[tuple[int, TermNode], str] = {}
         for cls, node, reason in self._reasons:
             found.setdefault((self.find(cls), self._canonical(node)), reason)
         return found
 
     def united(self) -> list[tuple[int, str]]:
-        """Classes that were made one for a reason, and who did it."""
+        """Classes that were merged for a reason, with the reason."""
         return [(self.find(cls), reason) for cls, reason in self._united]
 
     def merge(self, one: int, other: int) -> int:
-        """Make two classes one. What follows for nodes that read them waits for `rebuild`."""
+        """Merge two classes. Consequences for nodes that read them wait for `rebuild`."""
         one, other = self.find(one), self.find(other)
         if one == other:
             return one
@@ -219,7 +219,7 @@ class EGraph:
         self._readers[self.find(cls)].extend(kept.items())
 
     def _tidy(self, cls: int) -> None:
-        """Bring a class's own nodes, and those that read it, up to date."""
+        """Update a class's own nodes, and those that read it."""
         for home in {self.find(home) for _, home in self._readers[cls]} | {cls}:
             nodes: dict[str, dict[TermNode, None]] = {}
             for operator, held in self._nodes[home].items():

@@ -27,7 +27,7 @@ def explain_rule(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[str]:
     yield f"{verdict.num_agreed} trials over a prime field agreed"
     proved = [attempt for attempt in verdict.proof.attempts if attempt.proved]
     if proved:
-        # The last has most dims, and shows most.
+        # The last instance has the most dims, and shows the most.
         yield from _shown(rule, proved[-1])
 
 

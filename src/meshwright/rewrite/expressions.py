@@ -124,10 +124,10 @@ def _inverse(number: Any) -> Any:
     if isinstance(number, Polynomial):
         return Inverse(number)
     if not number or not math.isfinite(number):
-        raise IllTypedError(f"1 / {number} is no finite number")
+        raise IllTypedError(f"1 / {number} is not a finite number")
     found = Fraction(1, number) if isinstance(number, int) else 1 / number
     if not math.isfinite(found):
-        raise IllTypedError(f"1 / {number} is no finite number")
+        raise IllTypedError(f"1 / {number} is not a finite number")
     return found
 
 
@@ -147,18 +147,18 @@ ATTRIBUTE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "inverse": _inverse,
 }
 
-# Functions of tensors' shapes, which stand in attributes by the tensors' names.
+# Functions of tensors' shapes; attributes refer to the tensors by name.
 SHAPE_FUNCTIONS = ("shape", "rank", "size")
 
 
 def names_of(expression: Expression) -> Iterator[str]:
-    """Names of the tensors that are given, in order, some several times; those whose shapes are read, too."""
+    """Names of the given tensors, in order, possibly repeated; also those of which only the shape is read."""
     yield from given_names(expression)
     yield from shape_names(expression)
 
 
 def given_names(expression: Expression) -> Iterator[str]:
-    """Names of the tensors that stand in an expression."""
+    """Names of the tensors in an expression."""
     if isinstance(expression, Name):
         yield expression.name
         return
@@ -205,9 +205,9 @@ def run(
     made: dict[Expression, Indexed] | None = None,
     keep: Callable[[Indexed], Indexed] = lambda result: result,
 ) -> Indexed:
-    """The tensor of an expression; ``made`` holds those of parts that were run, ``keep`` is called with each.
+    """Evaluate the tensor of an expression; ``made`` caches evaluated parts, ``keep`` is called with each.
 
-    Raises IllTypedError, or what the machine raises, where operands do not fit.
+    Raises IllTypedError, or what the machine raises, if operands do not fit.
     """
     made = {} if made is None else made
     if isinstance(expression, Name):
@@ -220,7 +220,7 @@ def run(
             declared.check(len(operands), attributes)
             made[expression] = keep(declared.define(machine, *operands, **attributes))
         except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
-            # An attribute of another kind than the operator's: a text for a number, one number for two.
+            # An attribute of the wrong type: a text for a number, one number for two.
             raise IllTypedError(f"{expression}: {error}") from error
     return made[expression]
 
@@ -245,7 +245,7 @@ def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapp
 
 
 def parse(text: str) -> Expression:
-    """Read an expression. Raises RewriteError with what is wrong."""
+    """Read an expression. Raises RewriteError with the reason."""
     found = _read(_tree(text), text)
     if num_operators(found) > _MOST_OPERATORS:
         raise RewriteError(f"{text!r} has more than {_MOST_OPERATORS} operators; rules are smaller.")
@@ -263,15 +263,15 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, bool]] = {
 
 
 def parse_attribute(text: str) -> Attribute:
-    """Read an attribute. Raises RewriteError with what is wrong."""
+    """Read an attribute. Raises RewriteError with the reason."""
     return _read_attribute(_tree(text), text)
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a comparison of attributes. Raises RewriteError with what is wrong."""
+    """Read a comparison of attributes. Raises RewriteError with the reason."""
     tree = _tree(text)
     if not (isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARISONS):
-        raise RewriteError(f"{text!r} is no condition; write it like size(x, 0) == 1, with one of == != <= < >= >.")
+        raise RewriteError(f"{text!r} is not a condition; write it like size(x, 0) == 1, with one of == != <= < >= >.")
     left, right = _read_attribute(tree.left, text), _read_attribute(tree.comparators[0], text)
     sign, turned = _COMPARISONS[type(tree.ops[0])]
     return Condition(right, sign, left) if turned else Condition(left, sign, right)
@@ -289,8 +289,8 @@ def _tree(text: str) -> ast.expr:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewriteError(f"{text!r} is no expression ({error}); write it like matmul(x, relu(y)).") from error
-    # The reader and the hashes of what it reads recurse. Python's own limit of recursion is no bound: other libraries
+        raise RewriteError(f"{text!r} is not an expression ({error}); write it like matmul(x, relu(y)).") from error
+    # The reader and the hashes of its results recurse. Python's recursion limit does not bound that: other libraries
     # raise it.
     level: list[ast.AST] = [tree]
     for _ in range(_MOST_LEVELS):
@@ -353,7 +353,7 @@ def _read_attribute(tree: ast.expr, text: str) -> Attribute:
     ):
         return Formula(tree.func.id, tuple(_read_attribute(item, text) for item in tree.args))
     raise RewriteError(
-        f"{ast.unparse(tree)!r} in {text!r} is no attribute: expected numbers, names, tuples, text, + - * // and "
+        f"{ast.unparse(tree)!r} in {text!r} is not an attribute: expected numbers, names, tuples, text, + - * // and "
         f"{', '.join(sorted({*ATTRIBUTE_FUNCTIONS, *SHAPE_FUNCTIONS} - {*_SIGNS}))}."
     )
 
@@ -383,7 +383,7 @@ def _read_names(value: Attribute) -> Iterator[str]:
     if isinstance(value, Formula) and value.function in SHAPE_FUNCTIONS:
         tensor = value.arguments[0] if value.arguments else None
         if not isinstance(tensor, Formula) or tensor.function:
-            raise RewriteError(f"{value} reads the shape of no tensor; write it like {value.function}(x).")
+            raise RewriteError(f"{value} does not read the shape of a tensor; write it like {value.function}(x).")
         yield tensor.arguments[0]
 
 

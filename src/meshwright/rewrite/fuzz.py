@@ -1,8 +1,8 @@
-"""Trials: both sides of a rule computed on random tensors of random sizes, and compared.
+"""Trials: compute both sides of a rule on random tensors of random sizes, and compare.
 
-Over a prime field, where equal is equal: two sides that differ agree by chance in one of 268 million numbers. Functions
-of which little is known are random ones there, so a law that needs more of a function (exp(a + b)) fails in the field;
-such a rule is tried over doubles, where it must fail, too, before it counts as refuted.
+Computed over a prime field, where equality is exact: two different sides agree by chance in one of 268 million
+numbers. Functions with few known properties are random ones there, so a law that needs more of a function (exp(a + b))
+fails in the field; such a rule is tried over doubles, where it must also fail before it counts as refuted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _TOLERANCE = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterExample:
-    """Sizes and attributes with which the sides differ: output ``output``, by ``left`` and ``right`` at ``index``.
+    """Sizes and attributes for which the sides differ: output ``output`` is ``left`` and ``right`` at ``index``.
 
-    ``unlike``: the sizes of both sides, where these differ already.
+    ``unlike``: the sizes of both sides, if these already differ.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -63,7 +63,7 @@ class CounterExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """How many sets of sizes agreed, and the first that did not."""
+    """The number of sets of sizes that agreed, and the first counterexample."""
 
     num_agreed: int
     counter_example: CounterExample | None = None
@@ -79,7 +79,7 @@ def try_rule(
 ) -> Trials:
     """Compute both sides at ``num_sizes`` random sets of sizes for each choice of ranks, dims and orders.
 
-    ``among``: the choices, where they are known, by default all.
+    ``among``: the choices to try; by default all.
     """
     rng = np.random.default_rng(seed)
     total = 0
@@ -99,7 +99,7 @@ def try_rule(
 
 
 def fitted_instances(rule: Rule, most_dims: int) -> Iterator[Instance]:
-    """Choices with sizes for which both sides are well typed, where there are any."""
+    """Choices with sizes for which both sides are well typed, if there are any."""
     for instance in instances(rule, most_dims):
         if instance.unsettled:
             continue
@@ -114,7 +114,7 @@ def draw_sizes(
     """Random sizes and letters with which the left side of an instance is well typed."""
     names = sorted(set(_letters(instance)))
     for draw in range(_MOST_DRAWS if names else 1):
-        # Sizes that have to satisfy equations are equal more often where they are few.
+        # Small sizes satisfy equations more often.
         spread = 2 if instance.equations and draw % 2 else _SPREAD
         values = {
             letter: Polynomial.of(int(rng.integers(0, spread)) + _number(instance.machine.facts.least(letter)))
@@ -182,7 +182,7 @@ def _right_letters(
     arrays: Mapping[str, Any],
     numbers: NumberField,
 ) -> dict[str, Any]:
-    """Values of the letters that only the right side has, with which its shapes are those of the left."""
+    """Values of the letters that only the right side has, such that its shapes equal those of the left."""
     missing = [name for name, _ in rule.letters if name not in letters]
     if not missing:
         return {}

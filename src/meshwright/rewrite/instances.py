@@ -1,8 +1,8 @@
 """The most general sizes for which a side of a rule is well typed.
 
-A rule says nothing of sizes: ``matmul(x, y)`` demands that they fit. `instances` tries all ranks, dims and orders of
-dims that the left side admits, and for each solves the equations that its operators demand: every size is a letter, and
-letters that have to be equal to something are replaced by it.
+A rule does not state sizes: ``matmul(x, y)`` requires that they fit. `instances` tries all ranks, dims and orders of
+dims that the left side allows, and for each solves the equations that its operators require: every size is a letter,
+and letters that have to be equal to something are replaced by it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_DIMS = 4
 _MOST_STEPS = 200
 
-# What attributes are, by name; all others are numbers. None is below 0, and these are at least 1.
+# Kinds of attributes by name; all others are numbers of at least 0, and these of at least 1.
 _POSITIVE = {"stride", "dilation", "kernel", "groups", "degree", "stop"}
 _DIMS = {"axis"}
 _ORDERS = {"order"}
@@ -39,11 +39,11 @@ _TEXTS = {"dtype"}
 
 @dataclass(slots=True)
 class Instance:
-    """One choice of ranks, dims and orders, with sizes in letters that satisfy what an expression demands.
+    """One choice of ranks, dims and orders, with sizes in letters that satisfy the requirements of an expression.
 
-    ``free``: letters that may be replaced. ``equations``: what is assumed, since no replacement achieves it. ``ones``:
-    whether sizes that may be 1 or equal to another are 1, in the order in which that came up.
-    ``unsettled``: why nothing can be said of it, if so.
+    ``free``: letters that may be replaced. ``equations``: assumed equations that no replacement achieves. ``ones``:
+    whether sizes that may be 1 or equal to another are 1, in the order in which that came up. ``unsettled``: why the
+    instance cannot be decided, if so.
     """
 
     machine: Symbols
@@ -60,7 +60,7 @@ class Instance:
         return {name: Indexed(shape, self.machine.read(name, shape)) for name, shape in self.shapes.items()}
 
     def results(self, sides: Sequence[Expression]) -> list[Indexed]:
-        """What the expressions are; SizesDifferError or IllTypedError where operands do not fit."""
+        """The tensors of the expressions; raises SizesDifferError or IllTypedError if operands do not fit."""
         made: dict[Expression, Indexed] = {}
         tensors = self.tensors()
         return [run(side, self.machine, tensors, self.letters, made) for side in sides]
@@ -75,7 +75,7 @@ class Instance:
         raise NotExpressibleError("sizes that fit were not found")
 
     def suppose(self, rule: Rule) -> bool:
-        """Take the rule's conditions for granted; False if one of them cannot hold."""
+        """Assume the rule's conditions; False if one of them cannot hold."""
         for condition in rule.when:
             held: bool | None = None
             for _ in range(_MOST_STEPS):
@@ -87,12 +87,12 @@ class Instance:
                 raise NotExpressibleError(f"sizes with {condition} were not found")
             if not held:
                 return False
-            # What is demanded of sizes changes what the left side's operators demanded.
+            # New requirements on sizes change those of the left side's operators.
             self.solve(rule.left)
         return self.machine.facts.possible(frozenset())
 
     def _supposed(self, sign: str, left: Any, right: Any) -> bool | None:
-        """Whether a comparison holds now; None if a letter was replaced and the values have to be taken again."""
+        """Whether a comparison holds now; None if a letter was replaced, so that the values changed."""
         if isinstance(left, tuple) or isinstance(right, tuple):
             return self._supposed_tuples(sign, left, right)
         if not isinstance(left, Polynomial) and not isinstance(right, Polynomial):
@@ -131,20 +131,20 @@ class Instance:
         return True
 
     def demand(self, differ: SizesDifferError) -> None:
-        """Replace a letter so that two sizes are equal; assume it, if that is not to be had."""
+        """Replace a letter so that two sizes are equal; assume the equation if no letter can be replaced."""
         if differ.or_one and self._is_one():
             differ = SizesDifferError(differ.one, Polynomial.of(1), differ.why)
         if not self.make_equal(differ.one, differ.other, differ.why):
             self.machine.facts.assume_equal(differ.one, differ.other)
             self.equations.append((differ.one, differ.other))
             return
-        # What could not be solved before may be now.
+        # Equations that could not be solved before may be solvable now.
         for one, other in tuple(self.equations):
             if one != other and self.make_equal(one, other, differ.why):
                 self.equations = [pair for pair in self.equations if pair[0] != pair[1]]
 
     def _is_one(self) -> bool:
-        """Whether a size that may be 1 or something else is 1: as was decided, or first not."""
+        """Whether a size that may be 1 or another size is 1: as decided before, at first not."""
         place = self._asked
         self._asked += 1
         if place == len(self.ones):
@@ -154,10 +154,10 @@ class Instance:
     def make_equal(
         self, one: Polynomial, other: Polynomial, why: str, among: Callable[[str], bool] | None = None
     ) -> bool:
-        """Replace a free letter so that two sizes are equal; False if there is none. IllTypedError for unlike numbers.
+        """Replace a free letter so that two sizes are equal; False if no letter is free.
 
-        ``among``: which letters may be replaced; by default the free ones, and those that the machine made, which stand
-        for a quotient or a rest.
+        Raises IllTypedError for different numbers. ``among``: the letters that may be replaced; by default the free
+        ones, and those that the machine made for a quotient or a remainder.
         """
         difference = one - other
         if all(self.machine.facts.is_positive(letter) for letter in difference.letters()):
@@ -188,14 +188,14 @@ class Instance:
 def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTIONS) -> Iterator[Instance]:
     """All choices for which the left side is well typed, each with its most general sizes.
 
-    Where a size may be 1 or equal to another, both are choices, also where only the right side asks: those that came up
-    while an instance was in use are tried after it. ``questions``: how many z3 may be asked for each.
+    If a size may be 1 or equal to another, both are choices, also if only the right side requires one: choices found
+    while an instance was in use are tried after it. ``questions``: the most z3 questions for each.
     """
     left = {letter for side in rule.left for _, letter in letters_of(side)}
     choices = {
         letter: list(_choices(letter, place, most_dims))
         for letter, place in rule.letters
-        # Sizes that only the right side has are found by what fits (`proofs.fit_right`).
+        # Sizes that only the right side has are found by `proofs.fit_right`.
         if letter in left or not _is_number(place)
     }
     for ranks in _ranks(rule, dict(rule.ranks), most_dims, choices):
@@ -218,7 +218,10 @@ def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUES
 
 
 def is_made(letter: str) -> bool:
-    """Whether the machine made a letter for a quotient or a rest; those of tensors and attributes have a dot or a $."""
+    """Whether the machine made a letter for a quotient or a remainder.
+
+    Letters of tensors and attributes have a dot or a $.
+    """
     return letter[0] in "qr" and "." not in letter
 
 
@@ -267,7 +270,7 @@ def _choices(letter: str, place: str, most_dims: int) -> Iterator[Any]:
     elif attribute in _FLAGS:
         yield from (True, False)
     elif attribute in _TEXTS:
-        # Nothing is known of two texts; what holds for unlike ones holds for equal ones, too.
+        # Texts are arbitrary; what holds for different texts also holds for equal ones.
         yield f"text {letter}"
     else:
         size = 1 if place in _LINES else _TUPLES[attribute]
@@ -278,7 +281,7 @@ def _choices(letter: str, place: str, most_dims: int) -> Iterator[Any]:
 def _ranks(
     rule: Rule, fixed: Mapping[str, int], most_dims: int, choices: Mapping[str, list[Any]]
 ) -> Iterator[dict[str, int]]:
-    """Ranks of the given tensors with which no part of the left side is ill typed by itself."""
+    """Ranks of the given tensors for which every part of the left side is well typed by itself."""
     parts = [part for side in rule.left for part in _parts(side)]
     known: dict[tuple[Any, ...], bool] = {}
 

@@ -1,6 +1,6 @@
-"""What tensors hold: numbers, whole numbers or truth values; a rule for which one would hold two of them never fits.
+"""Kinds of tensor elements: floats, whole numbers or truth values; a rule that would mix them never applies.
 
-Arithmetic is about floating-point numbers: whole ones overflow and divide otherwise, truth values do not add.
+Arithmetic is about floating-point numbers: whole ones overflow and divide differently, truth values do not add.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBER, _WHOLE, _TRUTH = "floating-point numbers", "whole numbers", "truth valu
 
 
 def kind_of(dtype: str) -> str:
-    """What a dtype holds."""
+    """The kind of a dtype's values."""
     if dtype == "bool":
         return _TRUTH
     return _NUMBER if dtype.startswith(("float", "bfloat")) else _WHOLE
@@ -79,7 +79,7 @@ class _Kinds:
 
 
 def conflict(rule: Rule) -> str | None:
-    """Why no tensors fit both sides of a rule, as far as what they hold goes; None if some do."""
+    """Why no tensors fit both sides of a rule because of their kinds; None if some do."""
     kinds = _Kinds()
     try:
         for left, right in zip(rule.left, rule.right, strict=True):

@@ -1,4 +1,4 @@
-"""Where rules apply in an `EGraph`, and what they add."""
+"""Find where rules apply in an `EGraph`, and add their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Classes of a rule's tensors, values of its letters, and the classes that its outputs stand for."""
+    """Classes of a rule's tensors, values of its letters, and the classes that its outputs match."""
 
     tensors: dict[str, int]
     letters: dict[str, Any]
@@ -34,8 +34,8 @@ class Match:
 class Directed:
     """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved.
 
-    ``finite``: tensors that must be known to hold finite numbers only. ``folds``: it is used only where part of what it
-    leads to is constant, and nothing of what it starts from. ``general``: it is of no use for what is constant itself.
+    ``finite``: tensors that must be known to contain finite numbers only. ``folds``: used only if part of the target
+    is constant but no part of the source. ``general``: not useful for constants.
     """
 
     rule: Rule
@@ -48,16 +48,16 @@ class Directed:
 
     @cached_property
     def depth(self) -> int:
-        """Levels of classes below that of an output on which it depends whether the sources stand there."""
+        """Levels of classes below an output that decide whether the sources match."""
         return max(map(_depth, self.sources))
 
 
 def directions(
     rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None, finite: tuple[str, ...] = ()
 ) -> list[Directed]:
-    """The ways in which a rule can be used: what its target needs has to be bound by its source.
+    """The directions in which a rule can be used: the source must bind everything that the target needs.
 
-    Left out is a way that puts something around what it starts from, which would go on for ever and find nothing.
+    A direction that only wraps its own source is left out: it would apply for ever and find nothing.
     """
     found = []
     for sources, targets in ((rule.left, rule.right), (rule.right, rule.left)):
@@ -73,7 +73,7 @@ def directions(
 
 
 def bind(graph: EGraph, pattern: Call, cls: int) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
-    """Classes of a pattern's tensors and values of its letters, for each way in which a class holds it."""
+    """Classes of a pattern's tensors and values of its letters, for each way in which a class matches."""
     yield from _match(graph, pattern, cls, {}, {})
 
 
@@ -91,9 +91,9 @@ def node_of(graph: EGraph, call: Expression, match: Match) -> TermNode:
 def matches(
     graph: EGraph, directed: Directed, among: Set[int] | None = None, deadline: float = math.inf
 ) -> Iterator[Match]:
-    """All places where the source stands, as far as they are found before ``deadline`` (of time.perf_counter).
+    """All matches of the source that are found before ``deadline`` (of time.perf_counter).
 
-    ``among``: only those where its first expression is one of these classes.
+    ``among``: only matches whose first expression is one of these classes.
     """
     first, *others = directed.sources
     assert isinstance(first, Call)
@@ -110,7 +110,7 @@ def matches(
 
 
 def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
-    """Add the target beside what it equals; whether anything is new. Nothing happens where it does not fit."""
+    """Add the target and merge it with the source; return whether anything is new. No effect if types do not fit."""
     before = len(graph), graph.num_unions
     made = build(graph, directed, match)
     if made is None:
@@ -121,7 +121,7 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
 
 
 def build(graph: EGraph, directed: Directed, match: Match) -> list[int] | None:
-    """The classes of the targets, added where they are new; None where they do not fit."""
+    """The classes of the targets, added if new; None if types do not fit."""
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
     if directed.ranks is not None:
@@ -131,7 +131,7 @@ def build(graph: EGraph, directed: Directed, match: Match) -> list[int] | None:
     if any(cls not in graph.finite for cls in (tensors[name] for name in directed.finite)):
         return None
     if directed.general and graph.constant.issuperset(map(graph.find, match.outputs)):
-        # It is computed once, however.
+        # But it is computed once.
         return None
     if directed.folds and not _makes_constant(graph, directed, tensors):
         return None
@@ -163,7 +163,7 @@ def _has_constant(side: Expression, fixed: Set[str]) -> bool:
 
 
 def _is_covered(rule: Rule, shaped: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:
-    """Whether proofs speak of such sizes and attributes: no dim of size 0, at most `MOST_DIMS` dims."""
+    """Whether proofs cover these sizes and attributes: no dim of size 0, at most `MOST_DIMS` dims."""
     if any(size == 0 for tensor in shaped.values() for size in tensor.shape):
         return False
     places = dict(rule.letters)
@@ -236,7 +236,7 @@ def _match_attributes(pattern: Call, node: TermNode, letters: dict[str, Any]) ->
 
 
 def _is_as_good(wanted: Any, value: Any) -> bool:
-    """Whether a number is another but for the last bits of float64, as 1 / √2 and √½ are: torch rounds far more."""
+    """Whether two numbers are equal up to the last bits of float64, as 1 / √2 and √½ are: torch rounds far more."""
     return isinstance(wanted, float) and isinstance(value, float) and math.isclose(wanted, value, rel_tol=1e-15)
 
 
@@ -258,7 +258,7 @@ def _match_tuple(wanted: tuple[Attribute, ...], value: Any, letters: dict[str, A
 def _computed_hold(
     graph: EGraph, pattern: Call, node: TermNode, tensors: dict[str, int], letters: dict[str, Any]
 ) -> bool:
-    """Whether attributes that the pattern computes are what the node has."""
+    """Whether attributes that the pattern computes equal those of the node."""
     for (_, wanted), (_, value) in zip(pattern.attributes, node.attributes, strict=True):
         if not _is_computed(wanted):
             continue
@@ -288,7 +288,7 @@ def _is_computed(attribute: Attribute) -> bool:
 
 
 def _bound_letters(expression: Expression) -> Iterator[str]:
-    """Letters that stand alone in an attribute, which a match binds."""
+    """Letters that are an attribute by themselves, which a match binds."""
     if isinstance(expression, Name):
         return
     for operand in expression.operands:

@@ -1,8 +1,8 @@
 """`optimize`: a module in, an equivalent and faster module out.
 
-The module is captured for the batch, its graph is searched (`search`), and what is predicted to be cheaper is checked
-in float64, then timed beside the original. Only what is faster here is handed over; otherwise the module comes back as
-it was.
+The module is captured for the batch, its graph is searched (`search`), and graphs that are predicted to be cheaper are
+checked in float64, then timed against the original. Only a graph that is faster here is returned; otherwise the module
+itself.
 
 The faster module calls torch's own functions in place of ATen overloads: the same operators, at half the cost of a
 call. On one core of the machine where this was measured a call through ``torch.ops.aten`` takes 2 µs more than one of
@@ -42,16 +42,17 @@ if TYPE_CHECKING:
 
 LIMITS = SaturationLimits(rounds=4, nodes=4_000, seconds=5.0)
 
-# The search keeps for every operator which others it needs for certain, which takes a gigabyte here.
+# For every operator the search stores the set of operators that it certainly needs, which takes a gigabyte at this
+# number.
 MOST_OPERATORS = 50_000
 
-# Graphs of one search that are timed in place.
+# Graphs of one search that are timed as whole models.
 _FEW = 3
 
-# Seconds to find out what rules gain, which takes a choice for each.
+# Seconds for the gains of rules, each of which needs a choice of its own.
 _GAINS_S = 5.0
 
-# Shares of a graph's seconds that are not worth another round of timings.
+# A smaller share of a graph's seconds is not worth another round of timings.
 _CLOSE = 0.01
 
 
@@ -59,9 +60,9 @@ _CLOSE = 0.01
 class Candidate:
     """A graph that was found. ``worst``: largest relative difference in float64.
 
-    ``gains``, of the one that was chosen: by rule, how many seconds more the cheapest graph takes that does without
-    what the rule adds; of many rules, those of the most used.
-    ``speedup`` as measured here, ``spread`` the half width of its 95 % interval; None if it was not.
+    ``gains``, of the chosen graph: by rule, the additional seconds of the cheapest graph without the rule's nodes; of
+    many rules, those of the most used. ``speedup`` as measured here, ``spread`` the half width of its 95 % interval;
+    None if not measured.
     """
 
     name: str
@@ -76,9 +77,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewriting:
-    """What came of it. ``module`` is the fastest, which may be the original; ``chosen``: whose graph it is.
+    """The result.
 
-    ``refused``: graphs that were found but not equal to the model on this batch, with what differed. ``rules``: those
+    ``module`` is the fastest one, which may be the original; ``chosen``: the candidate that it came from.
+
+    ``refused``: graphs that were found but not equal to the model on this batch, with the difference. ``rules``: those
     that were used.
     """
 
@@ -93,11 +96,11 @@ class Rewriting:
 
 
 def optimize(module: nn.Module, batch: Any, **options: Any) -> nn.Module:
-    """An equivalent module that is faster on batches like this one; the module itself where none was found.
+    """An equivalent module that is faster on batches like this one; the module itself if none was found.
 
     ``batch`` as in `capture_model`: a tensor, a tuple of arguments, or a dict of keyword arguments. A module in
-    training mode is rewritten for training: its forward pass is another one, with the same gradients. ``options`` are
-    those of `rewrite_model`, which also says what was done.
+    training mode is rewritten for training: its forward pass changes, with the same gradients. ``options`` are those
+    of `rewrite_model`, which also reports what was done.
     """
     return rewrite_model(module, batch, **options).module
 
@@ -121,17 +124,17 @@ def rewrite_model(
 
     Args:
         module: in training mode for training, in evaluation mode for inference.
-        batch: example of the batches that it will get; the result takes batches of this size.
-        rules: what may be applied; by default all shipped rules that keep numbers finite or not as they are.
+        batch: an example batch; the result takes batches of this size.
+        rules: the rules to apply; by default all shipped rules that preserve whether numbers are finite.
         limits: when to stop applying rules.
-        cost: costs; by default of this machine, where calls that were never timed are timed first.
-        device: the kind of device that is estimated; by default the cost model's only one.
-        measure: time candidates beside the original, and take the fastest; without, the cheapest by prediction.
-        least_gain: what a graph has to be faster by, as a share, beyond the noise of the timings.
-        rounds: timings of each candidate, at most.
+        cost: the cost model; by default that of this machine, which times new calls first.
+        device: the kind of device to estimate for; by default the cost model's only one.
+        measure: time candidates against the original, and take the fastest; otherwise the cheapest by prediction.
+        least_gain: the share by which a graph must be faster, beyond the noise of the timings.
+        rounds: the most timings of each candidate.
         budget_s: seconds for the timings of calls, and again for those of candidates.
-        threads: threads that torch computes with meanwhile; by default as many as it does.
-        events: told of progress.
+        threads: threads that torch computes with meanwhile; by default its current number.
+        events: receives progress.
 
     Raises CaptureError for a module that cannot be captured, RewriteError for a graph that cannot be rewritten.
     """
@@ -198,7 +201,7 @@ def _rewrite(
                 if few == 1 and measure and not training:
                     candidates += _in_channels_last(candidates[-1], tensors)
             except RewriteError as error:
-                # The others may be right, and the model itself is.
+                # Other candidates may be right, and the model itself is.
                 refused.append(f"{label}: {error}")
     clock.lap("choice")
     for each in candidates:
@@ -233,7 +236,7 @@ def _timed(
     budget_s: float,
     events: EventSink,
 ) -> list[Candidate]:
-    """The candidates with how much faster they are than the first of the modules, which the others stand for."""
+    """The candidates with their measured speedup over the first of the modules."""
     call = step_of if modules[0].training else forward_of
     events.progress("time candidates", 0, 1)
     taken = alternate([call(each, example) for each in modules], rounds=rounds, budget_s=budget_s)
@@ -250,8 +253,8 @@ def _choose(
 ) -> list[FoundGraph]:
     """The best few graphs, the cheapest first: choose, time what was chosen, and choose again.
 
-    What was not timed is cheaper than it will be (`CallCosts`), so that a choice costs no more than any graph does;
-    when what of those that were chosen is cheapest once timed is as cheap as that, almost, nothing better can follow.
+    Untimed calls cost less than they will (`CallCosts`), so that a choice is a lower bound for every graph. Once the
+    cheapest chosen graph, with timed calls, is almost as cheap as that bound, nothing better can follow.
     """
     deadline = time.perf_counter() + budget_s
     tried: list[FoundGraph] = []
@@ -259,7 +262,7 @@ def _choose(
         found = space.choose(costs, grown)
         left = deadline - time.perf_counter()
         if not costs.measuring or left <= 0 or not costs.measure(space.calls_of(found), budget_s=left, events=events):
-            # All of it was timed, or nothing more can be.
+            # All calls were timed, or no more can be timed.
             break
         tried.append(found)
         if min(space.seconds(each.choice, costs) for each in tried) * (1.0 - _CLOSE) <= found.after_s:
@@ -301,7 +304,7 @@ def _costs_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostMo
 def _spaces(
     source: ReadGraph, rules: Guided, limits: SaturationLimits, *, training: bool
 ) -> list[tuple[str, GraphSpace, Grown]]:
-    """What all rules lead to, and what those alone that leave less to do."""
+    """The graphs that all rules lead to, and those of the simplifying rules alone."""
     made = []
     for name, used in (("all rules", rules), ("simplified", Guided(simplify=rules.simplify, explore=(), merge=()))):
         space = GraphSpace(
@@ -312,7 +315,7 @@ def _spaces(
 
 
 def finite_names(source: ReadGraph, *, frozen: bool) -> frozenset[str]:
-    """Names of held tensors whose numbers are finite and stay so."""
+    """Names of stored tensors whose numbers are finite and stay so."""
     found = set()
     for term in source.terms.inputs():
         node = source.terms.nodes[term]
@@ -329,7 +332,7 @@ def _with_gains(candidate: Candidate, costs: CallCosts) -> Candidate:
     deadline = time.perf_counter() + _GAINS_S
     for rule in sorted(found.rules, key=lambda rule: -found.rules[rule]):
         if time.perf_counter() > deadline:
-            # Those of the other rules stay unknown.
+            # The gains of the other rules stay unknown.
             break
         other = candidate.space.choose(costs, found.grown, limit_s=2.0, without=rule)
         gains[rule] = max(other.after_s - found.after_s, 0.0)
@@ -352,7 +355,7 @@ def _written(
 
 
 def _in_channels_last(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> list[Candidate]:
-    """The same in the other layout, which costs say nothing of; none if there are no convolutions."""
+    """The candidates in the other layout, which cost models do not distinguish; [] if there are no convolutions."""
     graph = channels_last(candidate.graph)
     if graph is None:
         return []
@@ -375,9 +378,9 @@ _LEFT = frozenset({"to", "view", "full", "constant_pad_nd"})
 
 
 def call_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module, changed: calls that declared operators became are calls of torch's functions now."""
+    """The same module, changed in place: ATen calls of declared operators become calls of torch's functions."""
     for node in module.graph.nodes:
-        # What was carried through stays what it was.
+        # Opaque calls stay as they were.
         if not node.meta.get("declared") or not isinstance(node.target, OpOverload):
             continue
         name = node.target._schema.name.partition("::")[2]

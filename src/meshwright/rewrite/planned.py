@@ -1,8 +1,8 @@
 """The rewritten graph for the planner: algebra and layout searched together.
 
-A plan that says `Plan.rewritten` is one of a graph that was rewritten before it was laid out, at the size of its
-microbatches and by the datasheet of that kind of device. Nothing of that depends on the machine that computes it or on
-how fast it is, so that whoever reads the plan rewrites the model to the very same graph, which the plan's hash binds.
+A plan with `Plan.rewritten` is for a graph that was rewritten before planning, at the plan's microbatch size and by
+the datasheet of that kind of device. The result does not depend on the machine or its speed, so that every reader of
+the plan rewrites the model to the same graph, which the plan's hash confirms.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
     from meshwright.zoo import ModelSource
 
-# By number of rules' rounds and operators alone: a limit of seconds would give every machine another graph.
+# Limited by rounds and operators only: a time limit would give every machine another graph.
 _LIMITS = SaturationLimits(rounds=4, nodes=4_000, seconds=math.inf)
 _CHOICE_S = 120.0
 
 
 class RewriteTarget(NamedTuple):
-    """What a graph is rewritten for: a kind of device of a cluster."""
+    """The target of a rewrite: a kind of device of a cluster."""
 
     cluster: Cluster
     kind: DeviceKind
 
 
 def target_of(plan: Plan) -> RewriteTarget | None:
-    """What a plan's graph was rewritten for, if it was. Raises PlanError where its cluster has no such devices."""
+    """The target that a plan's graph was rewritten for, or None.
+
+    Raises PlanError if its cluster lacks that kind of device.
+    """
     if not plan.rewritten:
         return None
     cluster = load_cluster(plan.cluster)
@@ -49,16 +52,16 @@ def target_of(plan: Plan) -> RewriteTarget | None:
         if kind.name == plan.rewritten:
             return RewriteTarget(cluster, kind)
     raise PlanError(
-        f"The plan's graph was rewritten for {plan.rewritten!r}, and the cluster {plan.cluster!r} has devices of the "
+        f"The plan's graph was rewritten for {plan.rewritten!r}, but the cluster {plan.cluster!r} has devices of the "
         f"kinds {[kind.name for kind in cluster.device_kinds]}. Plan again for this cluster."
     )
 
 
 def rewrite_source(source: ModelSource, target: RewriteTarget, mode: Literal["training", "inference"]) -> ModelSource:
-    """The same model as the cheapest graph by prediction; the source itself where none is cheaper.
+    """The same model as the cheapest graph by prediction; the source itself if no graph is cheaper.
 
-    Weights that are there are used to check in float64 that it is equal, gradients included; fake ones stay fake.
-    Raises CaptureError for a model that cannot be captured, RewriteError for one that cannot be rewritten.
+    Existing weights are used to check equality in float64, including gradients; fake ones stay fake. Raises
+    CaptureError for a model that cannot be captured, RewriteError for one that cannot be rewritten.
     """
     training = mode == "training"
     captured = capture_model(source.model, source.inputs, mode=mode, verify=False, needs_loss=False)

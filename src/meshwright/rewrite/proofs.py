@@ -1,8 +1,8 @@
-"""Proofs: that both sides of a rule have the same number at every index, for all sizes.
+"""Proofs that both sides of a rule have the same number at every index, for all sizes.
 
-A rule says: wherever both sides are well typed, they are equal. For each `Instance` of the left side, with what the
-right side demands besides, both have the same shapes, and at an index of letters the same normal form
-(`calculus.sums`). Nothing is searched for; what is not shown here may still be true.
+A rule states: wherever both sides are well typed, they are equal. For each `Instance` of the left side, with the
+additional requirements of the right side, both sides have the same shapes, and at an index of letters the same normal
+form (`calculus.sums`). There is no search; a rule that is not proved here may still be true.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_REFINEMENTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What became of one instance; ``why`` it was not proved."""
+    """The result for one instance; ``why`` it was not proved."""
 
     instance: Instance
     proved: bool
@@ -39,7 +39,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """``status``: "proved" if all instances are, "empty" if there are none."""
+    """``status``: "proved" if all instances are proved, "empty" if there are no instances."""
 
     rule: Rule
     status: Literal["proved", "partly", "unproved", "empty"]
@@ -55,7 +55,7 @@ class Proof:
 
 
 def prove(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTIONS) -> Proof:
-    """Prove a rule for all sizes, at all ranks up to ``most_dims``, with so many questions to z3 for each choice."""
+    """Prove a rule for all sizes at all ranks up to ``most_dims``; ``questions``: the most z3 questions per choice."""
     attempts = []
     for instance in instances(rule, most_dims, questions):
         why = _failure(rule, instance)
@@ -68,7 +68,7 @@ def prove(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTION
 
 
 def _failure(rule: Rule, instance: Instance) -> str | None:
-    """Why the rule does not hold for an instance, as far as we see; None if it does."""
+    """Why the rule is not shown to hold for an instance; None if it is."""
     if instance.unsettled:
         return f"not expressible: {instance.unsettled}"
     try:
@@ -94,9 +94,9 @@ def _failure(rule: Rule, instance: Instance) -> str | None:
 
 
 def fit_right(rule: Rule, instance: Instance) -> None:
-    """Make the right side well typed, too, which may demand more of the sizes.
+    """Make the right side well typed, too, which may add requirements on the sizes.
 
-    Letters that only the right side has are chosen so that it has the shapes of the left, if it can. Raises
+    Letters that only the right side has are chosen so that it has the shapes of the left, if possible. Raises
     SizesDifferError if it cannot, IllTypedError if the right side is well typed for no sizes or letters are out of
     range for some.
     """
@@ -131,7 +131,7 @@ def fit_right(rule: Rule, instance: Instance) -> None:
 
 
 class UnlikeError(Exception):
-    """Both sides are well typed and have other shapes."""
+    """Both sides are well typed but have different shapes."""
 
 
 def _check_shapes(machine: Symbols, lefts: list[Indexed], rights: list[Indexed]) -> None:
@@ -151,12 +151,12 @@ def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
             known = len(machine.inverted)
             found = machine.equal(left.at(*index), right.at(*index))
             if len(machine.inverted) > known:
-                # One side divides by a letter, which is not 0 then, on the other side either.
+                # One side divides by a letter, so it is not 0, on the other side either.
                 continue
         except RefineError as refine:
             index = _refined(machine, index, refine)
             continue
-        return None if found is None else f"where {sorted(map(str, found[0]))} they differ by {found[1]}"
+        return None if found is None else f"where {sorted(map(str, found[0]))}, they differ by {found[1]}"
     return "an index is divided too often"
 
 

@@ -1,4 +1,4 @@
-"""What a rewriting did, as rows, and as a page that shows both graphs with the rules, their proofs and gains."""
+"""The result of a rewriting as rows, and as a page that shows both graphs with the rules, their proofs and gains."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
-    """The rules that made a graph: how many of its operators, what they gain, what they say, and their proof.
-
-    Those that gain most come first; gains are None for a graph that was not chosen, and for rules that add nothing but
-    find terms of the original to be equal, so that one of them is left. ``rules``: those that were used.
-    """
+    """The rules that led to a graph: number of operators, gain, both sides, and proof."""
     ways = {way.rule.name: way for way in (*rules.simplify, *rules.explore, *rules.merge, *rules.fold)}
     rows = []
     made, united = candidate.found.rules, candidate.found.united
@@ -41,7 +37,7 @@ def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
 
 
 def proof_text(way: Directed) -> str:
-    """For what a rule is proved."""
+    """The tensors for which a rule is proved."""
     assert way.ranks is not None
     by_name = [dict(each) for each in way.ranks]
     dims = sorted({", ".join(str(each[name]) for name in way.rule.names) for each in by_name})
@@ -86,7 +82,7 @@ code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 
 
 def report_page(title: str, rewriting: Rewriting) -> str:
-    """One HTML page without scripts: what was found and chosen, the rules, and both graphs beside each other."""
+    """One HTML page without scripts: what was found and chosen, the rules, and both graphs side by side."""
     before = operator_rows(rewriting.source.terms)
     best = rewriting.chosen or (rewriting.candidates[0] if rewriting.candidates else None)
     parts = [
@@ -105,11 +101,11 @@ def report_page(title: str, rewriting: Rewriting) -> str:
 
 
 def summary(rewriting: Rewriting) -> str:
-    """One sentence on what came of it."""
+    """One sentence on the result."""
     if rewriting.refused and rewriting.chosen is None:
         return f"What was found is not equal to the model on this batch, which stays as it is. {rewriting.refused[0]}"
     if not rewriting.candidates:
-        return "No rule leads to another graph; the model stays as it is."
+        return "No rule leads to a different graph; the model stays as it is."
     if rewriting.chosen is None:
         return "No graph that was found is faster here than the model itself, which stays as it is."
     chosen = rewriting.chosen

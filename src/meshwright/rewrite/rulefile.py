@@ -1,4 +1,4 @@
-"""Files of rules: TOML tables ``[[rule]]`` with name, left, right and, where needed, when, ranks and source.
+"""Files of rules: TOML tables ``[[rule]]`` with name, left, right and, if needed, when, ranks and source.
 
 [[rule]]
 name = "matmul of a concat"
@@ -21,16 +21,16 @@ _KEYS = {"name", "left", "right", "when", "ranks", "source"}
 
 
 def read_rules(path: str | Path) -> list[Rule]:
-    """The rules of a file, in order. Raises RewriteError with the place of what is wrong."""
+    """The rules of a file, in order. Raises RewriteError with the position of the error."""
     place = Path(path)
     try:
         if place.stat().st_size > _MOST_BYTES:
-            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; no file of rules is that large.")
+            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; a file of rules is smaller.")
         document = tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         raise RewriteError(f"{place} cannot be read: {error.strerror}. Give a file of rules.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RewriteError(f"{place} is no TOML file ({error}); write rules as [[rule]] tables.") from error
+        raise RewriteError(f"{place} is not a TOML file ({error}); write rules as [[rule]] tables.") from error
     return parse_rules(document, str(place))
 
 
@@ -63,7 +63,7 @@ def _rule(entry: dict[str, Any], usual_name: str) -> Rule:
     sides = [[side] if isinstance(side, str) else side for side in (entry["left"], entry["right"])]
     texts = (name, source, *when, *sides[0], *sides[1]) if all(isinstance(s, list) for s in (*sides, when)) else (0,)
     if not all(isinstance(text, str) for text in texts):
-        raise RewriteError("name, source, left, right and when are texts or lists of texts; something else was given.")
+        raise RewriteError("name, source, left, right and when must be texts or lists of texts.")
     if not (isinstance(ranks, dict) and all(type(rank) is int and 0 <= rank <= 8 for rank in ranks.values())):
         raise RewriteError(f"ranks = {ranks!r} was given; expected a table of numbers of dims, like {{ x = 2 }}.")
     return rule_of(name, sides[0], sides[1], when=when, ranks=ranks, source=source)

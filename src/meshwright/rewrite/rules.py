@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """``left[i]`` may be replaced by ``right[i]``, all outputs at once, ``when`` all conditions hold.
+    """``left[i]`` may be replaced by ``right[i]``, all outputs at once, if all conditions of ``when`` hold.
 
-    ``ranks``: dims of tensors by name, where the rule is meant for these only. ``source``: where it comes from: a file
-    and a place in it, or how it was found.
+    ``ranks``: dims of tensors by name, if the rule is meant for these only. ``source``: its origin: a file and a
+    position in it, or how it was found.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Rule:
                 f"Rule {self.name!r} has {len(self.left)} outputs on the left and {len(self.right)} on the right; "
                 "expected the same number, at least one."
             )
-        # Reading all names finds shapes of what is no tensor.
+        # Reading all names finds shapes of names that are not tensors.
         known, letters = set(self.names), {letter for letter, _ in self.letters}
         for condition in self.when:
             tensors, used = condition_names(condition)
@@ -60,7 +60,7 @@ class Rule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensors that are given, in order of their first place, those of the left first."""
+        """Tensors that are given, in order of first use, those of the left first."""
         return tuple(dict.fromkeys(name for side in (*self.left, *self.right) for name in names_of(side)))
 
     @property
@@ -86,7 +86,7 @@ def rule_of(
     ranks: Mapping[str, int] | None = None,
     source: str = "",
 ) -> Rule:
-    """A rule of texts. Raises RewriteError for what is none."""
+    """A rule from texts. Raises RewriteError for invalid ones."""
     sides = [tuple(map(parse, [side] if isinstance(side, str) else side)) for side in (left, right)]
     return Rule(
         name=name,

@@ -1,4 +1,4 @@
-"""Saturation: rules applied round by round until nothing is new, or a limit is met."""
+"""Saturation: apply rules round by round until nothing is new, or a limit is reached."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class SaturationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """What came of it; ``ended``: why it stopped. ``applied``: by rule, how often it added something.
+    """The result; ``ended``: why it stopped. ``applied``: by rule, how often it added something.
 
-    ``until``: by when the e-graph was as the rules last saw it (`EGraph.now`).
+    ``until``: the state of the e-graph (`EGraph.now`) that the rules last saw.
     """
 
     rounds: int
@@ -40,9 +40,9 @@ class Saturation:
 
 
 def saturate(graph: EGraph, rules: Sequence[Directed], limits: SaturationLimits, since: int = 0) -> Saturation:
-    """Apply rules until nothing is new or a limit is met; what was found by then stays.
+    """Apply rules until nothing is new or a limit is reached; results so far stay.
 
-    ``since``: by when the same rules saw the e-graph before; they look at what has changed.
+    ``since``: the state that the same rules saw before; they look only at later changes.
     """
     start = time.perf_counter()
     applied: dict[str, int] = {}
@@ -57,7 +57,7 @@ def saturate(graph: EGraph, rules: Sequence[Directed], limits: SaturationLimits,
         since = graph.now
         found = []
         for rule in rules:
-            # A rule of several outputs may join what has changed to what has not.
+            # A rule of several outputs may combine changed and unchanged classes.
             among = None if changed is None or len(rule.sources) > 1 else changed[rule.depth]
             places = list(islice(matches(graph, rule, among, start + limits.seconds), limits.matches + 1))
             if len(places) > limits.matches:

@@ -1,8 +1,8 @@
-"""Numbers that are not finite: what does a rule do to them?
+"""The effect of a rule on numbers that are not finite.
 
-``x * 0 = 0`` is true of numbers and false of infinity; ``x - x = 0`` is false of NaN: such a rule loses them, and is
-used only where its tensors are known to be finite. A product in another order keeps them where they are, but may make
-NaN of infinity.
+``x * 0 = 0`` is true for numbers and false for infinity; ``x - x = 0`` is false for NaN: such a rule loses them, and
+is used only if its tensors are known to be finite. A product in another order keeps them in place, but may turn
+infinity into NaN.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Special:
-    """Names of a rule's tensors whose special numbers do not stay what they are.
+    """Names of a rule's tensors whose special numbers are not preserved.
 
-    ``lost``: a result becomes finite, or another one. ``changed``: what is not finite stays so, in the same places, as
-    NaN instead of infinity or the reverse.
+    ``lost``: a result becomes finite, or moves. ``changed``: non-finite results stay in the same positions, as NaN
+    instead of infinity or the reverse.
     """
 
     lost: tuple[str, ...] = ()
@@ -40,14 +40,15 @@ class Special:
 
     @property
     def kept(self) -> bool:
-        """Whether all special numbers stay what they are."""
+        """Whether all special numbers are preserved."""
         return not self.lost and not self.changed
 
 
 def special_numbers(rule: Rule, *, seed: int = 0, most_dims: int = MOST_DIMS) -> Special:
-    """What becomes of one number of one tensor that is NaN or infinite.
+    """The effect of a rule on a single NaN or infinity in one of its tensors.
 
-    Tried at a few sizes of each choice of ranks and dims; of a rule of which no trial could be made all are lost.
+    Tried at a few sizes of each choice of ranks and dims; if no trial of a rule is possible, all tensors count as
+    lost.
     """
     rng = np.random.default_rng(seed)
     lost: set[str] = set()
@@ -74,7 +75,7 @@ def _try(
     lost: set[str],
     changed: set[str],
 ) -> bool:
-    """Whether a trial could be made: not where the right side has letters of its own, or is ill typed."""
+    """Whether a trial was possible: not if the right side has its own letters, or is ill typed."""
     if any(name not in letters for name, _ in rule.letters):
         return False
     for name, special in product(shapes, (np.nan, np.inf, -np.inf)):
@@ -89,7 +90,7 @@ def _try(
         except (IllTypedError, IndexError, ValueError):
             return False
         for left, right in zip(lefts, rights, strict=True):
-            # NaN may decide numbers that are finite: it is neither above nor below another.
+            # NaN may affect finite results: it is neither above nor below another number.
             if np.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
                 continue
             finite = np.isfinite(left)

@@ -1,9 +1,9 @@
-"""`Terms`: the graph that is rewritten: operators at operands, each term once.
+"""`Terms`: the graph to rewrite: operators applied to operands, each term once.
 
 A term is the number of a node; equal nodes are one (common subexpressions cannot occur twice). Beside the declared
-operators there are ``input`` (a tensor that is given), ``opaque`` (something of torch that nobody declared, carried
-through untouched) and ``item`` (one of several results of an opaque node). Opaque nodes that draw random numbers or
-write to memory are ordered by a token: each takes the last one's.
+operators there are ``input`` (a given tensor), ``opaque`` (an undeclared torch call, kept unchanged) and ``item`` (one
+of several results of an opaque node). Opaque nodes that draw random numbers or write to memory are ordered by a token:
+each takes the last one's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKEN = TensorType((), TOKEN_DTYPE)
 
 
 class TermNode(NamedTuple):
-    """An operator at terms; attributes in the operator's order."""
+    """An operator applied to terms; attributes in the operator's order."""
 
     operator: str
     operands: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class TermNode(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Terms:
-    """Nodes with the types of their results; ``outputs`` are what the graph is for, in order."""
+    """Nodes with the types of their results; ``outputs`` are the graph's outputs, in order."""
 
     nodes: list[TermNode] = field(default_factory=list)
     types: list[TensorType] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Terms:
         return self.add(TermNode(INPUT, (), (("name", name), ("kind", kind))), type_)
 
     def apply(self, operator: str, *operands: int, **attributes: Any) -> int:
-        """A declared operator at terms. Raises IllTypedError where they do not fit."""
+        """Apply a declared operator to terms. Raises IllTypedError if they do not fit."""
         declared = OPERATORS[operator]
         node = TermNode(operator, operands, tuple((name, attributes[name]) for name in declared.attributes))
         if node in self._known:
@@ -74,7 +74,7 @@ class Terms:
     def opaque(
         self, key: str, operands: Iterable[int], types: Sequence[TensorType], *, several: bool = False
     ) -> tuple[int, ...]:
-        """Something unknown with these results; ``key`` says what, for whoever writes the graph out again.
+        """An unknown call with these results; ``key`` identifies it for writing the graph.
 
         ``several``: it returns a tuple, also of one result.
         """
@@ -102,11 +102,11 @@ class Terms:
         return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
 
     def add(self, node: TermNode, type_: TensorType) -> int:
-        """A node whose result is known to have this type."""
+        """Add a node whose result is known to have this type."""
         if node in self._known:
             return self._known[node]
         if any(size < 0 for size in type_.shape):
-            raise RewriteError(f"{node.operator} would have the sizes {type_.shape}; none may be below 0.")
+            raise RewriteError(f"{node.operator} would have the sizes {type_.shape}; sizes must be at least 0.")
         self._known[node] = len(self.nodes)
         self.nodes.append(node)
         self.types.append(type_)
@@ -135,12 +135,12 @@ def _typed(operator: str, operands: tuple[TensorType, ...], attributes: tuple[tu
     return TensorType(tuple(int(size) for size in result.shape), dtype)
 
 
-# The operand that has the result's dtype, where it is not the first.
+# The operand that has the result's dtype, if not the first.
 _DTYPE_FROM = {"where": 1}
 
 
 def _check_kinds(declared: Operator, operands: tuple[TensorType, ...]) -> None:
-    """Raise IllTypedError for operands that hold what the operator does not take."""
+    """Raise IllTypedError for operands of a kind that the operator does not accept."""
     kinds = [kind_of(type_.dtype) for type_ in operands]
     if declared.name == "where":
         fits = kinds[0] == kind_of("bool") and operands[1].dtype == operands[2].dtype

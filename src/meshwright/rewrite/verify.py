@@ -1,4 +1,4 @@
-"""`verify`: is a rule true? Proved for all sizes, refuted by an example, or neither, and then why."""
+"""`verify`: decide whether a rule is true: proved for all sizes, refuted by an example, or undecided with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Status = Literal["proved", "refuted", "tested", "never fits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found out about a rule, and ``why``.
+    """The verdict on a rule, and ``why``.
 
     ``status``: "proved" for all sizes; "refuted"; "tested": no trial of ``num_agreed`` disagreed, but no proof was
     found; "never fits": both sides are well typed for no sizes, or only for some that no trial can hold.
@@ -48,7 +48,7 @@ def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MO
     elif trials.counter_example is not None:
         status, why = "refuted", str(trials.counter_example)
     elif proof.ranks and not fitting and not trials.num_agreed:
-        # A proof counts once what it stands on was tried.
+        # A proof counts only after its definitions were tested by trials.
         status, why = "never fits", "its sizes are too large for any trial"
     elif proof.ranks and not fitting:
         status, why = "proved", _ranks_text(proof)

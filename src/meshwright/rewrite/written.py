@@ -1,4 +1,4 @@
-"""A chosen graph as an fx graph that computes what the model does, in its numbers too."""
+"""Write a chosen graph as an fx graph with the same numerical behaviour as the model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def check_found(
     *,
     training: bool,
 ) -> float:
-    """The largest relative difference in float64. Raises RewriteError where the graph is not equal to the model."""
+    """The largest relative difference in float64. Raises RewriteError if the graph is not equal to the model."""
     original = write_graph(source.terms, source, effects=source.effects)
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
-    # Against the model as torch has it, too: what was read wrongly is wrong in both of these.
+    # Also compare with the model in torch: an error in reading would be in both graphs.
     check_close(whole_graph(captured, tensors), graph, tensors, training=training)
     return worst

@@ -2,7 +2,7 @@
 
 What each op saves for its backward, and which of its outputs look at memory of another tensor, is what capture records
 of the models of the zoo (`tests/templates`). FLOPs are counted as capture counts them: 2 for each multiplication of a
-product; in the backward as many for each factor that has a gradient.
+product; in the backward pass the same number for each factor with a gradient.
 """
 
 from __future__ import annotations

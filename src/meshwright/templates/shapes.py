@@ -158,7 +158,7 @@ class TrainingSetup:
             )
         if self.schedule not in get_args(Schedule):
             raise TransformerError(
-                f"{self.schedule!r} is no schedule of a pipeline; expected one of {', '.join(get_args(Schedule))}. "
+                f"{self.schedule!r} is not a schedule of a pipeline; expected one of {', '.join(get_args(Schedule))}. "
                 "Choose one."
             )
         if self.chunks > 1 and self.schedule != "interleaved":

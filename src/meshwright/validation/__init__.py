@@ -1,6 +1,7 @@
-"""How wrong are the predictions: public measurements, folds fixed before the first fit, ours beside the baselines.
+"""Errors of predictions on public measurements, with folds fixed before the first fit, beside baselines.
 
-`meshwright.validation.sets` names the data sets, `validate` scores them; the module of each set says what is left out.
+`meshwright.validation.sets` names the data sets, `validate` scores them; the module of each set states what is left
+out.
 """
 
 from meshwright.validation.datasets import load_records, load_steps, load_table, read_table

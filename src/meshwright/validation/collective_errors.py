@@ -1,4 +1,4 @@
-"""What costs of collectives by datasheet are off by, on public tables, and whether their interval holds.
+"""Errors of datasheet costs of collectives on public tables, and the coverage of their interval.
 
 `fit_datasheet_errors` makes the shipped factors from all rows: those of the NCCL tables inside a node, those of the
 V100 cluster across nodes. `score_datasheet` fits them on all kinds of device but one and asks for that one, in turn,

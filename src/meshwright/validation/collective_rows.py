@@ -1,4 +1,4 @@
-"""Rows of measured collectives: which table they are of, and what a fitted model says of them, asked as by a user."""
+"""Rows of measured collectives: the table of each, and the predictions of a fitted model, requested as by a user."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def table_of(rows: Records, index: int) -> tuple[str, str, str]:
-    """What the table of a row is: a device, a version of NCCL, a file."""
+    """The table of a row: a device, a version of NCCL, a file."""
     source = rows.source[index]
     return rows.device[index], rows.software[index], "" if "vTrain" in source else source
 
 
 def topology_of(device: str) -> LinkCounts | None:
-    """The links inside the measured nodes of a kind of device, where they differ from pair to pair."""
+    """The links inside the measured nodes of a kind of device, if they differ from pair to pair."""
     return load_topology("dgx1-v100") if device == "V100" else None
 
 
 def digest_rows(*tables: Records) -> str:
-    """SHA-256 of the rows of all tables, in whatever order they stand."""
+    """SHA-256 of the rows of all tables, independent of their order."""
     hashes = np.sort(np.concatenate([rows.row_hashes() for rows in tables]))
     return hashlib.sha256(hashes.astype("<u8").tobytes()).hexdigest()
 
@@ -48,9 +48,10 @@ def fit_alike(ratios: Iterable[Floats]) -> Interval:
 
 
 def predict_rows(model: CollectiveModel, rows: Records, *, placed_only: bool = False) -> Predictions:
-    """Predictions of rows of one op, in their order; with ``placed_only`` neither dtype nor groups at once are told.
+    """Predictions of rows of one op, in their order.
 
-    Raises MeasurementError where nothing comparable was measured.
+    With ``placed_only`` the model gets neither dtype nor concurrent groups. Raises MeasurementError if nothing
+    comparable was measured.
     """
     sizes = rows.size("bytes").astype(np.float64)
     places = list(zip(groups_of(rows), rows.dtype, rows.size("groups").tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""How far predictions of collectives are from public measurements: between sizes, on a larger cluster, in other groups.
+"""Errors of predictions of collectives on public measurements: between sizes, on a larger cluster, in other groups.
 
     v100    sizes left out in folds: `meshwright.validation.series`; and a cluster never profiled: fitted on two nodes
             of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
@@ -69,7 +69,7 @@ def score_collectives() -> tuple[Score, ...]:
 
 
 def score_new_cluster() -> tuple[Score, ...]:
-    """Four nodes predicted from two: per op, all that was measured and what is no plateau."""
+    """Four nodes predicted from two: per op, all measured points except plateaus."""
     rows = load_records("v100")
     rows = rows.select(rows.op != "matmul")
     rows = rows.select(rows.size("devices_per_node") == _PER_NODE)

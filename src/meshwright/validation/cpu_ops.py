@@ -1,4 +1,4 @@
-"""How far ops of a CPU are from their costs when nobody has measured their model.
+"""Errors of op costs on a CPU for models that were not measured.
 
 Data: ops of zoo models on one core, measured by `meshwright measure`, each model in a table of its own
 (``data/cpu_ops.parquet``; machine, versions and date stand in its rows). Scored are one transformer and one
@@ -12,8 +12,9 @@ of the rooflines; ours with the op's role in its model, the last part of its mod
 twelve of them), so no cost uses it.
 
 Ours was formed on all models but the scored two, leaving out one of them after the other. Those figures are shown as
-"others in turn": they are no proof, for the form was chosen on them. Adding to gradients is measured as a difference
-of two passes; two models that share a key give figures that differ by 40 % (median), so it is only reported.
+"others in turn": they prove nothing, because the form was chosen on them. Adding to gradients is measured as a
+difference of two passes; two models that share a key give figures that differ by 40 % (median), so it is only
+reported.
 
 Totals are all ops of a model in one pass, each as often as it was timed, their intervals added by `cost.costs`.
 """

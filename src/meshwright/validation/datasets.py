@@ -1,4 +1,4 @@
-"""The public measurements that ship with Meshwright, as rows; their sources and licences stand in ``data/README.md``.
+"""The public measurements that ship with Meshwright, as rows; their sources and licences are in ``data/README.md``.
 
 Tables of kernels and collectives are measurement tables (parquet, `meshwright.records`), made from the originals by
 ``scripts/import_public_data.py``; step times keep the columns of their source.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from meshwright.records import Records
 
-# A row of a table of steps: its columns by name, empty where the source says nothing.
+# A row of a table of steps: its columns by name, empty if the source states nothing.
 StepRow = dict[str, str]
 
 
@@ -58,13 +58,13 @@ def load_all_steps() -> list[StepRow]:
 
 
 def read_table(path: Path | str) -> list[StepRow]:
-    """The rows of a CSV file, which may be compressed. Raises DocumentError for a file that is none."""
+    """The rows of a CSV file, which may be compressed. Raises DocumentError for any other file."""
     path = Path(path)
     return parse_csv(read_unpacked(path), path)
 
 
 def read_lines(path: Path | str) -> list[tuple[int, StepRow]]:
-    """As `read_table`, each row with the line on which it starts."""
+    """The same as `read_table`, each row with the line on which it starts."""
     path = Path(path)
     return number_rows(read_unpacked(path), path)
 

@@ -1,7 +1,7 @@
-"""Pipelines of equal stages that are known by four numbers: what a paper profiled, simulated under our schedules.
+"""Pipelines of equal stages described by four numbers, as profiled in a paper, simulated under Meshwright's schedules.
 
     F, B, W    seconds of a rank for a microbatch: forward, gradients of inputs, gradients of weights
-    C          seconds of a message between two ranks; every pair of ranks has a link of its own each way
+    C          seconds of a message between two ranks; every pair of ranks has its own link in each direction
 
 With v chunks on a rank each has a v-th of F, B and W, and its messages take as long (`pipeline_programs`).
 
@@ -55,8 +55,8 @@ def busy_share(
 ) -> float:
     """The share of a schedule's cost in which ranks compute.
 
-    ``blocking``: a message takes C of the time of both of its ends, too. ``rounds_wait_together``: see
-    `_wait_by_rounds`. Raises PlanError for a schedule that does not take so many microbatches.
+    ``blocking``: a message also occupies both of its ends for C. ``rounds_wait_together``: see `_wait_by_rounds`.
+    Raises PlanError for a schedule that does not support this number of microbatches.
     """
     program = _build(pipeline, schedule)
     if rounds_wait_together:
@@ -66,7 +66,7 @@ def busy_share(
 
 
 def found_share(pipeline: EqualStages, most_kept: int) -> float:
-    """The same of the shortest order that is found for one stage on a rank, which keeps so many microbatches at most.
+    """The busy share of the shortest order found for one stage per rank with ``most_kept`` microbatches.
 
     Its cost is the time from the first computation of all ranks to the last one, no less than that of any rank.
     """

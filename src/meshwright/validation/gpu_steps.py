@@ -1,4 +1,4 @@
-"""How far the step times that `plan` and `simulate` print are from plain PyTorch on a GPU.
+"""Errors of the step times that `plan` and `simulate` print, compared with plain PyTorch on a GPU.
 
     device seconds          Σ costs of all ops and of the optimizer step, against the sum of kernels of a profiled step
     bound by the device     the simulated step, against steps in a row; the device is busy for 90 % of them or more
@@ -41,7 +41,7 @@ _BOUND_BY_DEVICE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOnGpu:
-    """What `plan` says of one step: seconds with their 80 % interval, and those of which the device is busy."""
+    """The prediction of `plan` for one step: seconds with their 80 % interval, and the device's busy seconds."""
 
     seconds: float
     low_s: float
@@ -94,7 +94,7 @@ def _score_compiled() -> Score:
 
 
 def predict_on_gpu(row: StepRow, *, compiled: bool = False) -> StepOnGpu:
-    """What `plan` says of a row of ``steps_cuda.csv``, or of one whose layers are compiled."""
+    """The prediction of `plan` for a row of ``steps_cuda.csv``, or for one with compiled layers."""
     run = read_run(row, compiled=compiled)
     work, kind = run.plan.workload, run.cluster.device_kind(0)
     graph = replace(run.graph, compiled=True) if compiled else run.graph
@@ -103,7 +103,7 @@ def predict_on_gpu(row: StepRow, *, compiled: bool = False) -> StepOnGpu:
     update_s = run.cost.optimizer_seconds(run.graph, parameters, work.optimizer, kind)
     interval = predict_step_interval(run.plan, run.graph, run.cluster, run.cost)
     step = simulate_plan(run.plan, run.graph, run.cluster, cost=run.cost)
-    # Host and device begin together, as in a step that is waited for.
+    # Host and device start together, as in a step that is waited for.
     ends_s = [to_seconds(_end_ps(step.timeline, opcode)) for opcode in (Opcode.FORWARD, Opcode.BACKWARD)]
     forward_s, backward_s = ends_s[0], ends_s[1] - ends_s[0]
     return StepOnGpu(

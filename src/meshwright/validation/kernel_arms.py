@@ -38,7 +38,7 @@ class Regressor(Protocol):
 
 Arm = tuple[str, "Callable[[FitRows, FitRows], Floats]"]
 
-# Features are taken for one where they rank the rows alike.
+# Features that rank the rows almost equally count as one.
 _ALIKE = 0.95
 # Rows that a support vector machine is fitted to at most; its time grows with their square.
 _MAX_VECTORS = 2000
@@ -84,7 +84,7 @@ def fitted_arms(*, slow: bool) -> tuple[Arm, ...]:
 def _line(train: FitRows, test: FitRows) -> Floats:
     here, there = _demand(train).flops, _demand(test).flops
     slope, start = np.polyfit(here, train.seconds, 1) if len(here) > 1 else (0.0, train.seconds[0])
-    # A line that goes below zero says the smallest time that was seen.
+    # Where the line is below zero, the smallest observed time is predicted.
     predicted: Floats = np.maximum(start + slope * there, train.seconds.min())
     return predicted
 

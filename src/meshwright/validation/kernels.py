@@ -1,4 +1,4 @@
-"""How far the predictor of GPU kernels is from public measurements, on sizes and on devices that it has not seen.
+"""Errors of the predictor of GPU kernels on public measurements, for unseen sizes and devices.
 
 Measured device: each fold of the keys (committed, the same for all devices and dtypes, so that the same sizes on a
 sister device do not give an answer away) is predicted from the others. Device left out: all its rows are predicted from
@@ -47,7 +47,7 @@ DRAW_SEED = 20261124
 NUM_DRAWS = 5
 NUM_GIVEN = (0, 5, 20, 100)
 MEDIAN_TARGET = 6.0
-# What is shown with all figures but those of the untouched fold.
+# The note on all figures except those of the untouched fold.
 NOTE = "form chosen with these rows in view: laws, features and settings were tried on folds 0 to 3 of all devices"
 # MAPE without a row of the device, and from 20 rows on.
 DEVICE_TARGETS = {"A100": 20.0, "H100": 20.0, "H200": 20.0, "L40S": 35.0}

@@ -1,11 +1,11 @@
-"""How far are predicted bytes from measured ones: of real training here, and of published runs.
+"""Errors of predicted bytes: for real training on this machine, and for published runs.
 
     training on this machine    `simulator.simulate_plan`, what `plan` and `simulate` print, against torch's own account
                                 of its allocations (``data/memory_training.csv``, by ``scripts/measure_memory.py``);
-                                with layers computed again, `cost.memory.trace_step`
-    pipelines on this machine   the same for every rank of plans of two to four stages, run by our own runtime
-                                (``data/memory_pipelines.csv``), and of plans that compute parts again
-                                (``data/memory_recompute.csv``), or share states (``data/memory_sharing.csv``)
+                                with recomputed layers, `cost.memory.trace_step`
+    pipelines on this machine   the same for every rank of plans of two to four stages, run by Meshwright's runtime
+                                (``data/memory_pipelines.csv``), and of plans with recompute
+                                (``data/memory_recompute.csv``), or sharded states (``data/memory_sharing.csv``)
     training on an H100         `planner.evaluate_plan`, what decides whether a plan fits, against torch's allocator
                                 (``data/steps_cuda.csv``): allocated, and reserved from the driver for that
     published runs              rows of ``data/training_steps.csv`` as plans (`step_plans`), evaluated as `plan` does:
@@ -23,8 +23,8 @@ SimuMax leaves schedule and recompute empty: taken are 1F1B and none, as its lau
 simu_tools/megatron_scripts/scripts). Zero Bubble does not say which memory was read; it is compared with what is
 allocated.
 
-A row of ``memory_pipelines.csv`` describes a plan; rows of ``memory_recompute.csv`` also say what is computed again,
-those of ``memory_sharing.csv`` what replicas share.
+A row of ``memory_pipelines.csv`` describes a plan; rows of ``memory_recompute.csv`` also state the recompute, those of
+``memory_sharing.csv`` what replicas shard.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _FIGURE_7 = {"22B": (6144, 64), "175B": (12288, 96), "530B": (20480, 128), "1T":
 
 
 def score_memory() -> tuple[Score, ...]:
-    """All parts, with what is beside them."""
+    """All parts of the memory scores."""
     return (*score_training(), *score_pipelines(), *score_cuda(), *score_published(), score_percentages())
 
 
@@ -118,8 +118,8 @@ def predict_row(row: StepRow) -> float:
 
 
 def score_pipelines() -> tuple[Score, ...]:
-    """Peaks of the ranks of real pipelines on a CPU, of plans that compute parts again, and that share states."""
-    again = "peaks of ranks that compute again"
+    """Peaks of the ranks of real pipelines on a CPU, with recompute, and with sharded states."""
+    again = "peaks of ranks that recompute"
     return (
         _score_ranks("memory_pipelines", "peaks of ranks of pipelines", _PIPELINE_NOTE),
         _score_ranks("memory_recompute", again, _RECOMPUTE_NOTE),
@@ -165,7 +165,7 @@ def score_cuda() -> tuple[Score, ...]:
 
 
 def predict_cuda(row: StepRow) -> RankedPlan:
-    """What a row of ``steps_cuda.csv`` takes as a plan for one device."""
+    """The bytes of a row of ``steps_cuda.csv`` as a plan for one device."""
     run = read_run(row)
     return evaluate_plan(run.plan, run.graph, run.cluster, run.cost)
 
@@ -283,7 +283,7 @@ def _simumax_gib(row: StepRow) -> float:
     return float(found[1])
 
 
-# Stages are cut evenly by layers and have so many replicas each.
+# Stages are cut evenly by layers and each have the number of replicas in ``replicas``.
 PIPELINE_COLUMNS = (
     "model",
     "num_stages",
@@ -311,7 +311,7 @@ def pipeline_plan(row: Mapping[str, Any]) -> Plan:
 def even_plan(
     model: str, num_stages: int, replicas: int, size: int, count: int, schedule: str, optimizer: Optimizer
 ) -> Plan:
-    """A plan with stages of about as many layers each, for ``count`` microbatches of ``size`` samples."""
+    """A plan whose stages have about equal numbers of layers, for ``count`` microbatches of ``size`` samples."""
     graph = load_shipped_graph(model)
     cuts = [len(graph.layers) * stage // num_stages for stage in range(num_stages + 1)]
     return Plan(

@@ -1,7 +1,7 @@
-"""Steps of which only the times of stages are known, as Programs: laid out and simulated as every plan is.
+"""Programs of steps of which only the times of stages are known, simulated as every plan is.
 
 Only the graph (a chain, a layer per part of the model) and the costs are made here. A position with v chunks gives
-each a v-th of its times. Every pair of positions has a link of its own each way.
+each a v-th of its times. Every pair of positions has its own link in each direction.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def longest_rank_ps(timeline: Timeline, opcodes: Sequence[Opcode]) -> int:
 
 @lru_cache(maxsize=256)
 def build_pipeline(num_positions: int, num_microbatches: int, schedule: str, chunks: int) -> Program:
-    """The program of `lay_out`. Raises PlanError for a schedule that does not take so many microbatches."""
+    """The program of `lay_out`. Raises PlanError for a schedule that does not support this number of microbatches."""
     return build_program(*lay_out(num_positions, num_microbatches, schedule, chunks))
 
 
@@ -99,7 +99,7 @@ def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: in
 def estimate_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking: bool) -> ProgramCosts:
     """A cost class for every opcode of every part of the model; a message holds the link of its pair of positions.
 
-    ``stages``: one for each position. ``blocking``: a message takes as long of the time of both of its ends, too.
+    ``stages``: one for each position. ``blocking``: a message also occupies both of its ends.
     """
     num_parts = len(np.unique(program.body.stage[program.body.stage >= 0]))
     chunks = num_parts // len(stages)

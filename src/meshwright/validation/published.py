@@ -1,7 +1,7 @@
-"""Published training runs, each as a command of ``plan``: what was published beside what is predicted.
+"""Published training runs, each as a command of ``plan``: the published and the predicted figure.
 
-The runs stand in ``data/published_runs.toml``, the shape files that their commands name in ``data/published/`` (and,
-for readers of the page, in ``examples/published/``). No cost is fitted here: a function that is passed in plans each
+The runs are in ``data/published_runs.toml``, the shape files of their commands in ``data/published/`` (and, for
+readers of the page, in ``examples/published/``). No cost is fitted here: a function that is passed in plans each
 command as the command line does.
 """
 
@@ -62,7 +62,7 @@ class PublishedRun:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What stands behind ``meshwright plan``, with the shape files that ship in place of those of the examples."""
+        """The arguments after ``meshwright plan``, with the shipped shape files in place of those of the examples."""
         words = shlex.split(self.command)[len(_COMMAND) :]
         return tuple(
             str(_data() / "published" / word.removeprefix(SHAPES)) if word.startswith(SHAPES) else word
@@ -72,7 +72,7 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OmittedRun:
-    """A run that people know and that no command of ``plan`` says today, and why."""
+    """A well-known run that no command of ``plan`` can express today, and why."""
 
     title: str
     reason: str
@@ -99,13 +99,13 @@ class PublishedRuns:
         for name in names:
             if name not in known:
                 raise DocumentError(
-                    f"{name!r} is no published run{suggest(name, known)}. Choose among {', '.join(known)}."
+                    f"{name!r} is not a published run{suggest(name, known)}. Choose among {', '.join(known)}."
                 )
         return tuple(known[name] for name in dict.fromkeys(names)) or self.runs
 
 
 class Predicted(NamedTuple):
-    """What ``plan`` says of a run: devices, tokens of a step, seconds of a step and their 80 % interval."""
+    """The prediction of ``plan`` for a run: devices, tokens of a step, seconds of a step and their 80 % interval."""
 
     num_devices: int
     tokens: int
@@ -130,7 +130,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the predicted step in per cent of the published one; above 0 where too slow is predicted."""
+        """The error of the predicted step in per cent of the published one; above 0 if the prediction is too slow."""
         return 100 * (self.predicted.step_s / self.published_s - 1)
 
     @property
@@ -140,12 +140,12 @@ class Compared:
 
 
 def load_runs(path: Path | None = None) -> PublishedRuns:
-    """The shipped runs, or those of a file. Raises DocumentError for a file that does not say what it should."""
+    """The shipped runs, or those of a file. Raises DocumentError for an invalid file."""
     return read_document(PublishedRuns, path or _data() / "published_runs.toml")
 
 
 def compare_runs(runs: Sequence[PublishedRun], plan: Callable[[Sequence[str]], Predicted]) -> Iterator[Compared]:
-    """Predict one run after the other; ``plan`` takes what stands behind ``meshwright plan``."""
+    """Predict one run after the other; ``plan`` gets the arguments after ``meshwright plan``."""
     for run in runs:
         yield Compared(run=run, predicted=plan(run.words))
 

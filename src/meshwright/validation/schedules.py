@@ -1,4 +1,4 @@
-"""Do our schedules have the bubbles that their authors state, and the speed that they measured?
+"""Compare bubbles and speed of schedules with the figures that their authors state and measured.
 
     Table 5    busy shares of schedules, computed by Qi et al. (ICLR 2024) from profiled times of stages; the same times
                and our programs (`equal_stages`), so that what differs is the schedule or the simulator
@@ -12,8 +12,8 @@ Interleaved 1F1B is counted twice. In the authors' simulation (sail-sg/zero-bubb
 megatron/core/pipeline_parallel/efficiency.py) only the first of the microbatches that go round together waits for its
 message from the last rank to the first, or back; so they state p messages less than the schedule needs.
 
-In theory a message takes nothing from those who compute. Where it takes both of its ends' time, a schedule with v times
-as many messages gains less: what was measured of interleaved 1F1B lies between the two.
+In theory a message takes no time from computation. If it occupies both of its ends, a schedule with v times the
+messages gains less: measured interleaved 1F1B lies between the two.
 """
 
 from __future__ import annotations

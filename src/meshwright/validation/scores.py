@@ -1,4 +1,4 @@
-"""How far predictions are from measurements: relative errors of rows left out, and how honest the intervals are.
+"""Scores of predictions: relative errors of rows left out, and coverage of the intervals.
 
 error = |predicted - measured| / measured        coverage = share of rows inside the 80 % interval
 MAPE = mean error · 100                          width = median of (high - low) / predicted
@@ -55,7 +55,7 @@ class Score:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where there is none."""
+        """Whether the target is reached; None without a target."""
         return None if self.target is None else bool(getattr(self, self.judged) <= self.target)
 
 
@@ -119,7 +119,7 @@ _TIE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """How well an order is predicted. ``tau`` from -1 to 1, ``regret`` in per cent; None where nothing says so."""
+    """How well an order is predicted: ``tau`` from -1 to 1, ``regret`` in per cent; None if unknown."""
 
     num_jobs: int
     tau: float | None

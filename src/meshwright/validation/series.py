@@ -1,4 +1,4 @@
-"""How far what is said between measured sizes is from public measurements: collectives and products on V100, in folds.
+"""Errors of predictions between measured sizes on public measurements: collectives and products on V100, in folds.
 
 Five folds (``splits/v100_collectives.json``, ``splits/v100_matmul.json``) of keys: a layout at a number of bytes, in
 every op, dtype and mesh at once, so that no repetition gives an answer away. No-op and plateau points are neither
@@ -190,7 +190,7 @@ def _straight(size: float, sizes: Floats, seconds: Floats) -> float:
 
 
 def _other_repetitions(key: NDArray[np.int64], seconds: Floats) -> Floats:
-    """The mean of the other rows of each row's key, shape (rows,); nan where there are none."""
+    """The mean of the other rows of each row's key, shape (rows,); nan for a key with one row."""
     counts = np.bincount(key)[key]
     others = np.bincount(key, weights=seconds)[key] - seconds
     return np.where(counts > 1, others / np.maximum(counts - 1, 1), np.nan)

@@ -1,4 +1,4 @@
-"""The names of the public data sets; what scores each is loaded when it is asked for."""
+"""The names of the public data sets; the scoring function of each is imported when needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Later:
         return found
 
     def __call__(self) -> tuple[Score, ...]:
-        """What the function says, told to be quick where it can be."""
+        """Call the function; pass ``quick`` if it accepts that."""
         return self.find()() if self.quick is None else self.find()(quick=self.quick)
 
 
@@ -96,5 +96,5 @@ def find_datasets(names: Sequence[str]) -> tuple[DataSet, ...]:
     known = {dataset.name: dataset for dataset in DATASETS}
     for name in names:
         if name not in known:
-            raise DocumentError(f"{name!r} is no data set that can be scored{suggest(name, known)}.")
+            raise DocumentError(f"{name!r} is not a data set that can be scored{suggest(name, known)}.")
     return tuple(known[name] for name in dict.fromkeys(names)) or DATASETS

@@ -1,4 +1,4 @@
-"""Which rows are left out when: folds that stand in files since before the first fit, grouped by configuration.
+"""Folds of rows that are left out, in files committed before the first fit, grouped by configuration.
 
 A file ``splits/NAME.json`` holds the seed, the number of folds and one digit per distinct key in sorted order, as
 `draw_split` deals them out. It is never made anew for other figures: `read_folds` refuses rows whose keys are not those
@@ -54,7 +54,7 @@ def draw_split(dataset: str, keys: Sequence[str], *, num_folds: int = 5, seed: i
 def read_folds(dataset: str, keys: Sequence[str]) -> NDArray[np.int64]:
     """The fold of each row, shape (rows,), from the committed file of the data set.
 
-    Raises DocumentError if there is none, or if it was made for other keys.
+    Raises DocumentError if the file is missing, or if it was made for other keys.
     """
     source = resources.files("meshwright.validation") / "splits" / f"{dataset}.json"
     with resources.as_file(source) as path:

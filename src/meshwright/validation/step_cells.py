@@ -1,4 +1,4 @@
-"""What a cell of a table of steps says: whole numbers and known words, and nothing that is merely like them.
+"""Read cells of a table of steps: whole numbers and known words; anything else is an error.
 
 A word that is not known is an error: a guess would score the prediction of another run. The words are those of the
 public rows (``data/training_steps.csv``) and of the settings that these stand for. Case and outer blanks do not matter.
@@ -91,13 +91,13 @@ MEASURED = {"": True, "measured": True}
 UNSTATED = ("", "not stated")
 
 _MAX_SHOWN = 40
-# More than any model, machine and batch has: a slip of the pen ends here, and not in memory or after minutes.
+# More than any model, machine and batch has: a typing error fails here, not in memory or after minutes.
 _MOST = {"layers": 10_000, "pp": 1024, "vpp": 128, "devices_per_node": 1024, "ffn": 10**7, "vocab": 10**7, "seq": 10**7}
 _MOST_OTHERWISE = 10**6
 
 
 class CellError(MeasurementError):
-    """A cell that cannot be what its column says: which column, what stands there, what was expected."""
+    """A cell with an invalid value: its column, its text, and what was expected."""
 
     def __init__(self, column: str, found: str, expected: str) -> None:
         self.column, self.found, self.expected = column, found, expected

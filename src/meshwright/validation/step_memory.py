@@ -1,4 +1,4 @@
-"""Which measured steps are said not to fit: runs that ran out of memory should be, runs that were timed should not.
+"""Predictions of which measured steps do not fit: correct for runs that ran out of memory, wrong for timed runs.
 
 A row is refused if what `planner.evaluate_plan` says is reserved on its fullest device is above what plans may reserve
 (`cost.memory.MemoryLimit`) of the memory that its device states. Software may take less than all of the memory. Rows

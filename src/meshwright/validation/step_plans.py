@@ -102,7 +102,7 @@ Found = StepPrediction | MeshwrightError
 
 
 def name_obstacle(case: StepCase) -> str:
-    """What keeps a row from becoming a plan; an empty string if nothing does."""
+    """The reason why a row cannot become a plan; "" if it can."""
     if "Adafactor" in case.features:
         return "the optimizer Adafactor"
     if isinstance(case.shape, ResidualShape):
@@ -171,9 +171,9 @@ def evaluate_step(planned: PlannedStep, cost: CostModel | None = None) -> Ranked
 
 
 def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
-    """What `plan` predicts for each case, or the error that says why it cannot, shape (cases,).
+    """The prediction of `plan` for each case, or the error that explains its absence, shape (cases,).
 
-    Cases of one model on one kind of device are evaluated by one process and share what is known of them.
+    Cases of one model on one kind of device are evaluated by one process and share intermediate results.
     """
     groups: dict[object, list[int]] = {}
     for place in sorted(range(len(cases)), key=lambda place: _order(cases[place])):
@@ -189,7 +189,7 @@ def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
 
 
 def predictions_of(found: Sequence[Found]) -> Predictions:
-    """Seconds with intervals, shape (n,), of those that are no errors."""
+    """Seconds with intervals, shape (n,), of the results that are not errors."""
     kept = [item for item in found if isinstance(item, StepPrediction)]
     basis: Basis = "transferred"
     return Predictions(

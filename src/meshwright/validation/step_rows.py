@@ -1,11 +1,11 @@
-"""What a row of measured training steps says: the model's shape, how it was laid out, on what, and the seconds.
+"""Read rows of measured training steps: the model's shape, layout, devices, and seconds.
 
-A row is a mapping of text by the columns of ``data/training_steps.csv``. What a row leaves out is filled by one rule
-for all rows, never by its time: an unstated vocabulary is GPT-2's, an unstated recompute is none, an unstated kv_heads
-is heads, microbatches follow from the batch, and a pipeline whose microbatches are not stated has as many as stages
-(torchtitan, config_manager.py, pipeline_parallel_microbatches), an interleaved schedule whose chunks are not stated has
-two (torchtitan's, too). A row that lacks more, or whose words or model are not known, is an error that names column,
-cell, and what is expected.
+A row is a mapping of text by the columns of ``data/training_steps.csv``. Missing values are filled by one rule for all
+rows, never by the row's time: an unstated vocabulary is GPT-2's, an unstated recompute means no recompute, an unstated
+kv_heads is heads, microbatches follow from the batch, and a pipeline whose microbatches are not stated has as many as
+stages (torchtitan, config_manager.py, pipeline_parallel_microbatches), an interleaved schedule whose chunks are not
+stated has two (torchtitan's, too). A row that lacks more, or whose words or model are not known, is an error that
+names column, cell, and what is expected.
 
 Which model a row is of follows from its columns, and from what is published of models that they cannot hold.
 """
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Node
     from meshwright.validation.step_cells import Row
 
-# What every table has to have, though a cell of it may be empty.
+# Columns that every table must have, though a cell may be empty.
 NEEDED = (
     *("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices"),
     *("tp", "pp", "dp", "gbs_seq", "iter_time_s"),
 )
-# A Program of more computations takes long to simulate, and a step of so many microbatches is a slip of the pen, too.
+# A Program of more computations takes long to simulate, and a step with more microbatches is a typing error.
 _MAX_COMPUTATIONS = 400_000
 # The start of a single kernel takes microseconds; a shorter step is in another unit.
 _LEAST_STEP_S = 1e-6

@@ -75,14 +75,14 @@ def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Folds]:
 
 
 def group_key(row: StepRow) -> str:
-    """What rows have in common that must be on one side."""
-    # A run of Alpa whose mesh is not stated is told from others by its method.
+    """The columns of a row that keep rows together on one side of the split."""
+    # A run of Alpa whose mesh is not stated is identified by its method.
     apart = "" if row["tp"] else row["zero_or_sharding"]
     return "|".join([*(row[name] for name in _GROUP), apart])
 
 
 def run_of(row: StepRow) -> tuple[str, ...]:
-    """What tells one run from another: model, layout, batch and seconds to four digits; whatever its id and notes."""
+    """The identity of a run: model, layout, batch and seconds to four digits; independent of id and notes."""
     try:
         seconds = f"{float(row.get('iter_time_s', '')):.4g}"
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which rows of a table of steps can be predicted, and which ones are left out: line, cell, and what was expected."""
+"""Split a table of steps into rows that can be predicted and rows left out: line, cell, and what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How wrong are predicted steps: published training steps, by what `plan` says of their layouts (`step_plans`).
+"""Errors of predicted steps: published training steps against the predictions of `plan` (`step_plans`).
 
 Beside it, on the same rows: two constant shares of the peak FLOP rate, one fitted on our calibration rows
 (`step_split`), one on the scored rows of large models from all origins but the predicted row's, which ours never sees;

@@ -42,7 +42,10 @@ def score_datasets(
 
 
 def score_step_file(path: Path) -> tuple[tuple[Score, ...], list[LeftOut]]:
-    """As `score_step_table`, of a CSV file, which the messages name. Raises DocumentError for a file that is none."""
+    """Score the steps of a CSV file, which the messages name.
+
+    Raises DocumentError for any other file, and as `score_step_table`.
+    """
     numbered = read_lines(path)
     try:
         return score_step_table([row for _, row in numbered], [line for line, _ in numbered])
@@ -51,9 +54,9 @@ def score_step_file(path: Path) -> tuple[tuple[Score, ...], list[LeftOut]]:
 
 
 def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tuple[tuple[Score, ...], list[LeftOut]]:
-    """Score step predictions on rows with the columns of ``training_steps.csv``, by source; and what was left out, why.
+    """Score step predictions on rows with the columns of ``training_steps.csv``, by source; list the rows left out.
 
-    ``lines``: where the rows stand in their file, shape (rows,). Raises MeasurementError if no row can be scored.
+    ``lines``: the lines of the rows in their file, shape (rows,). Raises MeasurementError if no row can be scored.
     """
     check_steps(rows)
     fitted = {run_of(row) for row in calibration_rows(load_all_steps())}

@@ -32,7 +32,7 @@ BETA_RANGE = (1e-4, 0.02)
 class DDPMShape:
     """The size of a DDPM: multiples of ``width`` channels per level, blocks per level, image sizes with attention.
 
-    ``num_groups`` is that of the norms: with one channel per group they would cancel what a block is told of the time.
+    ``num_groups`` is that of the norms: with one channel per group they would cancel the time embedding of a block.
     """
 
     source: str
@@ -127,7 +127,7 @@ class DDPM(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A residual block that is told the time, and attention behind it if asked for."""
+    """A residual block with the time embedding as input, and attention behind it if asked for."""
 
     def __init__(self, shape: DDPMShape, num_inputs: int, width: int, *, attend: bool) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ def _check_inputs(batch: Any, where: str) -> Any:
     elif isinstance(batch, list):
         batch = tuple(batch)
     elif isinstance(batch, Mapping):
-        # What the tokenizers of transformers return is no dict.
+        # The tokenizers of transformers return a mapping that is not a dict.
         batch = dict(batch)
     if not (isinstance(batch, tuple) or (isinstance(batch, dict) and all(isinstance(key, str) for key in batch))):
         raise _wrong_result(where, f"returned {describe(batch)} as the batch instead of a tensor, a tuple or a dict")

@@ -26,7 +26,7 @@ INITIAL_RANGE = 0.1  # init_weight of MLPerf's reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GNMTShape:
-    """The size of a GNMT: ``num_layers`` recurrent layers in the encoder and as many in the decoder."""
+    """The size of a GNMT: ``num_layers`` recurrent layers in each of the encoder and the decoder."""
 
     source: str
     num_layers: int
@@ -42,7 +42,7 @@ class GNMTShape:
         if self.num_layers < 2 or self.width < 1:
             raise ModelReferenceError(
                 f"A GNMT of {self.num_layers} layers and width {self.width} was described; expected at least 2 layers "
-                "(the first of the encoder runs both ways, the first of the decoder attends) and a positive width."
+                "(the first of the encoder is bidirectional, the first of the decoder attends) and a positive width."
             )
         if self.sequence_length < 1:
             raise ModelReferenceError(f"Sequences of {self.sequence_length} tokens were asked for; choose at least 1.")
@@ -91,7 +91,7 @@ class GNMT(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """One LSTM layer over a sequence, from zero states; both ways, its width doubles."""
+    """One LSTM layer over a sequence, from zero states; if bidirectional, its width doubles."""
 
     def __init__(self, num_inputs: int, width: int, *, both_ways: bool = False) -> None:
         super().__init__()

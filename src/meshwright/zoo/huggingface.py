@@ -24,7 +24,7 @@ MAX_EXPERT_MODULES = 100_000
 MAX_LABELS = 2**20
 # Vocabularies have 3e5 words, contexts 1e7 positions.
 MAX_NUMBER = 2**24
-# By what is in a key; a key that also says a size (`shared_expert_intermediate_size`) is none of them.
+# By a word in the key; a key that also names a size (`shared_expert_intermediate_size`) does not count.
 _COUNTS = (
     ("labels", re.compile(r"label"), MAX_LABELS),
     ("experts", re.compile(r"expert"), MAX_EXPERTS),

@@ -1,4 +1,4 @@
-"""T5: encoder and decoder of pre-norm blocks whose attention is told by a learned bias how far apart two tokens are.
+"""T5: encoder and decoder of pre-norm blocks whose attention has a learned bias by the distance of two tokens.
 
     scores = Q Kᵀ + B[bucket(j − i)]       one table B per stack, shared by its blocks; not scaled by √K
     encoder: x = x + attention(norm(x)); x = x + mlp(norm(x))

@@ -22,7 +22,7 @@ from meshwright.zoo.checks import check_halvings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNetShape:
-    """The size of a U-Net: ``num_levels`` halvings; ``width`` channels at full size, twice as many per level below."""
+    """The size of a U-Net: ``num_levels`` halvings; ``width`` channels at full size, doubled at each level below."""
 
     source: str
     num_levels: int

@@ -99,11 +99,11 @@ def test_exit_codes(load):
     [
         (
             respond(400, {"error": "Input 'x' has 3 values; expected 4."}),
-            "One with status 400 said: Input 'x' has 3 values; ",
+            "One answer with status 400: Input 'x' has 3 values; ",
         ),
-        (respond(418, {"error": "a\x1b[31m\nb" * 200}), "One with status 418 said: a [31m ba [31m b"),
-        (respond(502, b"<html>\x00no\xffgateway"), "One with status 502 said: <html> no\ufffdgateway."),
-        (respond(500, b""), "One with status 500 said: without a reason."),
+        (respond(418, {"error": "a\x1b[31m\nb" * 200}), "One answer with status 418: a [31m ba [31m b"),
+        (respond(502, b"<html>\x00no\xffgateway"), "One answer with status 502: <html> no\ufffdgateway."),
+        (respond(500, b""), "One answer with status 500: without a reason."),
     ],
 )
 @pytest.mark.matrix
@@ -164,10 +164,10 @@ def test_a_server_that_is_down(load):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ((), 1, "Nothing says when requests come"),
-        (("--rate", 1, "--trace", "x"), 1, "--trace says what arrives, and --rate too"),
-        (("--deployment", "x.toml", "--model", "cat"), 1, "--deployment says what arrives, and --model too"),
-        (("--shape", 1), 1, "Nothing says when requests come"),
+        ((), 1, "No arrivals were given"),
+        (("--rate", 1, "--trace", "x"), 1, "--trace and --rate both set what arrives"),
+        (("--deployment", "x.toml", "--model", "cat"), 1, "--deployment and --model both set what arrives"),
+        (("--shape", 1), 1, "No arrivals were given"),
         (("--rate", 1, "--deadline", "50"), 2, "has no unit"),
         (("--rate", 1, "--out", "x.csv"), 1, "ends in .json"),
         (("--rate", 1, "--token-file", "missing"), 1, "missing"),

@@ -49,8 +49,8 @@ def test_workers_come_with_the_load_and_go_after_it(tmp_path):
         server.wait_for(lambda _: len(workers(server)) == 1)
         (left,) = workers(server).values()
         assert not [pid for pid in held.values() if pid != left and is_alive(pid)]
-        assert "is started, as more arrives" in server.text
-        assert "is handed back, as less arrives" in server.text
+        assert "is started, because the load grows" in server.text
+        assert "is handed back, because the load falls" in server.text
         assert "it is started again" not in server.text
         assert ask_once(server, infer([(1, 2, 3)])[0])[0] == 200
         assert server.end() == 0

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts: tuple[int, ...]) -> Choices:
-    """What plans may choose among: the whole space where the method covers it, less what options restrict."""
+    """What plans may choose among: the whole space if the method covers it, less what options exclude."""
     from meshwright.planner import whole_space
     from meshwright.planner.adoption import DEFAULT_CHUNKS
     from meshwright.planner.methods import OPEN_METHODS
 
     is_open = request.method in OPEN_METHODS and not closes_space(request)
-    # What is given, and what other methods take where nothing is.
+    # Given values, and the defaults of methods that do not cover the whole space.
     choices: dict[str, tuple[Any, Any]] = {
         "tensor": (request.tensor, (1,)),
         "sequence_parallel": (request.sequence_parallel, False),
@@ -34,11 +34,11 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
         "schedules": (request.schedule, BASIC_SCHEDULES),
         "num_chunks": (None if request.virtual_stages is None else (request.virtual_stages,), (DEFAULT_CHUNKS,)),
     }
-    # An own order is one of plain sums of gradients among replicas.
+    # A user's order of gradients applies only to plain sums among replicas.
     closed = () if request.exchange is None else ("tensor", "context", "expert", "zero")
     chosen: dict[str, Any] = {}
     for name, (given, usual) in choices.items():
-        # An empty list is not given; --no-sequence-parallel is.
+        # An empty list means "not given"; the False of --no-sequence-parallel is given.
         is_given = given not in (None, [], ())
         chosen[name] = given if is_given else None if is_open and name not in closed else usual
     return whole_space(
@@ -55,7 +55,7 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
 
 
 def closes_space(request: PlanRequest) -> bool:
-    """Whether a schedule is named that the grid has no bounds for, so that only what options name is searched."""
+    """Whether a named schedule lacks bounds in the grid, so that only what options name is searched."""
     from meshwright.planner.methods import OPEN_METHODS
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
@@ -63,7 +63,7 @@ def closes_space(request: PlanRequest) -> bool:
 
 
 def remark_on_schedules() -> str:
-    """What `closes_space` means, for people."""
+    """The explanation of `closes_space` for people."""
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
     return (

@@ -49,7 +49,7 @@ GraphFor = Callable[[int], "Graph"]
 
 def run_plan(request: PlanRequest) -> None:
     """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
-    # A wrong cluster is said before a model is fetched or captured.
+    # A wrong cluster raises before a model is fetched or captured.
     _ = request.machine
     if request.form() == "place":
         from meshwright.cli.plan.place import place_ops
@@ -105,7 +105,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class CommandPlans(NamedTuple):
-    """Plans, with what they were made from and what there is to say about them."""
+    """Plans, with what they were made from and remarks on them."""
 
     plans: Plans
     graph_for: GraphFor
@@ -140,7 +140,7 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> CommandPlans:
         try:
             shares = find_shares(problem, plans, events)
         except KeyboardInterrupt:
-            remarks.append("An interrupt ended the comparison of choices: their shares are not known.")
+            remarks.append("An interrupt ended the comparison of choices: their shares are unknown.")
     return CommandPlans(plans, graph_for, problem.cost, request.measurements, remarks, request.software, shares)
 
 
@@ -153,7 +153,7 @@ def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:
 
 
 def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
-    """The problem that a request poses. Raises what is wrong with it before anything is searched."""
+    """The problem that a request describes. Raises for an invalid request, before anything is searched."""
     from meshwright.planner import Problem, within_budget
 
     machine = request.machine
@@ -196,7 +196,7 @@ def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
 
 
 def _replan(request: PlanRequest, events: EventSink | None) -> CommandPlans:
-    """Find a plan anew for the machines as they are now, from one for the machines as they were."""
+    """Find a plan for the machines as they are now, starting from a plan for the machines as they were."""
     from meshwright.planner import Limits, replan
     from meshwright.planner.replanning import DEADLINE_S
     from meshwright.spec import Plan, read_document
@@ -222,9 +222,9 @@ def plan_rewritten(
     graphs: Callable[..., Callable[[int], Graph]],
     machine: Cluster,
 ) -> tuple[Plans, Callable[[int], Graph], list[str]]:
-    """The better plans of both graphs, their graph, and what came of it, for people.
+    """The better plans of both graphs, their graph, and a sentence about the comparison.
 
-    ``graphs`` gives the graph by microbatch size, with ``target`` that of the rewritten model.
+    ``graphs`` returns the graph by microbatch size; with ``target``, that of the rewritten model.
     """
     from meshwright.rewrite.planned import RewriteTarget
     from meshwright.spec.units import format_seconds
@@ -246,6 +246,6 @@ def plan_rewritten(
 
 
 def mark_rewritten(plans: Plans, kind: str) -> Plans:
-    """The plans of a graph that was rewritten for a kind of device, saying so."""
+    """The plans of a graph that was rewritten for a kind of device, each marked so."""
     ranked = tuple(replace(item, plan=replace(item.plan, rewritten=kind)) for item in plans.ranked)
     return replace(plans, ranked=ranked)

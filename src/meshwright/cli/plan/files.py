@@ -16,7 +16,7 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFiles:
-    """Where the plan and its script go; None is not written. ``slurm``: the script is for sbatch."""
+    """Paths of the plan and its script; None if not written. ``slurm``: the script is for sbatch."""
 
     plan: Path | None
     script: Path | None
@@ -24,7 +24,7 @@ class PlanFiles:
 
 
 def files_to_write(model: str, out: Path | None, launch: Path | None, slurm: bool) -> PlanFiles:
-    """Turn the options into places, before anything is computed. Raises PlanError for what cannot be meant."""
+    """Turn the options into paths, before anything is computed. Raises PlanError for options that conflict."""
     if out is not None and out.suffix and slurm and launch is None:
         raise PlanError(
             f"--slurm was given, but --out {out} names the plan's file alone. Add --launch launch.sbatch, or give "
@@ -50,14 +50,14 @@ def files_to_write(model: str, out: Path | None, launch: Path | None, slurm: boo
 
 
 def no_files(model: str) -> str:
-    """What a user can add who asked for no file."""
+    """A hint for a user who asked for no file."""
     if is_stored_graph(model):
         return "No file was asked for: --out plan.json writes the plan."
     return "No file was asked for: --out FOLDER writes the plan and the script that starts it."
 
 
 def write_plan_files(files: PlanFiles, plan: Plan, cluster: Cluster) -> list[str]:
-    """Write what is to be written; returns what to tell the user, one line per file."""
+    """Write the plan and its script; return one line per file for the user."""
     from meshwright.report.settings import launch_script, slurm_script
 
     if files.plan is None:
@@ -73,7 +73,7 @@ def write_plan_files(files: PlanFiles, plan: Plan, cluster: Cluster) -> list[str
     if files.script is not None and text is not None:
         write_text(text, files.script)
         mode = files.script.stat().st_mode
-        files.script.chmod(mode | (mode & 0o444) >> 2)  # executable for whoever may read it
+        files.script.chmod(mode | (mode & 0o444) >> 2)  # executable by everyone who may read it
         starter = "sbatch" if files.slurm else "bash"
         lines += [f"script written to {files.script}", f"start it with: {starter} {shlex.quote(str(files.script))}"]
     return lines

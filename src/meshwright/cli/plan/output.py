@@ -1,4 +1,4 @@
-"""What ``meshwright plan`` makes of the plans that it found: orders, files, a page, and what it prints."""
+"""Output of ``meshwright plan`` for the plans found: orders, files, a page, and what it prints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PlanPlaces(NamedTuple):
-    """Where the plan, its script and the page go; None is not written."""
+    """Paths of the plan, its script and the page; None if not written."""
 
     files: PlanFiles
     page: Path | None
@@ -33,7 +33,7 @@ class PlanPlaces(NamedTuple):
 def order_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest
 ) -> tuple[Plans, list[str]]:
-    """The plans behind the best of them in a found order, which is written; and what to say of it."""
+    """The plans with the best one first, now in a found order, which is written; and remarks on it."""
     from meshwright.planner import find_order
     from meshwright.planner.search import find_front
     from meshwright.program.lowering import unlower_plan
@@ -62,7 +62,7 @@ def order_best(
 def exchange_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest, order: OwnOrder
 ) -> tuple[Plans, list[str]]:
-    """The plans behind the best of them, whose gradients leave in an own order; and what to say of it."""
+    """The plans with the best one first, whose gradients now leave in the user's order; and remarks on it."""
     from meshwright.planner import follow_own_order
 
     best = plans.best
@@ -134,7 +134,7 @@ def put_plans(
             },
         )
         return
-    front = (front_table(plans.search_row()["front"]), "") if request.front else ()
+    front = (front_table(plans.search_row()["front"]), "") if request.pareto else ()
     sure = (basis, explain_step_interval(interval))
     hosts = explain_nodes(plans.best.nodes)
     counts = seen.cost.count_bases(seen.graph, best.microbatch_size)

@@ -1,4 +1,4 @@
-"""``meshwright plan --method place``, and what the other verbs say of the placement that it writes."""
+"""``meshwright plan --method place``, and what the other verbs print of the placement that it writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def place_ops(request: PlanRequest) -> None:
-    """Place every op of a model, print what it is worth beside one device, and write it."""
+    """Place every op of a model, compare the placement with one device, print and write it."""
     from meshwright.planner import Constraints, place, seconds_on_one_device
     from meshwright.report import describe_workload, workload_row
     from meshwright.simulator import simulate_plan
@@ -94,5 +94,5 @@ def place_ops(request: PlanRequest) -> None:
 def _read_fixed(text: str) -> tuple[str, int]:
     name, separator, rank = text.rpartition("=")
     if not separator or not name or not rank.isascii() or not rank.isdigit() or len(rank) > 9:
-        raise PlanError(f"--fix {text!r}: expected NAME=RANK, a layer, module or op and a device, as head=1.")
+        raise PlanError(f"--fix {text!r}: expected NAME=RANK, a layer, module or op and a device, such as head=1.")
     return name, int(rank)

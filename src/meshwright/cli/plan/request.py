@@ -1,4 +1,4 @@
-"""What ``meshwright plan`` can be asked: every option once."""
+"""The options of ``meshwright plan``, each declared once."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def _unless_drawn(request: PlanRequest) -> str:
 def _unless_shared(request: PlanRequest) -> str:
     if request.aim == "latency":
         return "with --aim latency; shares are of the time of a step"
-    return "with --rewrite, whose plans are of another graph" if request.rewrite else ""
+    return "with --rewrite, whose plans are for another graph" if request.rewrite else ""
 
 
 def _unless_json(request: PlanRequest) -> str:
-    return "with --json, which always holds the front" if request.as_json else ""
+    return "with --json, which always contains the Pareto front" if request.as_json else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class PlanRequest(CommandRequest):
 
     FORMS: ClassVar[Mapping[str, str]] = {
         "search": "a search for plans",
-        "from": "a plan that --from starts from, whose workload and layout are kept",
+        "from": "a plan made with --from, whose workload and layout are kept",
         "place": "a placement of ops (--method place)",
     }
 
@@ -115,7 +115,7 @@ class PlanRequest(CommandRequest):
     ] = False
     aim: Annotated[
         Literal["throughput", "latency"],
-        typer.Option(help="The most samples per second, or a batch that arrives at once answered soonest."),
+        typer.Option(help="Maximize samples per second, or minimize the latency of a batch that arrives at once."),
         Of("search", needs="--inference"),
     ] = "throughput"
     max_latency: Annotated[
@@ -126,7 +126,7 @@ class PlanRequest(CommandRequest):
     ranks: Annotated[
         list[int] | None,
         typer.Option(
-            help="Use so many devices; repeat for several numbers to choose among. By default all.",
+            help="Number of devices to use; repeat for several numbers to choose among. By default all.",
             min=1,
             max=MAX_RANKS,
         ),
@@ -161,7 +161,9 @@ class PlanRequest(CommandRequest):
     virtual_stages: Annotated[
         int | None,
         typer.Option(
-            help="Only so many stages on every rank under interleaved and looped-bfs. By default 2 or 4.", min=1, max=64
+            help="Only this number of stages on every rank under interleaved and looped-bfs. By default 2 or 4.",
+            min=1,
+            max=64,
         ),
         Of("search", unless=_unless_dealt),
     ] = None
@@ -177,7 +179,7 @@ class PlanRequest(CommandRequest):
     tensor: Annotated[
         list[int] | None,
         typer.Option(
-            help="Split every op over so many devices side by side (tensor parallelism), as far as it can be; repeat "
+            help="Tensor parallelism: the number of devices to split every op over, as far as it can be split; repeat "
             "to let the search choose.",
             min=1,
         ),
@@ -187,14 +189,16 @@ class PlanRequest(CommandRequest):
         bool | None,
         typer.Option(
             "--sequence-parallel/--no-sequence-parallel",
-            help="Between the products that --tensor splits, split the tokens. By default both are tried.",
+            help="Sequence parallelism: split the tokens between the matrix products that --tensor splits. By default "
+            "both are tried.",
         ),
         Of("search", unless=_unless_tensor),
     ] = None
     context: Annotated[
         list[int] | None,
         typer.Option(
-            help="Split the tokens of every sequence over so many devices (context parallelism); repeat for a choice.",
+            help="Context parallelism: the number of devices to split the tokens of every sequence over; repeat to "
+            "let the search choose.",
             min=1,
         ),
         Of("search"),
@@ -202,8 +206,8 @@ class PlanRequest(CommandRequest):
     expert: Annotated[
         list[int] | None,
         typer.Option(
-            help="Lay the experts of every layer out over so many devices, each with samples of its own (expert "
-            "parallelism); repeat for a choice.",
+            help="Expert parallelism: the number of devices to spread the experts of every layer over, each with its "
+            "own samples; repeat to let the search choose.",
             min=1,
         ),
         Of("search"),
@@ -222,8 +226,8 @@ class PlanRequest(CommandRequest):
     zero: Annotated[
         list[int] | None,
         typer.Option(
-            help="What replicas share instead of keeping it alike: nothing (0), optimizer states (1), gradients too "
-            "(2), parameters too (3, as FSDP); repeat for a choice.",
+            help="What replicas shard instead of each keeping a copy: nothing (0), optimizer states (1), gradients "
+            "too (2), parameters too (3, as FSDP does); repeat to let the search choose.",
             min=0,
             max=3,
         ),
@@ -232,8 +236,9 @@ class PlanRequest(CommandRequest):
     shard: Annotated[
         list[int] | None,
         typer.Option(
-            help="With --zero 1 to 3: how many replicas share states with each other, as the 8 of a node; groups sum "
-            "what their members keep (HSDP). 0: all replicas share; repeat for a choice.",
+            help="With --zero 1 to 3: the number of replicas that shard states among each other, such as the 8 of a "
+            "node; gradients are also summed across such groups (HSDP). 0: all replicas; repeat to let the search "
+            "choose.",
             min=0,
         ),
         Of("search", unless=_unless_trained),
@@ -242,9 +247,10 @@ class PlanRequest(CommandRequest):
         list[str] | None,
         typer.Option(
             metavar="WHAT",
-            help="What is recomputed in the backward instead of being kept: none, op (blocks, but for products and "
-            "attention), attention, every-2 (each second block), full (every block), keep=KIND+KIND (blocks, but for "
-            "these ops), layers as 0:12, or words for stages as full@0,op@1:3; repeat for a choice.",
+            help="What is recomputed in the backward pass instead of being kept: none, op (blocks except matrix "
+            "products and attention), attention, every-2 (every second block), full (every block), keep=KIND+KIND "
+            "(blocks except these ops), layers such as 0:12, or words for stages such as full@0,op@1:3; repeat to let "
+            "the search choose.",
         ),
         Of("search", unless=_unless_trained),
     ] = None
@@ -252,9 +258,10 @@ class PlanRequest(CommandRequest):
         list[str] | None,
         typer.Option(
             metavar="WHAT=WHERE",
-            help="What is kept away from the devices: optimizer=host or optimizer=nvme, whose states are there then "
-            "while the host makes the step; parameters=host, with --zero 3; activations=host, until the backward. "
-            "Repeat for several, or put a comma between. none: nothing; by default what nothing else fits for.",
+            help="What is offloaded from the devices: optimizer=host or optimizer=nvme, where the states are kept and "
+            "the host computes the optimizer step; parameters=host, with --zero 3; activations=host, until the "
+            "backward pass. Repeat for several, or separate them by commas. none: nothing; by default offload is "
+            "tried only if nothing else fits.",
         ),
         Of("search", unless=_unless_trained),
     ] = None
@@ -270,7 +277,9 @@ class PlanRequest(CommandRequest):
     software: SoftwareOption = None
     sequence_length: SequenceOption = None
     image_size: ImageOption = None
-    stages: Annotated[int | None, typer.Option(help="Only plans of so many stages.", min=1), Of("search")] = None
+    stages: Annotated[int | None, typer.Option(help="Only plans with this number of stages.", min=1), Of("search")] = (
+        None
+    )
     memory_limit: Annotated[
         float | None,
         typer.Option(
@@ -287,18 +296,19 @@ class PlanRequest(CommandRequest):
         ),
     ] = None
     top: Annotated[int, typer.Option(help="Plans to list.", min=1, max=MAX_LISTED), Of("search", "from")] = 10
-    front: Annotated[
+    pareto: Annotated[
         bool,
         typer.Option(
-            "--front",
-            help="Also list those simulated plans that no other one beats in step time, memory and price at once.",
+            "--pareto",
+            help="Also list the Pareto front: the simulated plans that no other one beats in step time, memory and "
+            "price at once.",
         ),
         Of("search", "from", unless=_unless_json),
     ] = False
     shares: Annotated[
         bool,
         typer.Option(
-            "--shares", help="Say what each choice gains: its share of the gain of the best plan over the plain one."
+            "--shares", help="Print what each choice gains: its share of the gain of the best plan over the plain one."
         ),
         Of("search", unless=_unless_shared),
     ] = False
@@ -323,7 +333,8 @@ class PlanRequest(CommandRequest):
     method: Annotated[
         str,
         typer.Option(
-            help="How to search: auto (what fits the problem), slicing, pipedream, alpa, flexflow, differentiable, "
+            help="How to search: auto (the method that fits the problem), slicing, pipedream, alpa, flexflow, "
+            "differentiable, "
             "unequal, grid, latency, your own as file.py:function, or place (every op on a device of its own)."
         ),
         Of("search", "place"),
@@ -370,7 +381,7 @@ class PlanRequest(CommandRequest):
         return "place" if self.method == "place" else "search"
 
     def check(self) -> None:
-        """As of every request; also for an amount of memory that no device has."""
+        """Also refuse an amount of memory that no device has."""
         super().check()
         if self.memory_limit is not None and not 0 < self.memory_limit <= MAX_MEMORY_LIMIT_GIB:
             raise typer.BadParameter(
@@ -380,12 +391,12 @@ class PlanRequest(CommandRequest):
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
-        """Sizes of the model that were asked for."""
+        """The requested sizes of the model."""
         return model_sizes(self.sequence_length, self.image_size)
 
     @property
     def memory(self) -> MemoryLimit:
-        """How much of a device a plan may use."""
+        """The part of a device's memory that a plan may use."""
         from meshwright.cost.memory import MemoryLimit
 
         num_bytes = None if self.memory_limit is None else int(self.memory_limit * 2**30)
@@ -393,5 +404,5 @@ class PlanRequest(CommandRequest):
 
     @cached_property
     def machine(self) -> Cluster:
-        """The cluster that the reference names. Raises as `load_cluster`."""
+        """The cluster that the reference names. Raises what `load_cluster` raises."""
         return load_cluster(self.cluster)

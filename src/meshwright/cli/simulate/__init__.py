@@ -1,1 +1,1 @@
-"""``meshwright simulate``: the request, and what is made of a plan, a placement of ops, or a deployment."""
+"""``meshwright simulate``: the request, and the simulation of a plan, a placement of ops, or a deployment."""

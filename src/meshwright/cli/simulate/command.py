@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from meshwright.spec.scenario import Scenario
 
 NEVER_FLUSHES = (
-    "The schedule never flushes: the first step above fills the pipeline and the last one empties it; the steady step "
-    "is what lies between."
+    "The schedule is asynchronous: the first step above fills the pipeline and the last one drains it; the steady "
+    "step is the time of a step in between."
 )
 
 
 def run_simulate(request: SimulateRequest) -> None:
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory.
 
-    Of a deployment: which requests are answered in time, how late answers are, and what devices do.
+    For a deployment: which requests are answered in time, the latencies, and what devices do.
     """
     if request.form() == "deployment":
         simulate_serving(request.plan, request)
@@ -78,7 +78,7 @@ simulate.__name__ = "simulate"
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is simulated: the document, the whole graph, usual costs, and what happens to the machines."""
+    """What is simulated: the document, the whole graph, the costs without a scenario, and the scenario."""
 
     request: SimulateRequest
     document: Plan | Placement
@@ -88,11 +88,11 @@ class _Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How scenarios are followed."""
+        """The settings of simulated runs and seeds."""
         return {"num_seeds": self.request.seeds, "run_steps": self.request.run_steps}
 
     def costs(self) -> CostModel:
-        """Those of the machines as the scenario has them."""
+        """The costs of the machines as the scenario changes them."""
         from meshwright.simulator.scenarios import apply_scenario
 
         return apply_scenario(self.usual, self.scenario)
@@ -100,7 +100,7 @@ class _Case:
     def follow(
         self, result: Simulation, document: Plan | Placement
     ) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
-        """What the scenario makes of the simulation: the timeline, facts, and sentences."""
+        """Apply the scenario to the simulation: return the timeline, facts, and sentences."""
         asked = self.request
         return follow_scenario(
             self.scenario, result, document, self.whole, self.usual, asked.contention, asked.steps, self.settings
@@ -133,7 +133,7 @@ def _simulate_placement(case: _Case, document: Placement, chosen: tuple[int, ...
 
 @dataclass(slots=True)
 class _Simulated:
-    """A plan as its devices see it, its simulation, and what else there is to say: ``facts`` for JSON, ``after``."""
+    """A plan as its devices see it, its simulation, ``facts`` for JSON, and ``after``, which is printed last."""
 
     plan: Plan
     graph: Graph
@@ -165,7 +165,7 @@ def _simulate_plan(case: _Case, document: Plan, chosen: tuple[int, ...] | None) 
 
 
 def _follow_plan(case: _Case, document: Plan) -> _Simulated:
-    """Simulate the plan, under another schedule or a found order where that was asked for, and compare."""
+    """Simulate the plan, under another schedule or a found order if asked for, and compare."""
     from meshwright.cli.simulate.explain import explain_bounds
     from meshwright.planner import adopt_schedule, find_order, predict_step_interval, rank_simulation
     from meshwright.program import STAYS_EAGER, unlower_plan

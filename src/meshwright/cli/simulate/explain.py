@@ -1,4 +1,4 @@
-"""What `simulate --explain` says: the critical path of a step, and what would make it shorter."""
+"""Output of `simulate --explain`: the critical path of a step, and what would make it shorter."""
 
 from __future__ import annotations
 

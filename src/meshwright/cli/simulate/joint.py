@@ -1,4 +1,4 @@
-"""What models of a deployment have to do with each other: the time of queries, split over their calls; trunks."""
+"""Models of a deployment that depend on each other: the deadline of a query, split over its calls; shared trunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def joint_rows(deployment: Deployment, scale: float = 1.0) -> dict[str, list[dict[str, Any]]]:
-    """Rows of ``queries`` and of ``trunks`` at a scale of their rates, where there are some.
+    """Rows of ``queries`` and of ``trunks`` at a scale of their rates, if there are any.
 
     None for devices where no number suffices.
     """
@@ -34,7 +34,7 @@ def describe_joint(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[Any]:
 
 
 def _split_rows(deployment: Deployment, scale: float) -> list[dict[str, Any]]:
-    """The split of each query, and the devices that it and the even one need."""
+    """The split of each query, and the devices that it and the even split need."""
     from meshwright.serving import call_rates, devices_of, split_evenly, split_time
 
     rows, overhead_s = [], deployment.delay + deployment.slack
@@ -64,7 +64,7 @@ def _split_rows(deployment: Deployment, scale: float) -> list[dict[str, Any]]:
 
 def _tell_split(row: dict[str, Any]) -> str:
     needed, even = row["staggered_devices"], row["even_devices"]
-    said = f"Query {row['query']}: {needed:.2f} devices would do with its time split so"
+    said = f"Query {row['query']}: {needed:.2f} devices suffice with its time split so"
     if even is None:
         return f"{said}; split evenly, some call would have less time than a batch of one takes."
     saved = f" ({format_percent(1 - needed / even)} saved)" if even else ""
@@ -92,7 +92,7 @@ def _trunk_rows(trunks: Sequence[Trunk], scale: float) -> list[dict[str, Any]]:
 def _tell_trunk(row: dict[str, Any]) -> str:
     apart = row["apart_devices"]
     return (
-        f"Trunk {row['trunk']}: {row['staggered_devices']:.2f} devices would do for its "
+        f"Trunk {row['trunk']}: {row['staggered_devices']:.2f} devices suffice for its "
         f"{format_count(row['num_heads'], 'head')} together, "
         + (f"{apart:.2f} with a trunk for each head." if apart is not None else "no number with a trunk for each head.")
     )

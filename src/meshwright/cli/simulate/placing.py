@@ -1,4 +1,4 @@
-"""``meshwright simulate DEPLOYMENT --place``: which devices hold which models, and what they then answer in time."""
+"""``meshwright simulate DEPLOYMENT --place``: which devices hold which models, and their share of answers in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_NAMES = 6
 
 
 def simulate_placed(deployment: Deployment, name: str, method: str, request: SimulateRequest) -> None:
-    """Place the models, with --capacity on the fewest devices; simulate and print it, and write the deployment."""
+    """Place the models, with --capacity on the fewest devices; simulate, print, and write the deployment."""
     from meshwright.serving import check_counted, find_capacity, load_policy, place_models, simulate_deployment
 
     policy = load_policy(name)
@@ -93,7 +93,7 @@ def _print_placed(
         f"{format_percent(bound, 2)}{', if batches took as long as they should' if placed.deployment.jitter else ''}."
     ]
     if capacity:
-        sentences.append(f"If devices that hold all models took turns, {capacity.staggered:.2f} would do.")
+        sentences.append(f"If devices that hold all models took turns, {capacity.staggered:.2f} would suffice.")
     print_tables(
         sentences[0],
         make_table([row | {"models": _shorten(row["models"])} for row in groups]),

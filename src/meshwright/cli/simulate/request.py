@@ -1,4 +1,4 @@
-"""What ``meshwright simulate`` can be asked: every option once."""
+"""The options of ``meshwright simulate``, each declared once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _unless_printed(request: SimulateRequest) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateRequest(CommandRequest):
-    """A plan on the virtual clock, a placement of single ops, many cases of either (``sweep``), or a deployment."""
+    """A simulation of a plan, a placement of single ops, many cases of either (``sweep``), or a deployment."""
 
     FORMS: ClassVar[Mapping[str, str]] = {
         "plan": "a plan",
@@ -60,24 +60,26 @@ class SimulateRequest(CommandRequest):
     measurements: MeasurementsOption = None
     software: Annotated[SoftwareOption, _OF_PLANS] = None
     graph: Annotated[
-        Path | None, typer.Option(help="The captured graph (.json); else the model is captured."), _OF_PLANS
+        Path | None, typer.Option(help="The captured graph (.json); by default the model is captured."), _OF_PLANS
     ] = None
     scenario: Annotated[
         list[str] | None,
         typer.Option(
-            help="What happens meanwhile: a .toml file, or a shipped scenario by name; repeat to put one on top."
+            help="What happens to the machines: a .toml file, or a shipped scenario by name; repeat to add another "
+            "one on top."
         ),
         _OF_PLANS,
     ] = None
     seeds: Annotated[
         int,
-        typer.Option(help="Under a scenario with jitter or failures: how many seeds.", min=1),
+        typer.Option(help="Under a scenario with jitter or failures: the number of seeds.", min=1),
         Of("plan", "sweep", "placement", needs="--scenario"),
     ] = 5
     run_steps: Annotated[
         int | None,
         typer.Option(
-            help="Follow a run of so many steps: failures, checkpoints, cost; by default 30 days of steps.", min=1
+            help="Simulate a run of this number of steps: failures, checkpoints, price; by default 30 days of steps.",
+            min=1,
         ),
         _OF_PLANS,
     ] = None
@@ -120,7 +122,7 @@ class SimulateRequest(CommandRequest):
     compiled: Annotated[CompiledOption, Of("plan", "sweep")] = None
     contention: Annotated[
         Literal["queued", "fair"],
-        typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
+        typer.Option(help="How concurrent transfers use a link: one after the other, or in fair shares."),
         _OF_PLANS,
     ] = "queued"
     steps: Annotated[int, typer.Option(help="Steps to simulate.", min=1), _OF_ONE] = 2
@@ -142,7 +144,7 @@ class SimulateRequest(CommandRequest):
         _OF_SERVING,
     ] = None
     seconds: Annotated[float, typer.Option(help="Seconds of requests.", min=0.001, max=1e6), _OF_SERVING] = 10.0
-    seed: Annotated[int, typer.Option(help="Other numbers draw other requests.", min=0, max=2**31), _OF_SERVING] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the requests.", min=0, max=2**31), _OF_SERVING] = 0
     scale: Annotated[float, typer.Option(help="Multiply all rates by this.", min=0.0, max=1e6), _OF_SERVING] = 1.0
     goodput: Annotated[
         bool, typer.Option("--goodput", help="Find the highest rates with 99 % in time."), _OF_SERVING
@@ -156,7 +158,8 @@ class SimulateRequest(CommandRequest):
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="Find out which devices hold which models: packing, replication, simulated, simulated:beam=K, or the "
+            help="Find which devices should hold which models: packing, replication, simulated, simulated:beam=K, or "
+            "the "
             "best of the first three. --out then writes the deployment with its groups.",
         ),
         _OF_SERVING,
@@ -174,7 +177,7 @@ class SimulateRequest(CommandRequest):
     as_json: JsonOption = False
 
     def form(self) -> str:
-        """By what the file holds; a plan or placement with ``--sweep`` is a sweep."""
+        """By the file's content; a plan or placement with ``--sweep`` is a sweep."""
         if self.is_deployment:
             return "deployment"
         if self.sweep:
@@ -192,7 +195,7 @@ class SimulateRequest(CommandRequest):
         return read_plan(self.plan)
 
     def check(self) -> None:
-        """As of every request; also for names of files that do not go with a sweep."""
+        """Also check the names of a sweep's files."""
         super().check()
         for name, path, suffix in (("--out", self.out, ".csv"), ("--plot", self.plot, ".svg")):
             if self.sweep and path is not None and path.suffix != suffix:

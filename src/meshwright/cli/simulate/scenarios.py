@@ -1,4 +1,4 @@
-"""``meshwright simulate --scenario``: what a scenario changes, beside the same plan without it."""
+"""``meshwright simulate --scenario``: the effect of a scenario, compared with the same plan without it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def load_scenarios(references: Sequence[str] | None) -> Scenario:
-    """One scenario of all that were named, in their order."""
+    """Load all named scenarios into one, in their order."""
     return compose([load_scenario(reference) for reference in references or ()])
 
 
 def planner_for(plan: Plan | Placement, graph: Graph) -> Replan | None:
-    """What plans anew where a scenario loses devices; a placement of every op is not made anew."""
+    """The function that replans if a scenario loses devices; None for a placement of every op."""
     from meshwright.planner import replan_seconds
     from meshwright.spec.placement import Placement
 
@@ -46,10 +46,10 @@ def follow_scenario(
     num_steps: int,
     settings: dict[str, Any],
 ) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
-    """What a scenario does to a plan that was simulated on its machines: the timeline, facts, and what is printed.
+    """Apply a scenario to a simulated plan: return the timeline, facts, and what is printed.
 
-    ``settings`` are those of `simulate_scenario` for runs and seeds. Nothing without a scenario or a run. Under jitter
-    the timeline is that of the scenario's own seed.
+    ``settings`` are those of `simulate_scenario` for runs and seeds. Returns nothing new without a scenario or a run.
+    Under jitter the timeline is that of the scenario's own seed.
     """
     from meshwright.report import (
         describe_missing_rates,

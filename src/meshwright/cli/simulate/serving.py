@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from meshwright.serving import ServingResult
     from meshwright.serving.batching import Equation
 
-# What the text of a deployment contains, however its slashes are written.
+# The text of a deployment contains this word, whether or not JSON escapes its slashes.
 _KIND = "deployment"
 _EQUATIONS: tuple[Equation, ...] = ("staggered", "uncoordinated")
-# Before requests count where given devices or rates are looked for, and queues are to be as they will stay.
+# Simulated before requests count in searches for devices or rates, so that queues reach their steady length.
 _WARM_UP_S = 1.0
 _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 
 
 def is_deployment(path: Path) -> bool:
-    """Does a file say that it is a deployment? In TOML, it is to be one unless it says that it is something else."""
+    """Whether a file is a deployment; a TOML file without a kind is taken as one."""
     if path.suffix == ".toml":
         return document_kind(read_data(path)) in (_KIND, None)
     if not (path.is_file() and _KIND.encode() in read_regular(path, MAX_DOCUMENT_BYTES)):
@@ -47,7 +47,7 @@ def is_deployment(path: Path) -> bool:
 
 
 def simulate_serving(path: Path, request: SimulateRequest) -> None:
-    """Simulate a deployment under a policy, or several, or for many values; print and write what comes of it."""
+    """Simulate a deployment under a policy, or several, or for many values; print and write the results."""
     from meshwright.serving import (
         check_counted,
         compare_policies,
@@ -92,7 +92,7 @@ def simulate_serving(path: Path, request: SimulateRequest) -> None:
 
 
 def _note_traces(deployment: Deployment, seconds: float, scale: float) -> None:
-    """Say on standard error which traces do not fill so many seconds."""
+    """Print a note on standard error on traces that are shorter than ``seconds``."""
     from meshwright.serving import describe_traces
 
     for sentence in describe_traces(deployment.models, seconds, scale):
@@ -100,22 +100,22 @@ def _note_traces(deployment: Deployment, seconds: float, scale: float) -> None:
 
 
 def _refuse_swept(names: set[str], request: SimulateRequest) -> None:
-    """Raise DocumentError for an option that a sweep has values of."""
+    """Raise DocumentError for an option whose values a sweep sets."""
     for name in sorted(names & {"policy", "scale", "seed"}):
         if f"--{name}" in request.given:
-            raise DocumentError(f"--sweep {name}=… has the values of --{name}. Leave --{name} out.")
+            raise DocumentError(f"--sweep {name}=… sets the values of --{name}. Leave --{name} out.")
 
 
 def _read_table(path: Path) -> Measurements:
     if path.suffix != ".json":
         raise DocumentError(
-            f"--measurements {path}: a deployment takes those of one device, a file that ends in .json."
+            f"--measurements {path}: a deployment takes the measurements of one device, a file that ends in .json."
         )
     return read_document(Measurements, path)
 
 
 def _refuse_unused(request: SimulateRequest) -> None:
-    """Raise DocumentError for options that do not go together: one of them would say nothing."""
+    """Raise DocumentError for options that exclude each other."""
     if request.goodput and request.capacity:
         raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
     if request.sweep and (request.goodput or request.capacity):
@@ -174,7 +174,7 @@ def _print_result(
 
 
 def _scaled_sentence(deployment: Deployment, result: ServingResult) -> tuple[str, ...]:
-    """How many devices there were, if they scale."""
+    """The number of devices over time, if they scale."""
     if result.scaled is None:
         return ()
     up = result.scaled.series[:, 1]
@@ -187,7 +187,7 @@ def _scaled_sentence(deployment: Deployment, result: ServingResult) -> tuple[str
 
 
 def _put(document: dict[str, Any], request: SimulateRequest, *tables: Any) -> None:
-    """Write the document where it was asked for, and print it or its tables."""
+    """Write the document if asked for, and print it or its tables."""
     if request.out is not None:
         write_text(dump_json(name_schema("serving-simulation", document)), request.out)
     if request.as_json:
@@ -247,13 +247,13 @@ def _print_capacity(deployment: Deployment, policies: Sequence[str], request: Si
             }
         )
         without = f"{found.uncoordinated:.2f}" if math.isfinite(found.uncoordinated) else "no number does"
-        told = f"If devices take turns, {found.staggered:.2f} would do; if they do not, {without}."
+        told = f"If devices take turns, {found.staggered:.2f} suffice; if they do not, {without}."
     shown = ("policy", "num_devices", "worst_in_time_share", "one_less_in_time_share", "busy_share")
     _put({"policies": rows}, request, make_table([{name: row[name] for name in shown} for row in rows]), told)
 
 
 def _bounds(deployment: Deployment, request: SimulateRequest, warm_up_s: float = 0.0) -> dict[str, float | None]:
-    """By what the rates that are simulated can be multiplied, by equations; None if nothing arrives."""
+    """The factor by which the rates can be multiplied, by equation; None if nothing arrives."""
     from meshwright.serving import scale_bound
 
     return {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import Plan
     from meshwright.spec.scenario import Scenario
 
-# Columns of a terminal's table, the first of which is drawn: those of the first line that has a figure.
+# Columns of the terminal's table: the first line of which some column has a figure; its first column is drawn.
 _SHOWN = (
     ("run_s", "run_computing_share", "interval_s", "price_of_run"),
     ("jittered_mean_s", "jittered_p95_s", "jittered_slowest_s", "step_time_s"),
@@ -46,10 +46,10 @@ def put_sweep(
     as_json: bool,
     usual: Sequence[str] | None = None,
 ) -> None:
-    """Write and print what a sweep has found; ``usual`` are the columns of a terminal's table, the first one drawn.
+    """Write and print the results of a sweep; ``usual`` are the columns of a terminal's table, the first one drawn.
 
-    Raises DocumentError for a figure that it has not. Where no case could be simulated, the reasons are written and
-    printed, nothing is drawn, and the exit code is 1.
+    Raises DocumentError for a figure that the sweep does not have. If no case could be simulated, the reasons are
+    written and printed, nothing is drawn, and the exit code is 1.
     """
     from meshwright.report import draw_curves
 
@@ -60,7 +60,7 @@ def put_sweep(
     if all_failed:
         plot = figure = None
     if figure is not None and figure not in drawn:
-        raise DocumentError(f"--figure {figure!r} is no column of this sweep{suggest(figure, drawn)}.")
+        raise DocumentError(f"--figure {figure!r} is not a column of this sweep{suggest(figure, drawn)}.")
     usual = usual or next(([name for name in line if name in drawn] for line in _SHOWN if line[0] in drawn), [])
     chosen = figure or (usual[0] if usual else "")
     if plot is not None:
@@ -95,7 +95,7 @@ def _print_cases(
 
 
 def write_csv(sweep: Sweep) -> str:
-    """The cases as CSV: a line of names, then a line for each; numbers to the last digit, nothing where nothing is."""
+    """The cases as CSV: a line of names, then a line for each case; all digits, empty for missing values."""
     names = [*(parameter.name for parameter in sweep.parameters), *sweep.figures]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Files of other tools as rows of the measurement table: what a file is, is told by its content."""
+"""Import files of other tools into the measurement table; the content of a file decides its kind."""
 
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.read import import_file

@@ -2,7 +2,8 @@
 
 The database holds, per mesh of (hosts, devices per host), lists of (elements of the full tensor, seconds) for each
 collective over all groups of a factorisation of the mesh at once, and (floating-point operations, seconds) of square
-matrix products (Zheng et al., OSDI 2022, artifact; ``alpa/mesh_profiling.py``). Two things are no measurements:
+matrix products (Zheng et al., OSDI 2022, artifact; ``alpa/mesh_profiling.py``). Two kinds of rows are not
+measurements:
 
     noop      sizes at which the op does nothing: none at all, fewer elements than ranks (all-gather, reduce-scatter),
               fewer than ranks² (all-to-all): what was timed is the empty loop
@@ -100,7 +101,7 @@ def read_results(text: str, *, device: str, source: str) -> Imported:
             ArithmeticError,
             OSError,
         ):
-            raise DocumentError(f"{source}: {line[:100]!r} is no row of Alpa's results. Check the file.") from None
+            raise DocumentError(f"{source}: {line[:100]!r} is not a row of Alpa's results. Check the file.") from None
         if not len(latencies) or not (latencies > 0).all():
             left_out["failed, or no latency"] += 1
             continue
@@ -155,7 +156,7 @@ def _products(key: Any, points: Any) -> Iterator[Row]:
 def _points(points: Any) -> Iterator[tuple[int, float, bool]]:
     """(size, seconds, whether it was raised to its neighbour's rate) of a series."""
     if type(points) is not list or len(points) > _MAX_POINTS // 100:
-        raise DocumentError("A series of Alpa's database is no list of points, or far too long. Check the file.")
+        raise DocumentError("A series of Alpa's database is not a list of points, or is too long. Check the file.")
     before = math.nan
     for point in points:
         match point:
@@ -174,7 +175,7 @@ def _layout(groups: tuple[Any, ...]) -> tuple[int, int, int]:
     if not 0 < len(groups) * len(groups[0]) <= _MAX_DEVICES:
         raise DocumentError(f"The groups of a series hold more than {_MAX_DEVICES} devices, or none. Check the file.")
     if not all(type(device) is int for group in groups for device in group):
-        raise DocumentError("The groups of a series hold what is no device id. Check the file.")
+        raise DocumentError("The groups of a series contain values that are not device ids. Check the file.")
     distances = {there - here for group in groups for here, there in pairwise(group)}
     if len(distances) > 1 or (distances and min(distances) < 1):
         raise DocumentError("The ranks of a group are not equally far apart; such groups have no row. Check the file.")

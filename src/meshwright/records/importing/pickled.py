@@ -24,7 +24,7 @@ from meshwright.spec import DocumentError
 
 # The database of 8,000 collectives takes 104,000; each costs about a microsecond and a hundred bytes.
 MAX_OPCODES = 5_000_000
-# Longer integers are no size and no count; decoding them would take time and memory.
+# Longer integers cannot be sizes or counts; decoding them would take time and memory.
 _MAX_INTEGER_BYTES = 16
 
 _REMEDY = "Only tables of numbers are read; write the file anew as CSV or parquet if you trust its origin."
@@ -93,7 +93,7 @@ class _Machine:
         return value
 
     def pop(self, place: int = -1) -> Any:
-        """Take a value off the stack; a mark is none."""
+        """Pop a value from the stack. Raises for a mark, which is not a value."""
         value = self._stack.pop(place)
         if value is _MARK:
             raise ValueError("a mark where a value belongs")

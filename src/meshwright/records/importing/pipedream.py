@@ -81,7 +81,7 @@ def read_profile(text: str, *, device: str, source: str) -> Imported:
 
 
 def _no_line(line: str, source: str) -> DocumentError:
-    return DocumentError(f"{source}: {line[:100]!r} is no line of a PipeDream profile. Check the file.")
+    return DocumentError(f"{source}: {line[:100]!r} is not a line of a PipeDream profile. Check the file.")
 
 
 def _figures(text: str, source: str) -> list[float]:

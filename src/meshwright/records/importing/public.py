@@ -50,7 +50,7 @@ _COLLECTIVES = {"alltoall": "all_to_all"}
 
 
 def read_public(columns: Columns, *, source: str) -> Imported | None:
-    """Rows of a public table, told by the names of its columns; None if it is none of those that are known."""
+    """Rows of a public table, identified by its column names; None for an unknown table."""
     for needed, kind, convert in _KINDS:
         if needed <= columns.keys():
             try:
@@ -164,7 +164,7 @@ def _integers(column: NDArray[Any], *, missing: int | None = None) -> NDArray[np
     if missing is not None:
         figures[np.isnan(figures)] = missing
     if not (np.isfinite(figures).all() and np.array_equal(figures, np.trunc(figures))):
-        raise ValueError("sizes that are no whole numbers")
+        raise ValueError("sizes that are not whole numbers")
     return figures.astype(np.int64)
 
 

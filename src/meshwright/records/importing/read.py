@@ -42,7 +42,7 @@ _MAX_REFUSED = 0.01
 def import_file(path: Path | str, *, device: str | None = None) -> Imported:
     """The rows of a file. ``device``: the name of the device kind, for files that do not say it.
 
-    Raises DocumentError for a file that is none of those, too large, spoilt, or without a device.
+    Raises DocumentError for a file of another kind, too large, damaged, or without a device.
     """
     path = Path(path)
     content = read_unpacked(path)

@@ -48,10 +48,10 @@ _NO_KERNEL = "ops that start no kernel"
 _NO_AGREEMENT = "ops of no named operator (collectives, custom ones)"
 _NO_TIME = "ops whose start or duration is negative or no number"
 _ODD_KERNELS = "ops with a kernel whose duration is negative or no number"
-_NOT_TENSORS = "ops with inputs that cannot be (negative sizes, texts that are none)"
+_NOT_TENSORS = "ops with impossible inputs (negative sizes, invalid texts)"
 _EMPTY = "ops on tensors without elements"
-# Libkineto prints figures as C++ does, so that a division by zero among them (blocks per multiprocessor) is no JSON.
-# Texts are matched first and stay.
+# Libkineto prints figures as C++ does, so that a division by zero among them (blocks per multiprocessor) is not valid
+# JSON. Texts are matched first and stay.
 _BARE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:inf|infinity|nan)\b', re.IGNORECASE | re.DOTALL)
 _ANY_BARE = re.compile(rb"[:,\[]\s*-?(?:inf|infinity|nan)\b", re.IGNORECASE)
 # The profiler counts nanoseconds in 64 bits and writes microseconds.
@@ -157,7 +157,7 @@ def _outermost(events: list[dict[str, Any]], kernels: dict[int, list[tuple[float
         if event.get("cat") != "cpu_op" or not _is_timed(event):
             continue
         name, start, length = str(event.get("name")), float(event["ts"]), float(event["dur"])
-        # The nodes of autograd hold the operators of the backward; they are none themselves.
+        # The nodes of autograd contain the operators of the backward pass; they are not operators themselves.
         if "::" in name and not name.startswith("autograd::"):
             arguments = event["args"] if isinstance(event.get("args"), dict) else {}
             thread = (str(event.get("pid")), str(event.get("tid")))
@@ -185,7 +185,7 @@ def _is_time(microseconds: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number of at least 0; NaN is none."""
+    """Whether a value is a number of at least 0; False for NaN."""
     return type(value) in (int, float) and value >= 0
 
 

@@ -1,4 +1,4 @@
-"""How are long columns of whole numbers carried in a page? As base64 of variable-length integers, usually deflated.
+"""Encode long columns of whole numbers for a page: base64 of variable-length integers, usually deflated.
 
     v_i   the numbers; with ``delta``, v_i - v_(i-1) (v_(-1) = 0)
     z_i   zigzag: 2·v for v ≥ 0, −2·v − 1 for v < 0
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Deflating shorter columns saves less than reading them through a stream costs.
+# For shorter columns, reading through a stream costs more than deflating saves.
 _MIN_DEFLATED_BYTES = 512
 # 64 bits in groups of seven.
 _MAX_BYTES_PER_NUMBER = 10
@@ -29,7 +29,7 @@ def pack_column(values: NDArray[Any], *, delta: bool = False, deflate: bool = Tr
     Args:
         values: Whole numbers, shape (count,).
         delta: Store differences between neighbours.
-        deflate: Deflate where that pays; without it, packing and reading take less time and more bytes.
+        deflate: Deflate if that saves bytes; without it, packing and reading take less time and more bytes.
     """
     numbers = values.astype(np.int64)
     if delta:
@@ -45,7 +45,7 @@ def pack_column(values: NDArray[Any], *, delta: bool = False, deflate: bool = Tr
 
 
 def _to_bytes(numbers: NDArray[np.uint64]) -> bytes:
-    """LEB128 of all numbers, one behind the other."""
+    """LEB128 of all numbers, concatenated."""
     lengths = np.ones(len(numbers), np.int64)
     for place in range(1, _MAX_BYTES_PER_NUMBER):
         lengths += numbers >= np.uint64(1 << 7 * place)

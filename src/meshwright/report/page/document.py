@@ -1,13 +1,13 @@
-"""The page document: everything that one HTML report says, as plain JSON.
+"""The page document: the content of one HTML report, as plain JSON.
 
-    title        what stands on top
+    title        the heading of the page
     cluster      `cluster_part`, or absent
     results      one or more `result_part`s; the page shows one at a time
     plans        `plans_part`: the table and the Pareto plot; row i belongs to result i where there is one
     comparison   `comparison_part`
     tables       [{title, rows}]: anything else that is a table of plain rows
     provenance   {label: text}: command, versions, graph, ...
-    documents    {file name: document}: what can be saved from the page as it is; timelines are added by the page
+    documents    {file name: document}: documents that can be saved from the page; the page adds timelines
 
 Keys of rows end with their units (``_s``, ``_bytes``, ``_share``), as in all rows of `meshwright.report`.
 """
@@ -45,10 +45,10 @@ def page_document(
     provenance: Mapping[str, str] | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> Row:
-    """Put parts together; what is not given has no section on the page.
+    """Put parts together; a part that is not given has no section on the page.
 
-    Characters that turn the direction of writing are spelled out as JSON spells them, or one name could reverse the
-    sentence around it. ``documents`` are saved as they are.
+    Characters that change the direction of writing are escaped as in JSON, or one name could reverse the sentence
+    around it. ``documents`` are saved unchanged.
     """
     shown: Row = {
         "schema": SCHEMA,
@@ -87,7 +87,7 @@ def result_part(
     basis: str = "",
     deflate: bool = True,
 ) -> Row:
-    """One plan, or one timeline, with all that is known of it.
+    """One plan, or one timeline, with all its known facts.
 
     Args:
         name: Names the result in the page.
@@ -96,10 +96,10 @@ def result_part(
         cluster: Gives devices, links and memory limits.
         timelines: Predicted, measured or both; the first is shown first.
         memory_parts: Bytes by owner at the peak, one mapping per rank (`PeakMemory.parts`).
-        memory_limits_bytes: What each rank may use, if not all of its device's memory.
+        memory_limits_bytes: The limit of each rank, if not all of its device's memory.
         facts: A row of headline figures; keys end with their units.
-        explanation: Why this plan, as `Plans.explain` says.
-        basis: What the figures rest on, as `CostModel.explain_basis` says.
+        explanation: Why this plan is best, from `Plans.explain`.
+        basis: What the figures are based on, from `CostModel.explain_basis`.
         deflate: See `timeline_part`.
     """
     num_ranks = plan.num_ranks if plan is not None else max((item.num_ranks for item in timelines), default=0)
@@ -113,7 +113,7 @@ def result_part(
         "facts": dict(facts or {}),
         "plan": None if plan is None else plan_part(plan, graph, cluster, timelines[0] if timelines else None),
         "timelines": [timeline_part(item, deflate=deflate) for item in timelines],
-        # Parts come from a simulation; peaks alone from the timeline that has them.
+        # Parts come from a simulation; a timeline has only the peaks.
         "memory": {**memory, "origin": "predicted" if memory_parts else origin},
         "explanation": explanation,
         "basis": basis,

@@ -1,10 +1,10 @@
 """A page document as one HTML file that needs nothing else: no network, no library, no second file.
 
-Pictures are drawn by own code (about 90 kB of JavaScript, ``*.js`` beside this module) on canvas and SVG: plotly, the
-usual choice, is larger by itself than a whole report may be (its bundle exceeds 2 MB).
+Pictures are drawn by Meshwright's own code (about 90 kB of JavaScript, ``*.js`` beside this module) on canvas and SVG:
+plotly, the usual choice, is larger by itself than a whole report may be (its bundle exceeds 2 MB).
 
-What keeps a hostile name harmless: the document stands in a data block in which ``<``, ``>`` and ``&`` are written as
-escapes, so nothing in it can end the block; scripts put text into the page as text, never as markup; and the
+A hostile name does no harm: the document is in a data block in which ``<``, ``>`` and ``&`` are written as escapes, so
+nothing in it can end the block; scripts put text into the page as text, never as markup; and the
 Content-Security-Policy allows exactly the one script and the one style sheet of the page (by their SHA-256) and no
 request at all.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from meshwright.spec import DocumentError, write_text
 
-# In the order in which they build on each other.
+# In the order of their dependencies.
 SCRIPTS = (
     "core.js",
     "format.js",
@@ -39,7 +39,7 @@ SCRIPTS = (
     "plans.js",
     "save.js",
 )
-# Of a page that is served with its files: its own script, style and answers are allowed, and nothing else.
+# Policy of a page that is served with its files: its own script, style and answers are allowed, and nothing else.
 SERVED_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -52,7 +52,7 @@ SERVED_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# Only for a page of its own: reads the document of the page and draws it.
+# Only for a stand-alone page: reads the document of the page and draws it.
 START_SCRIPT = "start.js"
 
 
@@ -69,7 +69,7 @@ def page_style() -> str:
 
 
 def embed_json(data: Any) -> str:
-    """JSON that may stand inside a ``<script type="application/json">`` element, whatever its strings hold.
+    """JSON that is safe inside a ``<script type="application/json">`` element, whatever its strings contain.
 
     Raises DocumentError for a number that is not finite.
     """
@@ -103,7 +103,7 @@ def page_html(document: dict[str, Any]) -> str:
 
 
 def write_page(document: dict[str, Any], path: Path | str) -> Path:
-    """Write the page; the file appears whole or not at all. Raises DocumentError if it cannot be written."""
+    """Write the page atomically. Raises DocumentError if it cannot be written."""
     return write_text(page_html(document), path)
 
 

@@ -1,7 +1,7 @@
-"""What runs where: a cluster and a plan as parts of a page, and what moves between the stages.
+"""A cluster and a plan as parts of a page: what runs where, and the traffic between stages.
 
-Flows are what the timeline's sends and sums carry in one step; the link of a flow is where its ends lie: inside a node
-or between nodes.
+Flows are the bytes of the timeline's sends and reductions in one step; a flow's link is inside a node or between
+nodes, depending on its ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cluster_part(cluster: Cluster) -> Row:
 def plan_part(
     plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, timeline: Timeline | None = None
 ) -> Row:
-    """Stages of a plan with layers (named if the graph is given), ranks and, with a timeline, what moves per step."""
+    """Stages of a plan with layers (named if the graph is given), ranks and, with a timeline, the traffic per step."""
     work = plan.workload
     return {
         "words": plan.describe(),
@@ -88,14 +88,14 @@ def _flow_rows(plan: Plan, cluster: Cluster | None, timeline: Timeline) -> list[
     moves = (*SENDS, *COLLECTIVES)
     chosen = np.flatnonzero(np.isin(timeline.opcode, moves) & (timeline.step == timeline.step.min(initial=0)))
     reduces = np.isin(timeline.opcode[chosen], COLLECTIVES)
-    # The peer of a sum is its bucket: a stage's buckets are one flow.
+    # The peer of a reduction is its bucket: a stage's buckets are one flow.
     ends = np.where(reduces, timeline.stage[chosen], timeline.peer[chosen])
     keys = np.stack([timeline.opcode[chosen].astype(np.int64), timeline.stage[chosen], ends], axis=1)
     known, group = np.unique(keys, axis=0, return_inverse=True)
     totals = np.bincount(group.ravel(), timeline.num_bytes[chosen], len(known))
     rows = []
     for (opcode, stage, peer), num_bytes in zip(known.tolist(), totals.tolist(), strict=True):
-        # Every member of a sum has a span of its own.
+        # Every member of a reduction has its own span.
         members = len(plan.stages[stage].ranks) if opcode in COLLECTIVES and stage < len(plan.stages) else 1
         rows.append(
             {

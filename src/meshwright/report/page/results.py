@@ -1,4 +1,4 @@
-"""Plans, memory and comparisons as parts of a page: plain rows with what the pictures need beside them."""
+"""Plans, memory and comparisons as parts of a page: plain rows, and what the pictures need besides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.memory import MEMORY_GROUPS
 
 Row = dict[str, Any]
 
-# More ranks would outweigh the rest of the page; the fullest are kept.
+# More ranks would be larger than the rest of the page; the fullest are kept.
 MAX_RANKS = 2048
 # Of the durations of one kind of instruction, the middle 80 % make its interval.
 _INTERVAL = (10, 90)
@@ -39,7 +39,7 @@ def memory_part(
         cluster: Where the limits come from: the memory of each rank's device.
         limits_bytes: Other limits, one per rank.
     """
-    # Beyond the ranks of which something is known there is nothing to say, however many a document claims.
+    # Only ranks with known facts get a row, whatever number of ranks a document claims.
     num_known = min(num_ranks, max(len(parts), len(peak_memory_bytes)))
     rows: list[Row] = []
     for rank in range(num_known):
@@ -72,7 +72,7 @@ def _spare_bytes(row: Row) -> float:
 
 
 def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Places in ``rows`` of the plans that no other beats in step time, peak memory and samples/s together."""
+    """Indices of the rows whose plans no other one beats in step time, peak memory and samples/s together."""
     points = [(row["step_time_s"], row["peak_memory_bytes"], -row["samples_per_s"]) for row in rows]
 
     def beaten(point: tuple[float, ...]) -> bool:
@@ -82,7 +82,7 @@ def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def plans_part(rows: Sequence[Mapping[str, Any]], *, limit_bytes: int | None = None) -> Row:
-    """Ranked plans from the planner's rows, and which of them are on the Pareto front."""
+    """Ranked plans from the planner's rows, and the indices of those on the Pareto front."""
     return {"rows": [dict(row) for row in rows], "front": pareto_front(rows), "limit_bytes": limit_bytes}
 
 

@@ -1,4 +1,4 @@
-"""The page of any one document, and of a comparison: which parts it has, by its kind."""
+"""The page of any one document, and of a comparison; the kind of document decides its parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def shown_document(
 
     Args:
         value: The document.
-        name: Stands in the title where the document has no name of its own.
+        name: Used in the title if the document has no name of its own.
         batch_size: Samples per batch for the figures of a graph.
         cluster: The cluster of a plan; without it, the page shows the plan alone.
-        provenance: What the page says about its origin.
+        provenance: What the page states about its origin.
     """
     match value:
         case Graph():
@@ -57,7 +57,7 @@ def shown_document(
 def comparison_document(
     comparison: Comparison, predicted: Timeline, measured: Timeline, *, provenance: Mapping[str, str] | None = None
 ) -> Row:
-    """The page document of a prediction beside what happened."""
+    """The page document of a prediction and a measurement."""
     name = "Predicted and measured"
     return page_document(
         name,
@@ -75,7 +75,7 @@ def _saved(value: Any) -> Row:
 def _graph_parts(graph: Graph, batch_size: int) -> Row:
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
     rows = [*graph_rows(graph, batch_size), graph_total(graph, batch_size)]
-    # Nothing to save: the whole graph may be larger than a page, and it has a file of its own.
+    # Nothing to save: the whole graph may be larger than a page, and it has its own file.
     return {
         "title": graph.name,
         "tables": [{"title": f"Layers, for {samples}", "rows": rows}],

@@ -1,7 +1,7 @@
 """A timeline as a part of a page: all spans and memory samples, packed.
 
-Spans are ordered by track and start. ``gap`` is the time from the end of the span before on the same track (0 for the
-first) to the start, ``length`` the time from start to end, both in units of ``unit_ps``: the greatest number of
+Spans are ordered by track and start. ``gap`` is the time from the end of the previous span on the same track (0 for
+the first) to the start, ``length`` the time from start to end, both in units of ``unit_ps``: the greatest number of
 picoseconds that divides every time, so nothing is rounded and measured times, which are whole nanoseconds, are short.
 
 A page shows at most `MAX_SPANS` spans: whole steps from the first on, or the earliest spans of the first step.
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 # 100,000 spans of 64 ranks make a page of about half a megabyte (benchmarks/report_page.py).
 MAX_SPANS = 200_000
-# Numbers that occur in no name of an instruction otherwise; each is replaced by the name of its field.
+# Numbers that do not otherwise occur in names of instructions; each is replaced by the name of its field.
 _STAGE, _MICROBATCH, _PEER = 9_000_001, 9_000_002, 9_000_003
 
 

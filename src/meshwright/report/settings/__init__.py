@@ -1,7 +1,8 @@
 """Files that start a plan, here or in another system.
 
-`launch_script` and `slurm_script` start it with `meshwright run`; `export_settings` says it in the words of another
-system, with what that system cannot express; `export_orders` the orders of its ranks in those of torch's pipelining.
+`launch_script` and `slurm_script` start it with `meshwright run`; `export_settings` writes it as settings of another
+system, with a list of what that system cannot express; `export_orders` writes the orders of its ranks for torch's
+pipelining.
 """
 
 from collections.abc import Callable
@@ -25,12 +26,12 @@ SYSTEMS: dict[str, Callable[[RegularPlan], Settings]] = {
 
 
 def export_settings(system: str, plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Settings:
-    """A plan as settings of another system (a key of `SYSTEMS`); its graph is needed as in `gather_facts`.
+    """A plan as settings of another system (a key of `SYSTEMS`); the graph is needed as in `gather_facts`.
 
-    Raises PlanError for a system that is not known and for a plan that it cannot express at all.
+    Raises PlanError for an unknown system, and for a plan that the system cannot express at all.
     """
     if system not in SYSTEMS:
-        raise PlanError(f"No settings are written for {system!r}{suggest(system, SYSTEMS)}.")
+        raise PlanError(f"Settings for {system!r} are not supported{suggest(system, SYSTEMS)}.")
     return SYSTEMS[system](gather_facts(plan, cluster, graph))
 
 

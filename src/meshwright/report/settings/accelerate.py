@@ -1,12 +1,12 @@
 """accelerate: a configuration file for ``accelerate launch --config_file``.
 
     plain       one stage of whole ops: MULTI_GPU, MULTI_CPU, or NO for one process
-    FSDP        one stage under ZeRO 2 and 3, by FSDP2; with a parallelism_config where ops are split, too
-    Megatron    everything else: pipelines, split ops, ZeRO 1, only to be had through the Megatron-LM plugin
+    FSDP        one stage under ZeRO 2 and 3, by FSDP2; with a parallelism_config if ops are split
+    Megatron    everything else: pipelines, split ops, ZeRO 1, available only through the Megatron-LM plugin
 
 Names and meanings: accelerate 1.15, accelerate/commands/config/config_args.py (ClusterConfig) and the arguments of
-``accelerate launch``; models with a plugin and what it does unasked: accelerate/utils/dataclasses.py
-(MegatronLMPlugin); meshes: accelerate/parallelism_config.py.
+``accelerate launch``; models with a plugin, and its defaults: accelerate/utils/dataclasses.py (MegatronLMPlugin);
+meshes: accelerate/parallelism_config.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwright.spec import DTYPE_BYTES, PlanError
 
 SYSTEM, VERSION = "accelerate", "1.15"
 PLUGIN = "accelerate, through Megatron-LM,"
-# accelerate's words for what it computes in.
+# accelerate's words for precisions.
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 COMM_STRATEGIES = {"ring": "alltoall", "all_gather": "allgather"}
 

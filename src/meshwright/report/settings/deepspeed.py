@@ -1,13 +1,13 @@
-"""DeepSpeed: ds_config.json, and what stands in the script instead (the pipeline module).
+"""DeepSpeed: ds_config.json, and what belongs in the script instead (the pipeline module).
 
-    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas
+train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas
 
 With a pipeline, gradient_accumulation_steps is the number of microbatches of a pipeline. Ops are split by AutoTP
-(tensor_parallel.autotp_size); stages are too, by the layers of the script. Names and meanings: DeepSpeed
-0.19.8, deepspeed/runtime/config.py, runtime/zero/config.py, runtime/tensor_parallel/config.py, runtime/pipe/module.py
+(tensor_parallel.autotp_size); in stages, by the layers of the script. Names and meanings: DeepSpeed 0.19.8,
+deepspeed/runtime/config.py, runtime/zero/config.py, runtime/tensor_parallel/config.py, runtime/pipe/module.py
 (partition_method, checkpointable_layers), runtime/pipe/topology.py (order of the ranks), runtime/pipe/engine.py (no
 ZeRO 2 and 3), runtime/engine.py (allreduce_gradients; overlap of a pipeline; get_data_types: with bf16, gradients are
-summed and reduced in two bytes), runtime/bf16_optimizer.py (states shared among replicas).
+summed and reduced in two bytes), runtime/bf16_optimizer.py (states sharded among replicas).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.report.settings.split import (
 from meshwright.spec import Offload, PlanError
 
 SYSTEM, VERSION = "DeepSpeed", "0.19.8"
-# Where its own examples keep states on drives.
+# The path of DeepSpeed's own examples for states on drives.
 NVME_PATH = "/local_nvme"
 
 
@@ -50,7 +50,7 @@ def export_deepspeed(facts: RegularPlan) -> Settings:
         "zero_optimization": _zero(facts),
     }
     if facts.zero and plan.workload.optimizer.kind != "adamw":
-        # Of the optimizers of plans it has tested AdamW only, and refuses others unless told so.
+        # Of the plans' optimizers DeepSpeed has tested only AdamW, and refuses others unless this key is set.
         values["zero_allow_untested_optimizer"] = True
     if uses_autotp(facts):
         # AutoTP's devices count as replicas here, and a total that disagrees is an error.
@@ -59,7 +59,7 @@ def export_deepspeed(facts: RegularPlan) -> Settings:
     if facts.num_stages > 1 and facts.again.is_full:
         values["pipeline"] = {"activation_checkpoint_interval": 1}
     if plan.offload.activations == "host":
-        # Of what is called under deepspeed.checkpointing (runtime/activation_checkpointing/checkpointing.py).
+        # Settings of what runs under deepspeed.checkpointing (runtime/activation_checkpointing/checkpointing.py).
         values["activation_checkpointing"] = {"cpu_checkpointing": True}
     if numbers.values == "float16":
         values["fp16"] = {"enabled": True}
@@ -80,7 +80,7 @@ def export_deepspeed(facts: RegularPlan) -> Settings:
 
 
 def _refuse(facts: RegularPlan) -> None:
-    """Raise PlanError for what neither a key nor the usual script of DeepSpeed can say."""
+    """Raise PlanError for what neither a key nor the usual script of DeepSpeed can express."""
     sharding = facts.plan.sharding
     if sharding.context > 1:
         raise PlanError(
@@ -103,7 +103,7 @@ def _refuse(facts: RegularPlan) -> None:
     if offload.optimizer == "nvme" and facts.zero < 3:
         refuse_offload(facts.plan, SYSTEM, "keeps states on NVMe with ZeRO 3 only")
     if offload.activations == "host" and not facts.again.is_full:
-        knows = "keeps inputs of blocks that are computed again there (cpu_checkpointing; --recompute full)"
+        knows = "keeps inputs of recomputed blocks there (cpu_checkpointing; --recompute full)"
         refuse_offload(facts.plan, SYSTEM, knows)
     refuse_split_experts(facts, SYSTEM)
     if sharding.expert > 1 and (facts.num_stages > 1 or facts.zero == 3):

@@ -1,8 +1,8 @@
-"""What every other system is told about a plan: a regular grid of pipelines, blocks of the stages, sizes of the model.
+"""Facts of a plan for every other system: a regular grid of pipelines, blocks of the stages, sizes of the model.
 
 Other systems lay a plan out as ``stages x replicas`` with the same replicas in every stage, each replica computing the
-same number of microbatches; a plan that is no such grid cannot be said in their words at all. A replica of a stage is
-a device, or the team of devices that a rank of a split plan stands for.
+same number of microbatches; a plan without such a grid cannot be expressed in their settings at all. A replica of a
+stage is a device, or the team of devices that a rank of a split plan represents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"(?P<stem>.+)\.(?P<index>\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """One stage in blocks: whether the layers before the first block and after the last one are in it, and which."""
+    """One stage in blocks: which blocks, and whether it has the layers before the first and after the last block."""
 
     has_entry: bool
     first_block: int
@@ -40,10 +40,10 @@ class StageParts:
 class RegularPlan:
     """A regular plan.
 
-    ``stages`` are its blocks, or None where the layers are no row of blocks with one layer before and one after it (or
-    nobody gave the graph). ``again`` is what runs again in the backward. ``family`` is that of a shipped model or a
-    shape file (``gpt``, ``resnet``), None for any other model; ``shape`` are the sizes of a decoder, under the file's
-    own names.
+    ``stages`` are its blocks, or None if the layers are not one layer, a row of blocks, and one layer (or the graph is
+    unknown). ``again`` is what is recomputed in the backward pass. ``family`` is that of a shipped model or a shape
+    file (``gpt``, ``resnet``), None for any other model; ``shape`` are the sizes of a decoder, under the file's own
+    names.
     """
 
     plan: Plan
@@ -65,12 +65,12 @@ class RegularPlan:
 
     @property
     def zero(self) -> int:
-        """What replicas share out (`GradientExchange.zero`); a single one shares nothing."""
+        """What replicas shard (`GradientExchange.zero`); 0 for a single replica."""
         return self.plan.exchange.zero if self.num_replicas > 1 else 0
 
     @property
     def shard_size(self) -> int:
-        """Replicas that share states with each other; 1 where nothing is shared."""
+        """Replicas that shard states among each other; 1 if nothing is sharded."""
         return self.plan.exchange.num_parts(self.num_replicas)
 
     @property
@@ -80,7 +80,7 @@ class RegularPlan:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether replicas share states in several groups."""
+        """Whether replicas shard states in several groups."""
         return self.zero > 0 and self.num_groups > 1
 
     @property
@@ -100,17 +100,17 @@ class RegularPlan:
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks of the whole model, where they are known."""
+        """Blocks of the whole model, if known."""
         if self.stages is not None:
             return sum(stage.num_blocks for stage in self.stages)
         return self.shape["num_layers"] if self.shape else None
 
 
 def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> RegularPlan:
-    """Collect the facts; the plan's graph is needed for more than one stage, and where something runs again.
+    """Collect the facts; the plan's graph is needed for more than one stage, and for recompute.
 
-    Raises PlanError for a plan that is no regular grid, not for training, or larger than its cluster, and for one that
-    decides what no export says.
+    Raises PlanError for a plan that is not a regular grid, not for training, or larger than its cluster, and for a
+    plan with settings that no export supports.
     """
     replicas = [len(stage.ranks) for stage in plan.stages]
     if plan.workload.kind != "training":
@@ -124,7 +124,7 @@ def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Re
         )
     if plan.num_microbatches % replicas[0] or any(len(set(stage.shares)) > 1 for stage in plan.stages):
         raise PlanError(
-            f"{plan.num_microbatches} microbatches are shared out unequally among {replicas[0]} replicas; other "
+            f"{plan.num_microbatches} microbatches are divided unequally among {replicas[0]} replicas; other "
             "systems give every replica the same number, so this plan cannot be expressed. Choose a number of "
             f"microbatches that {replicas[0]} divides (`meshwright plan -m`)."
         )
@@ -168,21 +168,23 @@ def describe_stages(facts: RegularPlan) -> str:
 
 
 def require_transformer(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for a shipped model that is no transformer; any other model may be one."""
+    """Raise PlanError for a shipped model that is not a transformer; any other model may be one."""
     if facts.family is not None and facts.family not in TRANSFORMERS:
         raise PlanError(
-            f"{system} trains transformers that it builds itself, and {facts.plan.model!r} is none of them, so this "
-            "plan cannot be expressed. --as deepspeed can say it, and --as accelerate if it has a single stage."
+            f"{system} trains transformers that it builds itself, and {facts.plan.model!r} is not one of them, so "
+            f"this plan cannot be expressed. --as deepspeed can express it, and --as accelerate if it has a single "
+            f"stage."
         )
 
 
 def require_blocks(facts: RegularPlan, system: str) -> tuple[StageParts, ...]:
-    """The stages in blocks. Raises PlanError where the layers are no row of blocks."""
+    """The stages in blocks. Raises PlanError if the layers do not form a row of blocks."""
     if facts.stages is None:
         names = ", ".join(facts.layer_names[:4])
         raise PlanError(
             f"{system} cuts pipelines between the equal blocks of a transformer; the {len(facts.layer_names)} layers "
-            f"of {facts.plan.model!r} ({names}, ...) are no row of blocks with one layer before and one after it, so "
+            f"of {facts.plan.model!r} ({names}, ...) are not a row of blocks with one layer before and one after it, "
+            f"so "
             f"this plan of {format_count(facts.num_stages, 'stage')} cannot be expressed. A plan of one stage can "
             "(`meshwright plan --stages 1`)."
         )

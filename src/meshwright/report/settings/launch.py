@@ -1,9 +1,9 @@
-"""Scripts that start a plan: by hand with torchrun on every node, or by Slurm.
+"""Scripts that start a plan: with torchrun on every node, or by Slurm.
 
 Ranks count the devices of the cluster that the plan does not leave out. Each node starts one rank for each of its
 devices that the plan uses, and torchrun numbers the ranks node by node in the order of the node ranks. Paths in a
-script are relative: it changes to the folder in which the plan was made, as seen from its own, for the plan's own
-references (the model's file) are relative to it.
+script are relative: the script changes to the folder in which the plan was made, because the plan's references (such
+as the model's file) are relative to it.
 
 Options of sbatch and srun: Slurm 25.05, sbatch(1) and srun(1); of torchrun: torch 2.13, torch.distributed.run.
 """
@@ -38,7 +38,7 @@ def uses_cpus(plan: Plan, cluster: Cluster) -> bool:
 def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
     """The text of a bash script that starts the plan with torchrun, on this node or on each of several.
 
-    ``script`` and ``plan_file`` are where the two will stand; arguments of the script go on to ``meshwright run``.
+    ``script`` and ``plan_file`` are the paths of both; arguments of the script are passed to ``meshwright run``.
     """
     nodes = ranks_per_node(plan, cluster)
     start, plan_path = _relative(Path.cwd(), script.parent), _quote(_relative(plan_file, Path.cwd()))
@@ -61,7 +61,7 @@ def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path
 
 
 def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "") -> list[str]:
-    """What to type on each of several nodes to start the plan with torchrun; nothing for a plan of one node.
+    """The commands for each of several nodes that start the plan with torchrun; empty for a plan of one node.
 
     ``options`` of `meshwright run` are repeated.
     """
@@ -84,14 +84,15 @@ def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "
 def slurm_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
     """The text of a script for sbatch, to be submitted from the folder in which the plan was made.
 
-    Raises PlanError for nodes of different kinds: Slurm numbers its nodes itself, so none can be promised its ranks.
+    Raises PlanError for nodes of different kinds: Slurm numbers its nodes itself, so ranks cannot be assigned to
+    nodes.
     """
     nodes = ranks_per_node(plan, cluster)
     used = [cluster.nodes[index] for index in devices_per_node(plan, cluster)]
     if len({(node.devices, node.num_cores) for node in used}) > 1:
         raise PlanError(
-            f"The nodes of cluster {cluster.name!r} differ, and Slurm numbers the nodes of a job itself, so none can "
-            "be promised the ranks that were planned for it. Leave --slurm out and start the script on every node "
+            f"The nodes of cluster {cluster.name!r} differ, and Slurm numbers the nodes of a job itself, so the "
+            f"planned ranks cannot be assigned to nodes. Leave --slurm out and start the script on every node "
             "with its NODE_RANK."
         )
     if _shown_devices(plan, cluster):
@@ -187,7 +188,7 @@ def _nodes_by_hand(nodes: tuple[int, ...]) -> list[str]:
 
 
 def _shown_devices(plan: Plan, cluster: Cluster) -> list[str]:
-    """The devices of each node that ranks see, where some are to be hidden."""
+    """The devices of each node that ranks see, if some are to be hidden."""
     return [] if uses_cpus(plan, cluster) else visible_devices(plan, cluster)
 
 
@@ -224,7 +225,7 @@ def _quote(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Text for a comment: one line, whatever a name holds."""
+    """Text for a comment: one line, whatever a name contains."""
     return " ".join(text.split())
 
 

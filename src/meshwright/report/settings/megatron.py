@@ -1,15 +1,15 @@
 """Megatron-LM: command-line arguments as a bash array.
 
     --pipeline-model-parallel-size    stages           --micro-batch-size     samples of a microbatch
-    --global-batch-size               samples a step   --pipeline-model-parallel-layout   the cut, where it is uneven
+    --global-batch-size               samples a step   --pipeline-model-parallel-layout   the cut, if it is uneven
     --tensor-model-parallel-size, --sequence-parallel, --context-parallel-size            axes of the split
-    --expert-model-parallel-size      ranks that share experts out, of those with samples of their own
+    --expert-model-parallel-size      ranks that divide the experts, among those with their own samples
     --use-distributed-optimizer       ZeRO 1           --data-parallel-sharding-strategy  ZeRO 2 and 3, by Megatron-FSDP
-    --recompute-granularity           what runs again  --recompute-num-layers             blocks of each stage that do
+    --recompute-granularity           recompute        --recompute-num-layers             recomputed blocks per stage
 
-Replicas are what is left of the world size. Names and meanings: Megatron-LM, megatron/training/arguments.py of the
-release with megatron-core 0.16; rank orders: megatron/core/parallel_state.py (order "tp-cp-ep-dp-pp"); what goes with
-Megatron-FSDP: its user guide, docs.nvidia.com/megatron-core/developer-guide.
+The number of replicas follows from the world size. Names and meanings: Megatron-LM, megatron/training/arguments.py of
+the release with megatron-core 0.16; rank orders: megatron/core/parallel_state.py (order "tp-cp-ep-dp-pp"); what goes
+with Megatron-FSDP: its user guide, docs.nvidia.com/megatron-core/developer-guide.
 """
 
 from __future__ import annotations
@@ -103,19 +103,19 @@ def _axes(facts: RegularPlan) -> dict[str, Any]:
 
 
 def _exchange(facts: RegularPlan) -> dict[str, Any]:
-    """Sums of gradients, and what replicas share out. Raises PlanError for ZeRO 2 and 3 in a pipeline."""
+    """Gradient reduction, and what replicas shard. Raises PlanError for ZeRO 2 and 3 in a pipeline."""
     exchange, offload = facts.plan.exchange, facts.plan.offload
     if offload.optimizer == "nvme" or offload.parameters == "host" or (offload.optimizer == "host" and facts.zero != 1):
         refuse_offload(facts.plan, SYSTEM, "keeps states on the host with its distributed optimizer (ZeRO 1)")
     if facts.zero >= 2:
         if facts.plan.sharding.expert > 1:
             raise PlanError(
-                f"The plan shares gradients out by ZeRO {facts.zero} where experts are laid out; Megatron-FSDP shares "
-                "those of experts and others among other ranks than it. Plan with --zero 1, or 0."
+                f"The plan shards gradients by ZeRO {facts.zero} and spreads experts over ranks; Megatron-FSDP shards "
+                f"those of experts and of other layers over other ranks than the plan. Plan with --zero 1, or 0."
             )
         if facts.num_stages > 1:
             raise PlanError(
-                f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; Megatron-FSDP is "
+                f"The plan shards gradients by ZeRO {facts.zero} in {facts.num_stages} stages; Megatron-FSDP is "
                 "documented with the tensor and context axes, not with pipelines. Plan with --zero 1, or --stages 1."
             )
         hybrid = {}
@@ -157,24 +157,24 @@ def _activations(facts: RegularPlan) -> dict[str, Any]:
         return {}
     (blocks, *others) = require_blocks(facts, SYSTEM)
     if others or facts.again.kind != "nothing" or blocks.num_blocks < 2:
-        knows = "copies activations in one stage of several blocks, of which nothing is computed again"
+        knows = "copies activations in one stage of several blocks, without recompute"
         refuse_offload(facts.plan, SYSTEM, knows)
-    # It wants one block at least to stay.
+    # At least one block must stay on the device.
     return {"--cpu-offloading-num-layers": blocks.num_blocks - 1}
 
 
 def require_adam(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for shared states of another optimizer (megatron/core/optimizer/distrib_optimizer.py)."""
+    """Raise PlanError for sharded states of another optimizer (megatron/core/optimizer/distrib_optimizer.py)."""
     optimizer = facts.plan.workload.optimizer
     if facts.zero and optimizer.kind != "adamw":
         raise PlanError(
-            f"The plan shares states out by ZeRO {facts.zero}; {system} can do so for Adam only, and the plan is for "
+            f"The plan shards states by ZeRO {facts.zero}; {system} can do so for Adam only, and the plan is for "
             f"{optimizer.name}. Plan with --optimizer adamw, or --zero 0."
         )
 
 
 def recompute_words(facts: RegularPlan, system: str) -> dict[str, Any] | None:
-    """What runs again as granularity, method and num-layers; None for nothing. Raises PlanError for other choices."""
+    """Recompute as granularity, method and num-layers; None for nothing. Raises PlanError for other choices."""
     again = facts.again
     if again.kind == "nothing":
         return None
@@ -185,14 +185,14 @@ def recompute_words(facts: RegularPlan, system: str) -> dict[str, Any] | None:
     count = leading_blocks(facts)
     if count is None:
         raise PlanError(
-            f"The plan computes {again.describe()} again; {system} can compute every block again, or the first blocks "
-            "of every stage, equally many, or attention. Plan with --recompute full or attention, or name such layers."
+            f"The plan recomputes {again.describe()}; {system} can recompute every block, the same number of first "
+            f"blocks in every stage, or attention. Plan with --recompute full or attention, or name such layers."
         )
     return {"granularity": "full", "method": "block", "num-layers": count}
 
 
 def _layout(stages: tuple[StageParts, ...]) -> str | None:
-    """The cut as ``Et*3|t*2L``; None where Megatron's even cut is the same."""
+    """The cut as ``Et*3|t*2L``; None if Megatron's even cut is the same."""
     is_even = len({stage.num_blocks for stage in stages}) == 1
     if is_even and stages[0].num_blocks and stages[0].has_entry and stages[-1].has_exit:
         return None
@@ -228,7 +228,7 @@ def _sizes(facts: RegularPlan) -> dict[str, Any]:
         "--seq-length": shape["sequence_length"],
         "--max-position-embeddings": shape["context"],
         "--vocab-size": shape["vocabulary"],
-        # Else the vocabulary is padded, and the embedding is not the plan's.
+        # Otherwise the vocabulary is padded, and the embedding differs from the plan's.
         "--make-vocab-size-divisible-by": 1,
     }
     if facts.family == "gpt":
@@ -304,7 +304,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
 
 
 def unsaid_split(facts: RegularPlan) -> list[Unsaid]:
-    """What Megatron-LM does in its own way where ops are split, states are shared out or blocks run again."""
+    """What Megatron-LM does in its own way if ops are split, states are sharded or blocks are recomputed."""
     sharding, shape = facts.plan.sharding, facts.shape
     items = unsaid_states_of_context(facts, "Megatron-LM")
     if facts.zero == 1:

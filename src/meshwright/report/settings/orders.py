@@ -17,7 +17,7 @@ def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, 
     """The file, and what torch does not take from it.
 
     ``text`` has ``num_lines`` lines, one per rank of a pipeline, of which the plan has ``num_pipelines``;
-    ``shared_stage`` stands on several lines, which torch refuses.
+    ``shared_stage`` is on several lines, which torch refuses.
     """
     unsaid = []
     if num_pipelines > 1:
@@ -38,7 +38,7 @@ def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, 
         )
     unsaid += _unsaid_split(plan)
     if plan.workload.kind == "inference":
-        unsaid.append(Unsaid(what="inference", reason="the backwards stand in the file; torch leaves them out in eval"))
+        unsaid.append(Unsaid(what="inference", reason="the file contains backwards; torch leaves them out in eval"))
     count = plan.num_microbatches // num_pipelines
     return Settings(
         system="torch.distributed.pipelining",
@@ -57,7 +57,7 @@ def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, 
 
 
 def _unsaid_split(plan: Plan) -> list[Unsaid]:
-    """What the modules of the stages have to be made for: an order says when they compute, not how."""
+    """What the modules of the stages must do themselves: an order states when they compute, not how."""
     items = []
     if not plan.sharding.is_whole:
         items.append(
@@ -68,16 +68,16 @@ def _unsaid_split(plan: Plan) -> list[Unsaid]:
             )
         )
     if plan.exchange.zero:
-        how = "ZeroRedundancyOptimizer" if plan.exchange.zero == 1 else "fully_shard, of which torch adds the gathers"
+        how = "ZeroRedundancyOptimizer" if plan.exchange.zero == 1 else "fully_shard; torch adds its gathers"
         groups = f" in groups of {plan.exchange.shard_size}" if plan.exchange.shard_size else ""
         items.append(Unsaid(what=f"ZeRO {plan.exchange.zero}{groups}", reason=f"prepare the stages for it ({how})"))
     if plan.recompute:
         items.append(
             Unsaid(
-                what=f"{format_count(len(plan.recompute), 'part')} of the model computed again"
+                what=f"{format_count(len(plan.recompute), 'part')} of the model recomputed"
                 + (f" but for {format_count(len(plan.keeps), 'op')}" if plan.keeps else ""),
                 reason="wrap the modules of the stages (torch.utils.checkpoint)",
             )
         )
-    items += [Unsaid(what=what, reason="a file says the order, and nothing else") for what in unknown_choices(plan)]
+    items += [Unsaid(what=what, reason="a file contains the order, and nothing else") for what in unknown_choices(plan)]
     return items

@@ -1,4 +1,4 @@
-"""Settings: a file for another system, what the user has to fill in, and what of the plan it cannot say."""
+"""Settings: a file for another system, what the user has to fill in, and what the file cannot express."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsaid:
-    """Something that the plan decides and the other system has no setting for, with the reason or what it does."""
+    """A decision of the plan for which the other system has no setting, with the reason or what the system does."""
 
     what: str
     reason: str

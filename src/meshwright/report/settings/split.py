@@ -1,7 +1,7 @@
-"""What other systems are told of how a plan splits ops, shares states out and computes again; what nobody is told of.
+"""How exports describe split ops, sharded states and recompute of a plan, and which plans they refuse.
 
-Exports name what they say (`SAID`). A plan that decides anything else, by a field that is not what it is by default, is
-refused instead of said without it.
+Exports name the fields that they support (`SAID`). A plan in which any other field differs from its default is
+refused, because settings without it would describe another plan.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from meshwright.spec.workload import Optimizer, Workload
 if TYPE_CHECKING:
     from meshwright.report.settings.facts import RegularPlan
 
-# Fields of a plan that every export says, lists as not expressed, or refuses by itself. Those without a default
-# are said by all.
+# Fields of a plan that every export writes, lists as not expressed, or refuses by itself. Fields without a default are
+# written by all.
 SAID: dict[type, frozenset[str]] = {
     Plan: frozenset(
         {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "offload"}
@@ -41,9 +41,9 @@ SAID: dict[type, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSplit:
-    """What runs again in the backward.
+    """What is recomputed in the backward pass.
 
-    Nothing, attention, blocks but for costly ops (`spec.recompute_words`: op), whole layers (``is_full``: every block),
+    Nothing, attention, blocks except costly ops (`spec.recompute_words`: op), whole layers (``is_full``: every block),
     or other ops.
     """
 
@@ -65,7 +65,7 @@ class RecomputeSplit:
 
 
 def unknown_choices(plan: Plan) -> tuple[str, ...]:
-    """What a plan decides that no export knows, as ``exchange.every_steps = 2``."""
+    """The settings of a plan that no export supports, as ``exchange.every_steps = 2``."""
     return tuple(dict.fromkeys(_unknown(plan, "")))
 
 
@@ -81,7 +81,7 @@ def _unknown(part: Any, place: str) -> Iterator[str]:
 
 
 def refuse_unknown(plan: Plan) -> None:
-    """Raise PlanError for a plan that decides what no export says."""
+    """Raise PlanError for a plan with settings that no export supports."""
     exchange = replace(plan.exchange, zero=0, shard_size=0)
     plain = replace(plan, sharding=UNSHARDED, recompute=(), keeps=(), offload=ON_DEVICE, exchange=exchange)
     several = " with several stages on a rank" * plain.has_virtual_stages
@@ -93,31 +93,30 @@ def refuse_unknown(plan: Plan) -> None:
         )
     if unknown := unknown_choices(plan):
         raise PlanError(
-            f"The plan decides {', '.join(unknown)}, which settings of other systems do not say; without it they would "
-            "be those of another plan. Plan without it."
+            f"The plan has {', '.join(unknown)}, which settings of other systems cannot express; without it they "
+            f"would describe another plan. Plan without it."
         )
 
 
 def moves_all(offload: Offload) -> bool:
-    """Whether parameters and optimizer states both lie on the host, as FSDP2's CPUOffloadPolicy keeps them."""
+    """Whether parameters and optimizer states are both in host memory, as FSDP2's CPUOffloadPolicy keeps them."""
     return offload == Offload(optimizer="host", parameters="host")
 
 
 def refuse_offload(plan: Plan, system: str, knows: str) -> None:
-    """Raise PlanError for a plan that keeps something away, where a system ``knows`` other ways."""
+    """Raise PlanError for a plan with offload, where a system ``knows`` other kinds of offload."""
     raise PlanError(
         f"The plan keeps {plan.offload.describe()}; {system} {knows}. Plan with another --offload, or without."
     )
 
 
 def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
-    """What the plan's ranges of ops mean in its graph. Raises PlanError if there are some, but no graph."""
+    """The recompute of the plan's ranges of ops in its graph. Raises PlanError if there are ranges, but no graph."""
     if not plan.recompute:
         return RecomputeSplit()
     if graph is None:
         raise PlanError(
-            "The plan computes parts of its model again, as ranges of ops, which only its graph tells the meaning of. "
-            "Give the graph."
+            "The plan recomputes ranges of ops, whose meaning depends on the model's graph. Give the graph."
         )
     again = Recompute(tuple(sorted(plan.recompute)), tuple(sorted(plan.keeps)))
     chosen, choices = again.ranges, recompute_choices(graph)
@@ -132,7 +131,7 @@ def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
 
 
 def describe_axes(sharding: Sharding) -> str:
-    """The axes with their details, for somebody who has to make them: ``context 2 (keys and values in a ring)``."""
+    """The axes with their details, for a person who sets them up: ``context 2 (keys and values in a ring)``."""
     details = []
     if sharding.sequence_parallel:
         details.append(f"inputs of products {'gathered again in backward' if sharding.regather else 'kept whole'}")
@@ -142,7 +141,7 @@ def describe_axes(sharding: Sharding) -> str:
 
 
 def leading_blocks(facts: RegularPlan) -> int | None:
-    """N if exactly the first N blocks of every stage run again (all of a stage that has fewer), else None."""
+    """N if exactly the first N blocks of every stage are recomputed (all of a stage with fewer blocks), else None."""
     if facts.again.kind != "layers" or facts.stages is None:
         return None
     counts = []
@@ -159,7 +158,7 @@ def leading_blocks(facts: RegularPlan) -> int | None:
 
 
 def require_even_tokens(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for sequences that the ranks of the axes cannot share evenly, where their length is known."""
+    """Raise PlanError if the ranks of the axes cannot divide the sequence evenly, where its length is known."""
     sharding = facts.plan.sharding
     parts = (sharding.tensor if sharding.sequence_parallel else 1) * (
         2 * sharding.context if sharding.context > 1 else 1
@@ -168,27 +167,28 @@ def require_even_tokens(facts: RegularPlan, system: str) -> None:
     if length % parts:
         raise PlanError(
             f"{system} splits sequences into {parts} equal parts ({sharding.describe()}; two for each rank of the "
-            f"context axis), and {length} tokens are no multiple of that. Choose another --sequence-length, or other "
+            f"context axis), and {length} tokens are not a multiple of that. Choose another --sequence-length, or "
+            f"other "
             "sizes of the axes."
         )
 
 
 def refuse_split_experts(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for experts beside split ops: other systems give tokens, not all of them, to each rank there."""
+    """Raise PlanError for experts beside split ops: other systems give each rank only a part of the tokens there."""
     sharding = facts.plan.sharding
     if sharding.expert > 1 and sharding.expert != sharding.width:
         raise PlanError(
-            f"The plan lays experts out beside other axes ({sharding.describe()}), whose ranks compute the experts of "
-            f"their tokens alike; {system} shares the tokens out among them. Plan with --expert alone."
+            f"The plan lays experts out beside other axes ({sharding.describe()}), whose ranks all compute the "
+            f"experts for the same tokens; {system} divides the tokens among them. Plan with --expert alone."
         )
 
 
 def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]:
-    """What systems do in their own way where experts are laid out; ``others``: with what the ranks hold alike."""
+    """What systems do in their own way with experts; ``others``: also for what the ranks of the axis replicate."""
     if facts.plan.sharding.expert == 1:
         return []
     return [
-        Unsaid(what="what is no expert held whole on every rank of the expert axis", reason=f"{system} {others}"),
+        Unsaid(what="everything but experts replicated on every rank of the expert axis", reason=f"{system} {others}"),
         Unsaid(
             what="the module of the experts, with the names of its parameters",
             reason=f"{system} has its own, and its own router",
@@ -197,7 +197,7 @@ def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]
 
 
 def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1) -> list[Unsaid]:
-    """Ranks that have other tokens of the same samples share states in systems, but not in plans."""
+    """Systems shard states over ranks with other tokens of the same samples; plans do not."""
     if facts.plan.sharding.context == 1 or facts.zero < zero_from:
         return []
     return [
@@ -209,7 +209,7 @@ def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1
 
 
 def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
-    """Types of products that are those of no factor; systems leave them to the script."""
+    """Types of matrix products that are not the type of a factor; systems leave them to the script."""
     numbers = facts.plan.workload.numbers
     if not numbers.products:
         return []
@@ -222,8 +222,8 @@ def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
 
 
 def unsaid_early_stop(system: str) -> Unsaid:
-    """Systems that run all of a block again, of which plans leave out the end that no backward reads."""
+    """Systems recompute all of a block; plans omit the end that no backward reads."""
     return Unsaid(
-        what="the end of a block that no backward reads, left out when it runs again",
-        reason=f"{system} runs all of it again",
+        what="the end of a block that no backward reads, omitted from recompute",
+        reason=f"{system} recomputes all of it",
     )

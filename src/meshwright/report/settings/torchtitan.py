@@ -1,12 +1,12 @@
-"""torchtitan: a Python module with a config function, as release 0.3 takes its settings (it reads no TOML any more).
+"""torchtitan: a Python module with a config function, the form of settings in release 0.3.
 
     parallelism.pipeline_parallel_degree            stages      parallelism.pipeline_parallel_microbatch_size
     parallelism.data_parallel_replicate_degree      replicas    parallelism.module_fqns_per_model_part   the cut
     training.local_batch_size, global_batch_size    samples of a replica (of one accumulation without stages), of all
-    parallelism.data_parallel_shard_degree          replicas that share by ZeRO 2 or 3 (fsdp_reshard_after_forward)
+    parallelism.data_parallel_shard_degree          replicas that shard by ZeRO 2 or 3 (fsdp_reshard_after_forward)
     parallelism.tensor_parallel_degree, enable_sequence_parallel, context_parallel_degree      axes of the split
-    parallelism.expert_parallel_degree              ranks that share experts out, of those that FSDP2 shards over
-    activation_checkpoint                           every block runs again, all of it or but for costly ops; or nothing
+    parallelism.expert_parallel_degree              ranks that divide the experts, among those that FSDP2 shards over
+    activation_checkpoint                           recompute every block, all of it or all but costly ops; or nothing
 
 Names and meanings: torchtitan 0.3.0, torchtitan/config/configs.py and trainer.py; the mesh's order (stages outermost,
 tensor innermost): torchtitan/distributed/parallel_dims.py; units that are gathered: torchtitan/distributed/fsdp.py.
@@ -54,13 +54,13 @@ def export_torchtitan(facts: RegularPlan) -> Settings:
         )
     if facts.zero == 1:
         raise PlanError(
-            "The plan shares optimizer states out by ZeRO 1; torchtitan's FSDP2 shares gradients, too. "
+            "The plan shards optimizer states by ZeRO 1; torchtitan's FSDP2 also shards gradients. "
             "Plan with --zero 2, or --zero 0."
         )
     if facts.again.kind not in ("nothing", "op") and not facts.again.is_full:
         raise PlanError(
-            f"The plan computes {facts.again.describe()} again; torchtitan {VERSION} can compute every block again, "
-            "whole or but for results of attention and products. Plan with --recompute full, op or none."
+            f"The plan recomputes {facts.again.describe()}; torchtitan {VERSION} can recompute every block, whole or "
+            f"except results of attention and products. Plan with --recompute full, op or none."
         )
     if plan.offload.activations == "host":
         refuse_offload(plan, SYSTEM, "has no setting for activations on the host")
@@ -103,7 +103,7 @@ def _parallelism(facts: RegularPlan) -> dict[str, Any]:
     if sharding.expert > 1:
         values["parallelism.expert_parallel_degree"] = sharding.expert
     if sharding.context > 1:
-        # The one for FlexAttention, which torchtitan's models have unless told otherwise.
+        # The load balancer for FlexAttention, which torchtitan's models have by default.
         values["parallelism.context_parallel_load_balancer"] = "ptrr"
     if is_shared or sharding.context > 1 or sharding.expert > 1:
         values["parallelism.fsdp_reshard_after_forward"] = RESHARD.get(facts.zero, "never")

@@ -1,8 +1,8 @@
 """The calculus of indices: what a tensor's number at an index is, in letters (to prove) and in numbers (to compute).
 
-`whole` polynomials of sizes and indices · `facts` what follows from their bounds · `sums` the normal form of a number ·
-`machine` what definitions are written in · `symbols` runs them over letters · `arrays` over numbers of `fields`. What
-proves needs z3 and is imported from its modules; what computes is here.
+`whole` polynomials of sizes and indices · `facts` what follows from their bounds · `sums` the normal form of a number
+· `machine` the interface for definitions · `symbols` runs them over letters · `arrays` over numbers of `fields`.
+Proofs need z3 and are imported from their modules; computation is exported here.
 """
 
 from meshwright.rewrite.calculus.arrays import Arrays

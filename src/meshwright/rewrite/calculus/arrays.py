@@ -55,7 +55,7 @@ class Arrays:
     _axis: int = field(default=1, init=False)
 
     def compute(self, result: Indexed) -> NDArray[Any]:
-        """All numbers of a result: (draws, sizes...). Raises IllTypedError if it is too large to be computed so."""
+        """All numbers of a result: (draws, sizes...). Raises IllTypedError for a result that is too large."""
         rank = result.rank
         if min(result.shape, default=1) < 1:
             raise IllTypedError(f"a result of sizes {result.shape}")
@@ -81,7 +81,7 @@ class Arrays:
         return Element(self.numbers, self._unordered(self._ordered(values).max(axis=axis, keepdims=True)))
 
     def lowest(self) -> Element:
-        """What is below all numbers."""
+        """A value below all numbers."""
         low = -np.inf if self.numbers.dtype is np.float64 else self._unordered(np.array(-(PRIME // 2)))
         return self._constant(low)
 
@@ -104,7 +104,7 @@ class Arrays:
         """One of two scalars, by a scalar that is 1 or 0; what is not chosen may be infinite."""
         if self.numbers.dtype is np.float64:
             return Element(self.numbers, np.where(truth.values != 0, then.values, otherwise.values))
-        # Over a field, a tensor that is chosen by holds any numbers: the formula is what is compared.
+        # Over a field, the condition tensor holds arbitrary numbers; the formula as a whole is compared.
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Element) -> Element:
@@ -141,7 +141,7 @@ class Arrays:
     def quotient(self, extent: int, by: int, why: str) -> int:
         """The whole quotient of a size that must be divisible."""
         if by < 1 or extent % by:
-            raise IllTypedError(f"{why}: {extent} is no multiple of {by}")
+            raise IllTypedError(f"{why}: {extent} is not a multiple of {by}")
         return extent // by
 
     def ordered(self, low: int, high: int, why: str) -> None:
@@ -170,13 +170,13 @@ class Arrays:
             self._axis = axis
         shape = (*values.shape[:axis], extent, *values.shape[axis + 1 :])
         if np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS:
-            raise IllTypedError("more numbers than this way of computing is meant for")
+            raise IllTypedError("more numbers than `Arrays` is meant for")
         return np.broadcast_to(values, shape), axis
 
     def _gathered(self, values: NDArray[Any], index: Sequence[Any]) -> Element:
         if not index:
             return Element(self.numbers, values.reshape(-1, *(1,) * (_AXES - 1)))
-        # Places outside are read where a choice drops them later.
+        # Positions outside are clamped; a later choice drops their values.
         places = [
             np.clip(np.reshape(np.asarray(place), np.shape(place) or (1,) * _AXES), 0, size - 1)
             for place, size in zip(index, values.shape[1:], strict=True)
@@ -185,7 +185,7 @@ class Arrays:
         return Element(self.numbers, values[(draws, *places)])
 
     def _ordered(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Numbers as they are ordered: elements of a field as representatives around 0."""
+        """Numbers in an order: elements of a field as representatives around 0."""
         if self.numbers.dtype is np.float64:
             return values
         return np.where(values > PRIME // 2, values - PRIME, values)

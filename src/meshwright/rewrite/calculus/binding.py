@@ -1,4 +1,4 @@
-"""A letter bound over the cases of a body: its sum, its largest, and the range that guards leave of it."""
+"""Bind a letter over the cases of a body: its sum, its maximum, and the range that guards allow for it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _bind(facts: LetterBounds, key: Product, letter: Letter, extent: Polynomial,
 def _narrow(
     facts: LetterBounds, letter: Letter, extent: Polynomial, guards: Guards
 ) -> tuple[Polynomial, Polynomial, Guards] | None:
-    """(first, count, guards that are left) of the range that guards on the letter leave of 0 <= letter < extent."""
+    """(first, count, remaining guards) of the range of 0 <= letter < extent that guards on the letter allow."""
     if not facts.possible(guards):
         return None
     low, high = Polynomial.of(0), extent
@@ -127,7 +127,7 @@ def size_total(extent: Polynomial) -> Total:
 
 
 def largest_of(branches: list[Branch]) -> Total:
-    """The largest of branches; those that are a largest themselves become their branches."""
+    """The maximum over branches; nested maxima are flattened."""
     flat: set[Branch] = set()
     for branch in branches:
         inner = branch.value.only_atom

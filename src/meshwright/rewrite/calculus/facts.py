@@ -1,9 +1,8 @@
-"""What is known of letters (their bounds), and what follows from it.
+"""Known bounds of letters, and what follows from them.
 
-A **guard** is a polynomial that is at least 0. Most questions are answered by putting bounds in for letters, or by an
-example among a few hundred random sizes and indices; what is left goes to z3, for all sizes at once. Where z3 does not
-know, neither do we: a guard is then not implied, and a set of guards counts as possible, so that nothing is proved that
-is false.
+A **guard** is a polynomial that is at least 0. Most questions are answered by substituting bounds for letters, or by
+an example among a few hundred random sizes and indices; z3 decides the rest, for all sizes at once. If z3 does not
+know, a guard counts as not implied, and a set of guards as possible, so that nothing false is proved.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ Guards: TypeAlias = "frozenset[Guard]"
 NO_GUARDS: Guards = frozenset()
 
 _Z3_MS = 200
-# A proof that needs more questions than this is not found.
+# A proof that needs more z3 questions than this is given up.
 MOST_QUESTIONS = 400
 _NUM_EXAMPLES = 256
-# Sizes of examples exceed their least by less than this.
+# Sizes of examples exceed their minimum by less than this.
 _EXAMPLE_SPREAD = 6
 
 
 class LetterBounds:
-    """Bounds of letters; letters are added, never changed, so that answers may be kept."""
+    """Bounds of letters; letters are added, never changed, so that answers can be cached."""
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
         self._bounds: dict[Letter, tuple[Polynomial, Polynomial | None]] = {}
@@ -51,7 +50,7 @@ class LetterBounds:
         self.questions_left = questions
 
     def declare(self, letter: Letter, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
-        """Say that ``low <= letter < high``; returns the letter as a number."""
+        """Declare that ``low <= letter < high``; returns the letter as a number."""
         if letter not in self._bounds:
             self._bounds[letter] = (Polynomial.of(low), None if high is None else Polynomial.of(high))
             self._order[letter] = len(self._order)
@@ -59,18 +58,18 @@ class LetterBounds:
         return Polynomial.letter(letter)
 
     def fresh(self, prefix: str, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
-        """A letter that is not there yet."""
+        """A new letter that does not exist yet."""
         return self.declare(f"{prefix}{len(self._order)}", low, high)
 
     def assume(self, guard: Guard) -> None:
-        """Say that a guard holds everywhere."""
+        """Assume that a guard holds everywhere."""
         if not self._at_least_0(guard):
             self._assumed.append(guard)
             self._sound &= self._values(guard) >= 0
             self._kept.clear()
 
     def allows(self, values: Mapping[Letter, Polynomial]) -> bool:
-        """Whether what is assumed holds for these values, as far as it is about their letters."""
+        """Whether the assumptions hold for these values, as far as they concern these letters."""
         for guard in self._assumed:
             number = guard.substitute(values).constant
             if number is not None and number < 0:
@@ -78,7 +77,7 @@ class LetterBounds:
         return True
 
     def assume_equal(self, one: Polynomial, other: Polynomial) -> None:
-        """Say that two numbers are equal everywhere."""
+        """Assume that two numbers are equal everywhere."""
         difference = self._reduced(one - other)
         if difference.terms:
             self._zeros.append(difference)
@@ -93,7 +92,7 @@ class LetterBounds:
         return bool(self._assumed) and self.implies(frozenset(), difference) and self.implies(frozenset(), -difference)
 
     def _reduced(self, number: Polynomial) -> Polynomial:
-        """The number with what is assumed to be 0 subtracted, so that each of those loses its last monomial."""
+        """The number reduced by the assumed equations, each of which removes its last monomial."""
         for zero in self._zeros:
             last, factor = zero.terms[-1]
             here = dict(number.terms).get(last, 0)
@@ -102,7 +101,7 @@ class LetterBounds:
         return number
 
     def floored(self, number: Polynomial, by: Polynomial) -> Polynomial:
-        """The letter of a quotient that is rounded down; the same for the same numbers."""
+        """The letter of a quotient that is rounded down; equal numbers give the same letter."""
         if (number, by) not in self._quotients:
             quotient = self.fresh("f", 0)
             self._quotients[number, by] = quotient
@@ -137,7 +136,7 @@ class LetterBounds:
         return self._kept[key]
 
     def possible(self, guards: Guards) -> bool:
-        """Whether some sizes and indices satisfy all guards; True where nobody knows."""
+        """Whether some sizes and indices satisfy all guards; True if unknown."""
         for guard in guards:
             number = guard.constant
             if (number is not None and number < 0) or -guard - 1 in guards or self._at_least_0(-guard - 1):
@@ -151,7 +150,7 @@ class LetterBounds:
         return self._kept[key]
 
     def _at_least_0(self, guard: Guard) -> bool:
-        """Whether bounds alone show it: each index replaced by the end that makes the polynomial least."""
+        """Whether bounds alone show it: each index is replaced by the end that minimizes the polynomial."""
         self._ensure(guard)
         for letter in sorted(set(guard.letters()), key=lambda item: -self._order[item]):
             low, high = self._bounds[letter]
@@ -168,7 +167,7 @@ class LetterBounds:
         return self._never_negative(guard)
 
     def _never_negative(self, number: Polynomial) -> bool:
-        """Whether a polynomial of sizes has no negative coefficient, written in what each exceeds its least by."""
+        """Whether a polynomial has no negative coefficient when written in the excess of sizes over their minimum."""
         letters = set(number.letters())
         if any(self._bounds[letter][1] is not None or self._bounds[letter][0].constant is None for letter in letters):
             return False
@@ -176,13 +175,13 @@ class LetterBounds:
         return all(factor >= 0 for _, factor in moved.terms)
 
     def _ensure(self, number: Polynomial) -> None:
-        """Letters that were made by renaming have no bounds here; of them it is known that they are no less than 0."""
+        """Give bounds to letters made by renaming: at least 0."""
         for letter in number.letters():
             if letter not in self._bounds:
                 self.declare(letter, 0)
 
     def _draw(self, letter: Letter) -> None:
-        """Examples of a letter between its bounds; those for which there is nothing between them are none."""
+        """Draw examples of a letter between its bounds; examples with an empty range become invalid."""
         low, high = self._bounds[letter]
         first = self._values(low)
         room = np.full(_NUM_EXAMPLES, _EXAMPLE_SPREAD) if high is None else self._values(high) - first

@@ -1,7 +1,7 @@
-"""Numbers to compute laws with: doubles, and the prime field of p < 2^28 elements.
+"""Number systems for checking laws: doubles, and the prime field of p < 2^28 elements.
 
-Over the field every ring law is exact, and two sides that differ agree by chance once in p. Products of two elements
-fit into int64, and so do sums of 2^35 of them.
+Over the field every ring law is exact, and two different sides agree by chance once in p. Products of two elements fit
+into int64, and so do sums of 2^35 of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class NumberField(Protocol):
 
     @property
     def dtype(self) -> type[np.generic]:
-        """What arrays of them hold."""
+        """The dtype of arrays of these numbers."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Results of additions and multiplications brought into the numbers' range."""
+        """Bring results of additions and multiplications into the numbers' range."""
 
     def constant(self, value: Fraction) -> Any:
         """A constant."""
@@ -41,7 +41,7 @@ class NumberField(Protocol):
         """A function of `FUNCTIONS`."""
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Numbers to compute with."""
+        """Random numbers to compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Doubles:
 
 @dataclass(frozen=True, slots=True)
 class PrimeField:
-    """Whole numbers modulo `PRIME`; functions of which little is known are random ones, by ``seed``."""
+    """Whole numbers modulo `PRIME`; functions with few known properties are random ones, by ``seed``."""
 
     seed: int = 0
 

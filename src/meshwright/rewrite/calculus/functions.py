@@ -1,4 +1,4 @@
-"""Functions of numbers: what they compute, over floats and over a prime field, and what is known of them.
+"""Functions of numbers: their values over floats and over a prime field, and their known properties.
 
 Over the field, an unknown function is a random one, so that only laws which hold for every function appear; numbers are
 ordered as -p/2 … p/2, so that the largest of some and what follows from it keep their laws.
@@ -60,26 +60,26 @@ FUNCTIONS: dict[str, Function] = {
     "ceil": Function(compute=np.ceil, idempotent=True, at_0=0),
     "round": Function(compute=np.round, idempotent=True, odd=True, at_0=0),
     "greater": Function(compute=lambda x, y: (x > y) * 1.0, in_field=lambda x, y: (x > y).astype(np.int64)),
-    # Of NaN, neither greater nor less or equal is true.
+    # For NaN, neither "greater" nor "less or equal" is true.
     "less_equal": Function(compute=lambda x, y: (x <= y) * 1.0, in_field=lambda x, y: (x <= y).astype(np.int64)),
     "equal": Function(
         compute=lambda x, y: (x == y) * 1.0, in_field=lambda x, y: (x == y).astype(np.int64), commutative=True
     ),
     "power": Function(compute=np.power),
     "bitcast": Function(compute=lambda x: x),
-    # Rounded to a grid: what is known of a cast is that twice is once.
+    # Rounding to a grid: the only known property of a cast is idempotence.
     "cast": Function(compute=lambda x: x, idempotent=True),
     "maximum": Function(compute=np.maximum, in_field=np.maximum, commutative=True),
 }
 
 
 def function_of(name: str) -> Function:
-    """The function of a name; ``cast:int8`` is one of the family of casts, unlike all others of it."""
+    """The function with a name; ``cast:int8`` is one of the family of casts, different from all others."""
     return FUNCTIONS[name.partition(":")[0]]
 
 
 def salt_of(name: str) -> int:
-    """A number that tells names apart."""
+    """A number derived from a name, different for different names."""
     mixed = 0
     for letter in name:
         mixed = (mixed * 131 + ord(letter)) % 2**61
@@ -87,7 +87,7 @@ def salt_of(name: str) -> int:
 
 
 def known_value(name: str, arguments: Sequence[Total]) -> Total:
-    """The function's normal form at totals, by what is known of it."""
+    """The function's normal form at totals, by its known properties."""
     function = function_of(name)
     first = arguments[0]
     if len(arguments) == 1:
@@ -111,7 +111,7 @@ def known_value(name: str, arguments: Sequence[Total]) -> Total:
 
 
 def _is_negative(total: Total) -> bool:
-    """Whether the first of its products, by text, has a negative factor: one of x and -x is, the other is not."""
+    """Whether the first product, ordered by text, has a negative factor: true for exactly one of x and -x."""
     items = [(_text(Total({key: Fraction(1)})), factor) for key, factor in total.items]
     return bool(items) and min(items)[1] < 0
 

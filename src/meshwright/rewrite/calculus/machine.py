@@ -1,8 +1,7 @@
-"""What definitions of operators are written in: tensors that are functions of their indices.
+"""The interface for definitions of operators: tensors that are functions of their indices.
 
-A definition gets a `Arithmetic` and its operands, and returns the result as an `Indexed`. The same definition is run by
-`symbols.Symbols`, for sizes that are letters, which proves, and by `numbers.Arrays`, for sizes that are numbers, which
-computes.
+A definition receives an `Arithmetic` and its operands, and returns the result as an `Indexed`. The same definition is
+run by `symbols.Symbols` for symbolic sizes, to prove, and by `arrays.Arrays` for numeric sizes, to compute.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# An index or a size: a whole number, a polynomial, or an array of indices. A scalar: whatever a machine computes with.
+# An index or a size: a whole number, a polynomial, or an array of indices. A scalar: a machine's own type.
 Index = Any
 Scalar = Any
 Condition = Any
 
 
 class IllTypedError(Exception):
-    """Operands that an operator does not take; says why."""
+    """Operands that an operator does not accept, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Arithmetic(Protocol):
         """The largest ``body(k)``."""
 
     def lowest(self) -> Scalar:
-        """What is below all numbers: no candidate for `largest`."""
+        """A value below all numbers: never chosen by `largest`."""
 
     def within(self, index: Index, low: Index, high: Index) -> Condition:
         """Whether ``low <= index < high``."""

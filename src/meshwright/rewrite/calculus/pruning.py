@@ -1,4 +1,4 @@
-"""Normal forms with fewer guards: what follows where other guards hold is left out."""
+"""Normal forms with fewer guards: guards that follow from others are removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def simplified(facts: LetterBounds, total: Total, given: Guards) -> Total:
-    """The total where guards hold: with fewer guards inside, and bound letters named alike."""
+    """The total where guards hold, with fewer guards inside and canonical names of bound letters."""
     return named_alike(_pruned(facts, total, given))
 
 
@@ -59,7 +59,7 @@ def _pruned_atom(facts: LetterBounds, atom: Atom, given: Guards) -> Atom:
 
 
 def _is_met(facts: LetterBounds, binders: tuple[Binder, ...], guards: Guards, given: Guards) -> bool:
-    """Whether some values of the binders satisfy the guards, each of which is about one of them, wherever given."""
+    """Whether some values of the binders satisfy the guards, each about one binder, wherever ``given`` hold."""
     left = set(guards)
     for name, extent in binders:
         lows, highs = [Polynomial.of(0)], [extent - 1]
@@ -80,7 +80,7 @@ def _is_met(facts: LetterBounds, binders: tuple[Binder, ...], guards: Guards, gi
 
 
 def _fewer(facts: LetterBounds, guards: Guards, given: Guards) -> Guards | None:
-    """Guards that do not follow from the given ones; None if they contradict them."""
+    """The guards that do not follow from the given ones; None if they contradict them."""
     if not guards:
         return guards
     if not facts.possible(guards | given):

@@ -5,7 +5,7 @@
     atom     = a tensor's number at indices · a function of totals · the largest of totals · a letter as a number
 
 Sums are multiplied out, so that laws of rings (distribution, association, exchange of summation signs) need no search:
-both sides of a true one have the same form once bound letters are named alike (`named_alike`).
+both sides of a true law have the same form once bound letters have canonical names (`named_alike`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _names = count()
 
 
 class TooLargeError(Exception):
-    """A normal form with more products than anyone wants to compare."""
+    """A normal form with too many products to compare."""
 
 
 class Read(NamedTuple):
@@ -40,7 +40,7 @@ class Read(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """A function of numbers of which nothing else is known."""
+    """A function of numbers without a simpler known form."""
 
     function: str
     arguments: tuple[Total, ...]
@@ -104,7 +104,7 @@ class Total:
 
     @property
     def constant(self) -> Fraction | None:
-        """The number, if nothing else is in it."""
+        """The number, if the total contains nothing else."""
         if not self.items:
             return Fraction(0)
         ((key, factor), *rest) = self.items
@@ -152,7 +152,7 @@ class Total:
         return {letter for key, _ in self.items for letter in product_letters(key)}
 
     def substitute(self, values: Mapping[Letter, Polynomial]) -> Total:
-        """Free letters exchanged; the values hold no letter that is bound in here."""
+        """Replace free letters; the values must not contain a letter that is bound here."""
         changed: dict[Product, Fraction] = {}
         for key, factor in self.items:
             new = substitute_product(key, values)
@@ -161,7 +161,7 @@ class Total:
 
 
 def every_letter(number: Polynomial) -> set[Letter]:
-    """All letters of a number, those inside of indices that are data, too."""
+    """All letters of a number, including those inside of data-dependent indices."""
     found = set(number.letters())
     for letter in tuple(found):
         value = data_value(letter)
@@ -191,7 +191,7 @@ def product_letters(key: Product) -> set[Letter]:
 
 
 def substitute_product(key: Product, values: Mapping[Letter, Polynomial]) -> Product:
-    """Letters of a product exchanged, those of its binders only for other letters."""
+    """Replace letters of a product; its binders only by other letters."""
     powers: dict[Atom, int] = {}
     for atom, power in key.powers:
         new = _substitute_atom(atom, values)
@@ -209,7 +209,7 @@ def fresh_binders(binders: tuple[Binder, ...]) -> dict[Letter, Polynomial]:
 
 
 def named_alike(total: Total, depth: int = 0) -> Total:
-    """The same total with bound letters named by their place, so that equal ones are equal in form."""
+    """The same total with bound letters named by position, so that equal totals have equal form."""
     named: dict[Product, Fraction] = {}
     for key, factor in total.items:
         new = _named(key, depth)
@@ -229,7 +229,7 @@ def _named(key: Product, depth: int) -> Product:
 
 
 def _orders(key: Product) -> Iterator[tuple[Letter, ...]]:
-    """Orders of the binders worth trying: by how each occurs; those that occur alike in all orders."""
+    """Orders of the binders worth trying: by how each occurs; binders that occur equally, in all orders."""
     alike: dict[str, list[Letter]] = {}
     for name, extent in key.binders:
         marks = {other: Polynomial.letter("*" if other == name else "?") for other, _ in key.binders}
@@ -307,7 +307,7 @@ def _substitute_atom(atom: Atom, values: Mapping[Letter, Polynomial]) -> Atom:
 
 
 def _in_number(number: Polynomial, values: Mapping[Letter, Polynomial]) -> Polynomial:
-    """Letters of a number exchanged, also inside of indices that are data."""
+    """Replace letters of a number, also inside of data-dependent indices."""
     inner = {}
     for letter in number.letters():
         value = data_value(letter)

@@ -1,8 +1,8 @@
 """`Symbols`: the machine that runs definitions for sizes that are letters.
 
-A scalar is a **value**: disjoint cases, each a set of guards with a `Total`, that together cover all indices. Where a
-definition asks for two sizes to be equal, or an index to be divided, and that is not known yet, an exception tells what
-letter to replace (`SizesDifferError`, `RefineError`); whoever runs the definition replaces it and begins again.
+A scalar is a **value**: disjoint cases, each a set of guards with a `Total`, that together cover all indices. If a
+definition requires two sizes to be equal, or an index to be divided, and that is not known yet, an exception names the
+letter to replace (`SizesDifferError`, `RefineError`); the caller replaces it and runs the definition again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_TERMS = 4
 
 
 class SizesDifferError(Exception):
-    """Two sizes have to be equal and are not in form; ``or_one``: the first may be 1 instead."""
+    """Two sizes must be equal but have different forms; ``or_one``: the first may be 1 instead."""
 
     def __init__(self, one: Polynomial, other: Polynomial, why: str, *, or_one: bool = False) -> None:
         super().__init__(f"{why}: {one} and {other}")
@@ -69,20 +69,20 @@ class Value:
 
 
 class Symbols:
-    """Runs definitions over letters; one object for all that is compared with each other."""
+    """Runs definitions over letters; one object for all values that are compared with each other."""
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
         self.facts = LetterBounds(questions)
         # Letters that a sum binds are renamed later: a quotient of one would keep the old name.
         self._bound: set[Letter] = set()
-        # Letters that an attribute divides by: they are not 0 where the rule is well typed.
+        # Letters that an attribute divides by: they are not 0 if the rule is well typed.
         self.inverted: set[Polynomial] = set()
         self._quotients: dict[tuple[Polynomial, Polynomial], Polynomial] = {}
-        # Orders that were demanded and are to be shown later; None where they are demanded at once.
+        # Required orders that are to be proved later; None if they are required at once.
         self.owed: list[Polynomial] | None = None
 
     def read(self, tensor: str, shape: Sequence[Polynomial]) -> Callable[..., Value]:
-        """The numbers of an operand; in a dim of one number there is one place."""
+        """The numbers of an operand; a dim of size 1 has only index 0."""
 
         def at(*index: int | Polynomial) -> Value:
             places = [Polynomial.of(0 if size == 1 else place) for place, size in zip(index, shape, strict=True)]
@@ -107,7 +107,7 @@ class Symbols:
         return self._closed(Polynomial.of(extent), body, partial(maximised, self.facts), self.largest)
 
     def lowest(self) -> Value:
-        """What is below all numbers."""
+        """A value below all numbers."""
         return self._plain(LOWEST)
 
     def within(self, index: int | Polynomial, low: int | Polynomial, high: int | Polynomial) -> Condition:
@@ -135,7 +135,7 @@ class Symbols:
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Value) -> Value:
-        """A function of values, by what is known of it."""
+        """A function of values, by its known properties."""
         if function == "maximum":
             return self.combine(lambda *each: largest_of([Branch((), NO_GUARDS, item) for item in each]), *arguments)
         if function == "reciprocal" and self.inverted:
@@ -235,7 +235,7 @@ class Symbols:
         return self._quotients[key]
 
     def ordered(self, low: int | Polynomial, high: int | Polynomial, why: str) -> None:
-        """Demand that one size is not above another: the other is the one and something more."""
+        """Require that one size is not above another: the larger is the smaller plus something at least 0."""
         low, high = Polynomial.of(low), Polynomial.of(high)
         if self.owed is not None:
             self.owed.append(high - low)
@@ -248,7 +248,7 @@ class Symbols:
         return number if by == 1 else self.facts.floored(number, by)
 
     def equal(self, one: Value, other: Value) -> tuple[Guards, Total] | None:
-        """None if both are the same number everywhere; else a case in which it was not shown, with the difference."""
+        """None if both are the same number everywhere; else a case without a proof, with the difference."""
         for (given, left), (more, right) in product(one.cases, other.cases):
             guards = given | more
             if self.facts.possible(guards):

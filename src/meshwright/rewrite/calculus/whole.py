@@ -1,6 +1,6 @@
 """Whole numbers with letters: polynomials over sizes, indices and attributes, in one canonical form.
 
-A letter is a name, or stands for an index that is itself a value of a tensor (`data_letter`: the row that an embedding
+A letter is a name, or represents an index that is itself a value of a tensor (`data_letter`: the row that an embedding
 looks up).
 """
 
@@ -20,7 +20,7 @@ _DATA: dict[Letter, Any] = {}
 
 
 class NotExpressibleError(Exception):
-    """Something that has no form in letters, though it may be a number at some sizes."""
+    """A value that has no form in letters, though it may be a number at some sizes."""
 
 
 def data_letter(value: Any) -> Letter:
@@ -31,7 +31,7 @@ def data_letter(value: Any) -> Letter:
 
 
 def data_value(letter: Letter) -> Any:
-    """The value that a letter stands for; None for all other letters."""
+    """The value that a letter represents; None for all other letters."""
     return _DATA.get(letter) if letter[0] == "@" else None
 
 
@@ -98,7 +98,7 @@ class Polynomial:
         """The quotient, where it is whole for all sizes; NotExpressibleError elsewhere."""
         split = self.split_by(Polynomial.of(other))
         if split is None or split[1].terms:
-            raise NotExpressibleError(f"{self} is no multiple of {other}")
+            raise NotExpressibleError(f"{self} is not a multiple of {other}")
         return split[0]
 
     def __eq__(self, other: object) -> bool:
@@ -125,18 +125,18 @@ class Polynomial:
 
     @property
     def single(self) -> Letter | None:
-        """The letter, if it is nothing else."""
+        """The letter, if the polynomial is just one letter."""
         if len(self.terms) == 1 and self.terms[0][1] == 1 and len(self.terms[0][0]) == 1:
             return self.terms[0][0][0]
         return None
 
     def letters(self) -> Iterator[Letter]:
-        """All letters, some several times."""
+        """All letters, possibly repeated."""
         for monomial, _ in self.terms:
             yield from monomial
 
     def factor_of(self, letter: Letter) -> Polynomial:
-        """What the letter is multiplied with; meaningful where it occurs in the first power only."""
+        """The factor of the letter; meaningful only if the letter occurs in the first power."""
         return Polynomial({_without(m, letter): c for m, c in self.terms if letter in m})
 
     def primitive(self) -> Polynomial:

@@ -1,6 +1,6 @@
-"""torch.fx graphs in and out: the only part of rewriting that knows torch's operators.
+"""torch.fx graphs in and out: the only part of rewriting that depends on torch's operators.
 
-`read_captured` makes terms of a captured model, `write_graph` a module of terms.
+`read_captured` turns a captured model into terms, `write_graph` terms into a module.
 """
 
 from meshwright.rewrite.fx.captured import read_captured

@@ -1,6 +1,7 @@
-"""Declared operators as ATen calls: by operator, what computes it.
+"""Emitters: declared operators as ATen calls.
 
-An emitter gets a `AtenCall`, with the operands as nodes, the attributes and the result's type, and adds one ATen call.
+An emitter gets an `AtenCall`, with the operands as nodes, the attributes and the result's type, and adds one ATen
+call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class AtenCall:
-    """One operator to write: ``x`` operands, ``numbers`` those that are one number everywhere, ``a`` attributes."""
+    """One operator to write: ``x`` operands, ``numbers`` operands that are one number everywhere, ``a`` attributes."""
 
     graph: fx.Graph
     x: tuple[Any, ...]
@@ -41,7 +42,7 @@ Emitter: TypeAlias = "Callable[[AtenCall], fx.Node]"
 
 
 def number_of(terms: Terms, term: int) -> float | None:
-    """The number that a constant term has everywhere."""
+    """The number that a constant term has at every index."""
     node = terms.nodes[term]
     if node.operator == "full":
         return float(node.attribute("value"))
@@ -73,8 +74,8 @@ def _matmul(c: AtenCall) -> fx.Node:
     is_turned = other.op == "call_function" and other.target is aten.permute.default
     order: list[int] = list(other.args[1]) if is_turned else []
     if len(order) == 4 and order[-1] != 3:
-        # As attention is written by hand: heads first, then keys turned. Inductor (torch 2.13) takes one transpose in
-        # place of both for one of its patterns, and fails on the shapes.
+        # Two transposes, as in hand-written attention: heads first, then keys. Inductor (torch 2.13) takes a single
+        # transpose for one of its patterns, and fails on the shapes.
         heads = c.to(aten.permute.default, other.args[0], [*order[:2], order[3], order[2]])
         other = c.to(aten.permute.default, heads, [0, 1, 3, 2])
     return c.to(aten.matmul.default, one, other)

@@ -1,4 +1,4 @@
-"""Branches whose predicate does not change: the one that is taken takes the place of ``torch.cond``."""
+"""Replace ``torch.cond`` by the branch taken, if its predicate is constant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
 _COND = torch.ops.higher_order.cond
-# A predicate is made of few numbers; whatever has more is no flag.
+# A predicate is computed from few numbers; a larger tensor is not a flag.
 _MOST_ELEMENTS = 64
 
 
@@ -25,15 +25,15 @@ class _UnknownError(Exception):
 
 
 def settle_branches(module: fx.GraphModule, fixed: Set[str]) -> fx.GraphModule:
-    """The module, changed: no ``torch.cond`` is left whose predicate follows from what ``fixed`` names hold.
+    """Replace, in place, each ``torch.cond`` whose predicate follows from the ``fixed`` attributes.
 
-    A predicate is not known if something writes to what it is made of, nor while tensors are fake.
+    A predicate is unknown if something writes to its inputs, or while tensors are fake.
     """
     while (found := _settled(module, fixed)) is not None:
         node, taken = found
         results = _inlined(module, node, str(taken.target), node.args[3])
         for user in list(node.users):
-            # Results are fetched by place.
+            # Results are fetched by position.
             user.replace_all_uses_with(results[user.args[1]])
             module.graph.erase_node(user)
         module.graph.erase_node(node)
@@ -42,7 +42,7 @@ def settle_branches(module: fx.GraphModule, fixed: Set[str]) -> fx.GraphModule:
 
 
 def _settled(module: fx.GraphModule, fixed: Set[str]) -> tuple[fx.Node, Any] | None:
-    """A condition that is known, and the branch that it takes."""
+    """A condition with a known predicate, and the branch that it takes."""
     for node in module.graph.find_nodes(op="call_function", target=_COND):
         predicate, *branches, _ = node.args
         try:
@@ -54,7 +54,7 @@ def _settled(module: fx.GraphModule, fixed: Set[str]) -> tuple[fx.Node, Any] | N
 
 
 def _known(module: fx.GraphModule, value: Any, fixed: Set[str]) -> Any:
-    """What a value is whatever the batch is. Raises _UnknownError."""
+    """The value of a node, if it does not depend on the batch. Raises _UnknownError."""
     if not isinstance(value, fx.Node):
         return value
     if value.op == "get_attr" and str(value.target) in fixed and not _is_written(module, value):
@@ -74,7 +74,7 @@ def _known(module: fx.GraphModule, value: Any, fixed: Set[str]) -> Any:
 
 
 def _is_written(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a call writes to what an attribute holds, or might through a look at it."""
+    """Whether a call writes to an attribute's memory, or might do so through a view."""
     for other in module.graph.find_nodes(op="get_attr"):
         for user in other.users if other.target == node.target else ():
             written, aliased = written_and_aliased(user.target, user.args, user.kwargs, fx.Node)
@@ -84,7 +84,7 @@ def _is_written(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _inlined(module: fx.GraphModule, place: fx.Node, name: str, operands: Any) -> Any:
-    """Copies of a branch's nodes in front of a node; what the branch returns."""
+    """Copy a branch's nodes in front of a node; return the branch's results."""
     branch = attrgetter(name)(module)
     copies: dict[fx.Node, Any] = dict(zip(branch.graph.find_nodes(op="placeholder"), operands, strict=True))
     with module.graph.inserting_before(place):

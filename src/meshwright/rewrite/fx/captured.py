@@ -40,9 +40,9 @@ def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.Graph
 
 
 def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> ReadGraph:
-    """The graph of a captured model for batches of the size of ``inputs``, loss included.
+    """The graph of a captured model for batches of the size of ``inputs``, including the loss.
 
-    Raises CaptureError for a batch that is built unlike the captured one, RewriteError for what cannot be read.
+    Raises CaptureError for a batch with another structure than the captured one, RewriteError for an unreadable graph.
     """
     tensors = flatten_batch(captured, inputs, targets)
     graph, module = captured.graph, whole_graph(captured, tensors)
@@ -51,7 +51,7 @@ def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> ReadGra
         if tensor.role in ("parameter", "buffer", "constant"):
             roles[tensor.name] = tensor.role
     training = graph.mode == "training"
-    # In training, buffers may be another before the next step.
+    # In training, buffers may change before the next step.
     fixed = {name for name, role in roles.items() if role == "constant" or not training}
     settle_branches(module, fixed)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():

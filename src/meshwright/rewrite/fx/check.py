@@ -1,4 +1,4 @@
-"""The last net: a rewritten graph against the one it came from, in float64, with gradients and buffers."""
+"""Final check: compare a rewritten graph with its original in float64, with gradients and buffers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_equal(
 def check_close(
     before: fx.GraphModule, after: fx.GraphModule, tensors: Sequence[torch.Tensor], *, training: bool = False
 ) -> float:
-    """The same in the graphs' own dtypes; RewriteError beyond `OWN_TOLERANCE`, of low precision `LOW_TOLERANCE`."""
+    """The same in the graphs' own dtypes; RewriteError beyond `OWN_TOLERANCE`, or `LOW_TOLERANCE` at low precision."""
     one, two = (_run(copy.deepcopy(graph), tensors, training=training) for graph in (before, after))
     return _compare(one, two, OWN_TOLERANCE)
 
@@ -43,7 +43,7 @@ def _compare(one: dict[str, torch.Tensor | None], two: dict[str, torch.Tensor | 
     worst = 0.0
     for name, value in one.items():
         if name not in two:
-            # A parameter that is not read any more has no gradient; that of the original must be nothing, too.
+            # A parameter that is no longer read has no gradient; in the original, its gradient must be missing or 0.
             if value is not None and bool((value != 0).any()):
                 raise RewriteError(f"The rewritten graph has lost {name}; this is a defect, please report it.")
             continue
@@ -88,7 +88,7 @@ def _run(
         try:
             return _run_once(graph, tensors, training=True, through=True, double=double)
         except RuntimeError:
-            # A batch that is written to after it was read cannot be differentiated by.
+            # The gradient of a batch that is written to after it was read cannot be computed.
             return _run_once(graph, tensors, training=True, through=False, double=double)
     return _run_once(graph, tensors, training=False, through=False, double=double)
 
@@ -107,14 +107,14 @@ def _run_once(
     usual = torch.get_default_dtype()
     with torch.random.fork_rng(), torch.set_grad_enabled(training):
         torch.manual_seed(0)
-        # Whole numbers times a number are of the default type.
+        # Whole numbers times a float have the default dtype.
         torch.set_default_dtype(torch.float64 if double else usual)
         try:
             results = graph(*[tensor.clone() for tensor in given])
         finally:
             torch.set_default_dtype(usual)
     found: dict[str, torch.Tensor | None] = {f"output {i}": value.detach() for i, value in enumerate(results)}
-    # What was written; a buffer that is only read may be missing from the other graph.
+    # Only written buffers; a buffer that is only read may be missing from the other graph.
     for name, value in graph.named_buffers():
         if not torch.equal(value, before[name]):
             found[f"buffer {name}"] = value

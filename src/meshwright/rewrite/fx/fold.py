@@ -1,4 +1,4 @@
-"""Constant folding: what needs no batch is computed once, and held."""
+"""Constant folding: compute once, and store, what does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def fold_constants(
 ) -> tuple[Terms, int | None, dict[str, torch.Tensor]]:
     """The same graph with computed constants as inputs of kind "constant", the last token there, and their tensors.
 
-    ``frozen``: parameters and buffers do not change, so that what is made of them is constant, too. A constant of one
-    number everywhere stays, as torch's calls take numbers.
+    ``frozen``: parameters and buffers do not change, so that values computed from them are constant, too. A constant
+    with one number everywhere stays, because torch's calls accept numbers.
     """
     roots = (*terms.outputs, *(() if effects is None else (effects,)))
     needed = terms.needed(roots)
@@ -30,7 +30,7 @@ def fold_constants(
         for term in needed
         if term in constant and terms.nodes[term].operator not in (INPUT, "broadcast") and not _is_number(terms, term)
     ]
-    # A broadcast looks at what it repeats, and is folded nowhere.
+    # A broadcast is a view of its operand, and is never folded.
     looks = {term for term in needed if terms.nodes[term].operator == "broadcast" or term not in constant}
     read = {operand for term in looks for operand in terms.nodes[term].operands} | set(roots)
     folded = [term for term in wanted if term in read]
@@ -96,15 +96,15 @@ def _compute(terms: Terms, source: ReadGraph, wanted: list[int]) -> dict[int, to
         node = terms.nodes[term]
         place[term] = part.add(node._replace(operands=tuple(place[i] for i in node.operands)), terms.types[term])
     part.outputs = tuple(place[term] for term in wanted)
-    # Whatever memory they share, they are copied below.
+    # They may share memory; they are copied below.
     shared = replace(source, fresh=(False,) * len(wanted))
     with torch.no_grad():
         results = write_graph(part, shared)(*_unused(source))
-    # Operators are estimated, and fastest, on memory that lies in order.
+    # Operators are estimated for contiguous memory, and fastest there.
     contiguous = torch.contiguous_format
     return {term: result.detach().clone(memory_format=contiguous) for term, result in zip(wanted, results, strict=True)}
 
 
 def _unused(source: ReadGraph) -> list[None]:
-    """Stand-ins for the batch, which constants do not read."""
+    """Placeholders for the batch, which constants do not read."""
     return [None for term in source.terms.inputs() if source.terms.nodes[term].attribute("kind") == "batch"]

@@ -1,8 +1,8 @@
-"""Channels last: images with the channels of a point beside each other in memory, as oneDNN's kernels like them.
+"""Channels last: images with the channels of a point adjacent in memory, the preferred layout of oneDNN's kernels.
 
 Which layout is faster depends on the sizes, so that a graph is written in both and timed. Grappler's layout pass puts
-transposes around each operator and cancels pairs of them; torch carries the layout in strides, so that only what a
-convolution reads is asked to have it, which copies nothing where it has it already.
+transposes around each operator and cancels pairs of them; torch keeps the layout in strides, so that only inputs of
+convolutions are converted, without a copy if they already have it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The same module with convolutions in channels last, for weights that do not change; None where there are none.
+    """The same module with convolutions in channels last, for frozen weights; None if it has no convolutions.
 
-    Outputs are laid out as before. Weights are held a second time where they were not laid out so already.
+    Outputs keep their layout. Weights in another layout are stored a second time.
     """
     graph = copy.deepcopy(module.graph)
-    # Calls that were carried through may be of three dims.
+    # Opaque calls may have three dims.
     convolutions = [node for node in graph.nodes if node.target is aten.conv2d.default and node.meta.get("declared")]
     if not convolutions:
         return None

@@ -1,4 +1,4 @@
-"""`Rewritten`: a rewritten graph as a module that is called like the one it came from."""
+"""`Rewritten`: a rewritten graph as a module with the interface of the original."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def _returned(captured: Captured, sizes: Sequence[torch.Size]) -> Returned:
-    """How the model's output is put together; sizes of the batch that it returns are those of this one."""
+    """How the model's output is assembled; returned sizes of the batch are those of this batch."""
     trace = captured.trace
     if trace.returned is None:
-        raise RewriteError("How the model's output is put together is not known; return tensors, in tuples or dicts.")
+        raise RewriteError("The structure of the model's output is unknown; return tensors, in tuples or dicts.")
     batch_size = next((size[0] for size in sizes if len(size)), 1)
     env = walk_trace(trace, batch_size).env
     output = next(node for node in trace.graph.nodes if node.op == "output")
@@ -40,7 +40,7 @@ class Rewritten(nn.Module):
     """Calls a graph with the original module's arguments and returns what that returns.
 
     Parameters and buffers that the graph still reads are the user's own objects, under their names. It takes batches
-    of the sizes that it was rewritten for, in the mode that it was rewritten in; a RewriteError tells of any other.
+    of the sizes, and the mode, that it was rewritten for; any other raises RewriteError.
     """
 
     # For `capture_model`.
@@ -57,7 +57,7 @@ class Rewritten(nn.Module):
         self._sizes = tuple(sizes)
         self._for_training = training
         self.train(training)
-        # Tensors in, one tensor out: nothing has to be taken apart.
+        # Tensors in, one tensor out: no structure to flatten.
         positional = pytree.tree_structure(((0,) * len(self._sizes), {}, ()))
         self._plain = self._layout.spec == positional and returned.spec.is_leaf() and returned.leaves == ((True, 0),)
 

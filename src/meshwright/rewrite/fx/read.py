@@ -1,8 +1,8 @@
 """fx graph of ATen calls → `Terms`.
 
-What nobody declared becomes an opaque node. Writes in place are read as what they compute where nobody can tell the
-difference: the memory belongs to a value that the graph made, and only its newest view is read afterwards. All other
-calls that write, that touch memory which is written, or that draw random numbers, keep their order by a token.
+An undeclared operator becomes an opaque node. In-place writes are read as pure operators if that cannot be observed:
+the memory belongs to a value of the graph, and only its newest view is read afterwards. All other calls that write,
+that touch written memory, or that draw random numbers, keep their order by a token.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadGraph:
-    """A read graph: its terms, the calls behind opaque keys, and how the graph's inputs and attributes are called.
+    """A graph that was read: its terms, the calls behind opaque keys, and names of inputs and attributes.
 
     ``effects``: the last token, which the written graph has to keep, or None. ``fresh``: for each output, whether it
-    has memory of its own, that no input, attribute or other output shares.
+    has its own memory, which no input, attribute or other output shares.
     """
 
     terms: Terms
@@ -45,7 +45,7 @@ class ReadGraph:
 
 
 class Reader:
-    """What converters work with: the terms so far, and what torch says of the call's results."""
+    """The interface for converters: the terms so far, and torch's facts about the call's results."""
 
     def __init__(self, *, training: bool) -> None:
         self.terms = Terms()
@@ -71,7 +71,7 @@ class Reader:
         return self.dtype(term) in _FLOATS
 
     def given(self, *terms: int | None) -> tuple[int, ...]:
-        """Optional operands up to the first that is missing."""
+        """Optional operands up to the first missing one."""
         found = []
         for term in terms:
             if term is None:
@@ -82,8 +82,8 @@ class Reader:
     def full(self, type_: TensorType, value: float) -> int | None:
         """A constant of one number in float32; None for others.
 
-        In torch a number keeps its precision beside tensors of others: 0.1 is another number beside float64, and is not
-        rounded to bfloat16 beside that. And -0.0 is not 0.0, which it is equal to.
+        In torch a scalar keeps its precision beside tensors of other dtypes: 0.1 beside float64 is another number, and
+        beside bfloat16 it is not rounded. And -0.0 compares equal to 0.0 but differs from it.
         """
         if type_.dtype != "float32" or (value == 0 and math.copysign(1.0, value) < 0):
             return None
@@ -100,7 +100,7 @@ class Reader:
         return term if self.shape(term) == shape else self.terms.apply("reshape", term, shape=shape)
 
     def cut(self, term: int, axis: int, start: int, stop: int) -> int:
-        """Part of a dim."""
+        """A slice of one dim."""
         whole = (start, stop) == (0, self.shape(term)[axis])
         return term if whole else self.terms.apply("slice", term, axis=axis, start=start, stop=stop)
 
@@ -124,13 +124,13 @@ class Reader:
 
 
 class _Term(int):
-    """A term among a call's arguments, where whole numbers stand, too."""
+    """A term among a call's arguments, which may also be whole numbers."""
 
 
 def read_graph(module: fx.GraphModule, *, training: bool, kinds: Mapping[str, InputKind] | None = None) -> ReadGraph:
     """Read a graph of ATen calls whose nodes have fake values in ``meta["val"]``.
 
-    ``training``: calls that only matter to gradients are kept. ``kinds``: what attributes are, by name. Raises
+    ``training``: calls that only affect gradients are kept. ``kinds``: the kind of each attribute, by name. Raises
     RewriteError for a graph with sizes that are not numbers.
     """
     kept: set[fx.Node] = set()
@@ -142,14 +142,14 @@ def read_graph(module: fx.GraphModule, *, training: bool, kinds: Mapping[str, In
 
 
 class _AgainError(Exception):
-    """The graph has to be read again, with a call kept as it is."""
+    """The graph must be read again, with a call kept as it is."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
         self.node = node
 
 
-# Calls that are left out, as they only move numbers in memory.
+# Calls that are omitted, because they only move numbers in memory.
 _COPIES = ("aten.contiguous.default", "aten.clone.default")
 
 
@@ -163,7 +163,7 @@ class _Reading:
         self, module: fx.GraphModule, training: bool, kinds: Mapping[str, InputKind], kept: set[fx.Node]
     ) -> None:
         self._module, self._kinds, self._kept = module, kinds, kept
-        # By memory: calls that were left out and whose results are, or are looked at as, that memory.
+        # By memory: omitted calls whose results are that memory or views of it.
         self._copies: dict[fx.Node, list[fx.Node]] = {}
         self._reader = Reader(training=training)
         self._env: dict[fx.Node, Any] = {}
@@ -206,7 +206,7 @@ class _Reading:
     def _output(self, leaf: Any) -> int:
         value = self._env.get(leaf) if isinstance(leaf, fx.Node) else None
         if not isinstance(value, _Term):
-            raise RewriteError(f"The graph returns {leaf!r}, which is no tensor; only tensors can be rewritten.")
+            raise RewriteError(f"The graph returns {leaf!r}, which is not a tensor; only tensors can be rewritten.")
         return value
 
     def _call(self, node: fx.Node) -> Any:
@@ -220,10 +220,10 @@ class _Reading:
             if found is not None:
                 return found
         if not pinned and _writes(node):
-            # It was taken for a value of its own and has no meaning here: all that it touches keeps its order.
+            # It was read as a separate value, but has no equivalent here: all that it touches keeps its order.
             raise _AgainError(node)
         for operand in node.all_input_nodes:
-            # What is not known may depend on how its operands lie in memory.
+            # An unknown call may depend on the memory layout of its operands.
             for copy in self._copies.get(self._memory.root(operand), ()):
                 raise _AgainError(copy)
         return self._opaque(node, looks, pinned)
@@ -295,10 +295,10 @@ class _Reading:
 
 
 class _Memory:
-    """Which nodes share memory, and which of them are written so that order matters."""
+    """Which nodes share memory, and which of them are written in a way that makes order matter."""
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node]) -> None:
-        """``kept``: calls that have no other meaning than what torch does."""
+        """``kept``: calls without an equivalent, kept as torch's calls."""
         self._kept = kept
         self._group: dict[fx.Node, fx.Node] = {}
         self._made_in: dict[fx.Node, int] = {}
@@ -334,7 +334,7 @@ class _Memory:
                 )
 
     def fresh_outputs(self) -> tuple[bool, ...]:
-        """For each output, whether nothing that is given and no other output shares its memory."""
+        """For each output, whether no input, attribute or other output shares its memory."""
         nodes = list(self._group)
         given = {self.root(node) for node in nodes if node.op in ("placeholder", "get_attr")}
         (output,) = (node for node in nodes if node.op == "output")
@@ -342,16 +342,16 @@ class _Memory:
         return tuple(root is not None and root not in given and roots.count(root) == 1 for root in roots)
 
     def is_pinned(self, node: fx.Node) -> bool:
-        """Whether the call has to keep its place."""
+        """Whether the call must keep its position."""
         return node in self._pinned
 
     def rename(self, node: fx.Node, result: Any, env: dict[fx.Node, Any]) -> None:
-        """After a write in place that was read as a value: who reads the old name gets the new one."""
+        """After an in-place write that was read as a value: later readers of the old name get the new one."""
         if result is not None and str(node.target) in IN_PLACE:
             env[node.args[0]] = result  # type: ignore[index]
 
     def _is_private(self, root: fx.Node, pairs: list[tuple[fx.Node, fx.Node]]) -> bool:
-        """Whether writes to a group of values cannot be told from making new ones."""
+        """Whether in-place writes to a group of values are indistinguishable from creating new values."""
         members = [node for node in self._group if self.root(node) is root]
         if any(node.op in ("placeholder", "get_attr") for node in members):
             return False
@@ -371,7 +371,7 @@ class _Memory:
             self._group[self.root(node)] = self.root(other)
 
     def root(self, node: fx.Node) -> fx.Node:
-        """One node for all that share the node's memory."""
+        """The representative of all nodes that share the node's memory."""
         while self._group[node] is not node:
             node = self._group[node]
         return node
@@ -380,12 +380,12 @@ class _Memory:
 def _look(node: fx.Node) -> torch.Tensor:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        raise RewriteError(f"Nothing is known of the shape of {node.name!r}; propagate fake tensors first.")
+        raise RewriteError(f"The shape of {node.name!r} is unknown; propagate fake tensors first.")
     return value
 
 
 def _looks(node: fx.Node) -> list[torch.Tensor] | None:
-    """Fake values of the call's results; None if one of them is no tensor."""
+    """Fake values of the call's results; None if one of them is not a tensor."""
     value = node.meta.get("val")
     every = list(value) if isinstance(value, tuple | list) else [value]
     leaves = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""A module as a torch program in a file, which anybody with torch can load."""
+"""Save a module as a torch program in a file that torch alone can load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# Containers that torch knows in every process.
+# Containers that torch can rebuild in every process.
 _PLAIN = (tuple, list, dict)
 
 
 def save_program(module: nn.Module, inputs: Any, path: Path) -> None:
     """Export a module for the batch that it is called with (a tuple of arguments, or a dict), and write it (.pt2).
 
-    What loads it may not know the classes of the model's outputs: mappings of other libraries become dicts, and named
-    tuples tuples.
+    The loading process may lack the classes of the model's outputs: mappings of other libraries become dicts, and
+    named tuples tuples.
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
     buffer = io.BytesIO()
@@ -41,7 +41,7 @@ def _is_plain(spec: Any) -> bool:
 
 
 class _Plain(nn.Module):
-    """A module whose outputs are in containers of Python's own."""
+    """A module whose outputs are in Python's own containers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

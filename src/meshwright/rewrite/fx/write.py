@@ -15,7 +15,7 @@ from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, TermNode
 from meshwright.spec import RewriteError
 
 aten = torch.ops.aten
-# Of the largest over several dims, equal ones share the gradient otherwise than one dim after the other.
+# A maximum over several dims at once divides the gradient among equal maxima differently than one dim after the other.
 _REDUCTIONS = ("sum", "mean")
 _VIEWS = frozenset({"reshape", "transpose", "slice", "broadcast", "bitcast"})
 
@@ -63,7 +63,7 @@ class _Writing:
         for term in needed:
             self._emit(term)
         self.graph.output(tuple(map(self._output, range(len(self._terms.outputs)))))
-        # Elements that nobody reads, and constants that calls take as numbers.
+        # Unread elements, and constants that calls take as numbers.
         for node in reversed(list(self.graph.nodes)):
             if (node.target is operator.getitem or node in self._pure) and not node.users:
                 self.graph.erase_node(node)
@@ -72,7 +72,7 @@ class _Writing:
         return made
 
     def _over_several(self, node: TermNode) -> TermNode:
-        """A reduction of a reduction by the same operator as one over several dims, as torch has it."""
+        """A reduction of a reduction by the same operator as one reduction over several dims, as torch has it."""
         if node.operator not in _REDUCTIONS:
             return node
         axes, keep = [int(node.attribute("axis"))], bool(node.attribute("keep"))
@@ -82,7 +82,7 @@ class _Writing:
             if below.operator != node.operator or below.attribute("keep") != keep or self._readers[inner] > 1:
                 break
             axis = int(below.attribute("axis"))
-            # Without the reduced dims, those behind have moved.
+            # Dims after the reduced ones have moved forward.
             axes = [each if keep or each < axis else each + 1 for each in axes] + [axis]
             node = below
         if len(axes) == 1:
@@ -90,7 +90,7 @@ class _Writing:
         return TermNode(node.operator, node.operands, (("axis", tuple(sorted(axes))), ("keep", keep)))
 
     def _output(self, place: int) -> Any:
-        """An output; a copy of it where it would share memory with what is given, or another output, and must not."""
+        """An output; a copy if it would share memory with an input, attribute or other output, and must not."""
         term = self._terms.outputs[place]
         base = self._memory(term)
         shared = self._terms.nodes[base].operator == INPUT or any(
@@ -132,7 +132,7 @@ class _Writing:
             self._made[term].meta["declared"] = True
 
     def _laid_out(self, made: fx.Node, look: Any) -> fx.Node:
-        """A value with its dims in memory as they were in the graph that was read; no copy where they are."""
+        """A value with the strides order of the graph that was read; no copy if it has that already."""
         if not isinstance(look, torch.Tensor) or look.ndim < 2:
             return made
         if look.is_contiguous():
@@ -151,7 +151,7 @@ class _Writing:
         return self.graph.call_function(operator.getitem, (copied, place)) if several else copied
 
     def _copy(self, term: int) -> Any:
-        """An opaque call at the new operands; its results are fetched by items if there are several."""
+        """An opaque call with the new operands; several results are fetched by items."""
         node = self._terms.nodes[term]
         call = self._source.calls[str(node.attribute("key"))]
         operands = iter([i for i in node.operands if self._terms.types[i] != TOKEN])
@@ -169,8 +169,8 @@ class _Writing:
                 taken[leaf] = self.graph.create_node("get_attr", name)
             else:
                 made = self._made[next(operands)]
-                # What is not known may depend on how numbers lie in memory; a copy must not take the place of what is
-                # written, or looked at to be written.
+                # An unknown call may depend on memory layout; a copy must not replace memory that is written, or
+                # viewed to be written.
                 ours = made in self._pure and leaf not in touched
                 taken[leaf] = self._laid_out(made, leaf.meta.get("val")) if ours else made
             return taken[leaf]

@@ -1,1 +1,1 @@
-"""The generator of rules: terms that are equal, candidates, readings, and a basis that derives the rest."""
+"""The rule generator: equal terms, candidates, readings, and a basis that derives the other rules."""

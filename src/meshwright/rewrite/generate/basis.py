@@ -1,8 +1,8 @@
-"""A basis: few of many true rules, from which the others follow.
+"""A basis: a small subset of the true rules from which the others follow.
 
-Rules are taken small ones first. Both sides of many are put into one e-graph, which the basis so far saturates; where a
-rule's sides are not found equal, the first such rule joins the basis and saturation goes on. What is found equal is
-derived from proved rules, and so proved, too.
+Rules are taken in order of size. Both sides of many rules are put into one e-graph, which the current basis saturates;
+the first rule whose sides are not found equal joins the basis, and saturation continues. Sides found equal are derived
+from proved rules, and so proved, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from meshwright.rewrite.rules import Rule
 
 _TOGETHER = 60
-# No limit of time decides, so that the same rules come out everywhere.
+# No time limit, so that every machine finds the same rules.
 _SHORT = SaturationLimits(rounds=3, nodes=60_000, seconds=600.0, matches=20_000)
 _LIMITS = SaturationLimits(rounds=4, nodes=60_000, seconds=600.0, matches=20_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """A candidate and the rule that was proved of it."""
+    """A candidate and its proved rule."""
 
     candidate: RuleCandidate
     rule: Rule
@@ -82,7 +82,7 @@ def follows(found: Enumeration, candidates: Sequence[RuleCandidate], rules: Sequ
 
 
 def commuting(domain: Domain) -> list[Rule]:
-    """The rules of operators whose operands may change places: terms are enumerated in one order of them."""
+    """The commutativity rules of operators: terms are enumerated with operands in one order."""
     return [
         rule_of(f"{step.operator} commutes", f"{step.operator}(x, y)", f"{step.operator}(y, x)", source="enumeration")
         for step in domain.steps

@@ -1,4 +1,4 @@
-"""From equal terms to candidates: one for all renamings, commutations and shapes, the most general naming only."""
+"""From equal terms to candidates: one for all renamings, commutations and shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from meshwright.rewrite.generate.enumerate import Enumeration
 
-# A term in prefix order: steps as they are numbered, given tensors below 0.
+# A term in prefix order: numbers of steps, with given tensors below 0.
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RuleCandidate:
-    """Two terms that were equal wherever they were computed; ``size``: their operators."""
+    """Two terms that were equal at all tested sizes; ``size``: their number of operators."""
 
     left: int
     right: int
@@ -30,8 +30,8 @@ class RuleCandidate:
 def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[RuleCandidate]:
     """Candidates among the pairs that hold, small ones first.
 
-    Left out are pairs that are the same but for names, order of operands that commute, or shapes; pairs whose right
-    side has a tensor that the left has not; and pairs that follow from another by giving one tensor for several.
+    Left out are pairs that differ only in names, order of commuting operands, or shapes; pairs whose right side has a
+    tensor that the left lacks; and pairs that follow from another one by using one tensor for several.
     """
     writer = _Writer(found)
     groups: dict[tuple[Tokens, Tokens], dict[Tokens, RuleCandidate]] = defaultdict(dict)
@@ -70,7 +70,7 @@ class _Writer:
         self._known: dict[int, Tokens] = {}
 
     def named(self, left: int, right: int) -> tuple[Tokens, Tokens] | None:
-        """Both sides with tensors numbered by their first place; None if the right has one that the left has not."""
+        """Both sides with tensors numbered by first use; None if the right has one that the left lacks."""
         one, two = self._tokens(left), self._tokens(right)
         names: dict[int, int] = {}
         renamed = tuple(t if t >= 0 else names.setdefault(t, -1 - len(names)) for t in one)

@@ -1,7 +1,7 @@
 """What is enumerated: given tensors, and operators with their attributes, over a few sizes that can be changed.
 
-Sizes that mean different things have different names, and different numbers, so that few terms are equal by accident.
-What is equal for one set of numbers and not for another is no rule.
+Sizes with different meanings have different names and different numbers, so that few terms are equal by accident.
+Terms that are equal for one set of numbers but not for another are not a rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OperatorStep:
-    """An operator with attributes in the language of rules, of as many operands as ``takes`` has kinds of tensors.
+    """An operator with attributes in the language of rules; ``takes`` has the kind of tensor for each operand.
 
     ``commutes``: the order of its operands does not matter.
     """
@@ -33,7 +33,7 @@ class OperatorStep:
 
     @property
     def num_operands(self) -> int:
-        """How many operands it has."""
+        """The number of its operands."""
         return len(self.takes)
 
 
@@ -51,7 +51,7 @@ class Domain:
         return tuple(sizes[size] if isinstance(size, str) else size for size in dict(self.tensors)[name])
 
     def kind(self, shape: tuple[int, ...]) -> str:
-        """What a tensor is by its sizes: a number, vector, matrix, image or kernel.
+        """The kind of a tensor by its sizes: a number, vector, matrix, image or kernel.
 
         A kernel is known by its output channels, of which images have a batch of another size.
         """
@@ -82,8 +82,8 @@ def _conv(padding: str) -> OperatorStep:
 def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
     """The domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
 
-    ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width,
-    as far as they are not the usual ones.
+    ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
+    missing ones have the usual values.
     """
     numbers = {"m": 2, "k": 3, "n": 5, "c": 3, "h": 4, **sizes}
     return Domain(
@@ -128,15 +128,15 @@ def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
     )
 
 
-# What attributes are tried where nothing is said: dims of a matrix, and the usual choices.
+# Default values of attributes: dims of a matrix, and the usual choices.
 _USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",)}
 
 
 def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[OperatorStep]:
-    """The steps of a declared operator over matrices (and what elementwise operators work on).
+    """The steps of a declared operator over matrices (elementwise operators: over their usual tensors).
 
-    ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an operator that nobody
-    declared, and for attributes that are missing or unknown.
+    ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
+    for attributes that are missing or unknown.
     """
     if name not in OPERATORS:
         raise RewriteError(f"No operator {name!r} is declared{suggest(name, OPERATORS)}. Declare it, or name another.")

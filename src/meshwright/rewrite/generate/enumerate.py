@@ -1,4 +1,4 @@
-"""All terms of up to so many operators, and which of them have equal values: candidates for rules.
+"""Enumerate all terms up to a number of operators, and find those with equal values: candidates for rules.
 
 Terms are made bottom up, all of one operator and one pair of shapes at once, over random elements of a prime field. Of
 terms with equal values one represents the others, and only representatives are operands of further terms (as in Ruler:
@@ -33,9 +33,9 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 
 @dataclass(slots=True)
 class Enumeration:
-    """Terms as columns: the step (-1: a given tensor, whose number is the first operand) and two operands.
+    """Terms as columns: the step (-1: a given tensor, numbered by the first operand) and two operands.
 
-    ``pairs``: (term, representative of the same value) for every term that is none.
+    ``pairs``: (term, representative of the same value) for every term that is not a representative.
     """
 
     domain: Domain
@@ -179,7 +179,7 @@ class _Enumerating:
         return self._shapes[number, shapes]
 
     def _tried(self, number: int, step: OperatorStep, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The result's sizes; None for operands that do not fit, also if only a number of the result shows it."""
+        """The result's sizes; None for operands that do not fit, also if only computing the result shows it."""
         operands = [self._machine.operand(np.zeros((1, *shape), np.int64)) for shape in shapes]
         try:
             self._run(number, step, *(np.zeros((1, *shape), np.int64) for shape in shapes))
@@ -190,13 +190,13 @@ class _Enumerating:
         return size if int(np.prod(size)) <= _MOST_ELEMENTS else None
 
     def _chunk(self, number: int, step: OperatorStep, *shapes: tuple[int, ...]) -> int:
-        """Terms at once: the sums inside of a result make it larger than it is."""
+        """Number of terms to compute at once: sums inside of a result need more memory than the result."""
         inner = int(np.prod(shapes[-1])) if step.num_operands == 2 else 9
         result = self._result(number, step, *shapes) or ()
         return max(1, _CHUNK_ELEMENTS // max(1, int(np.prod(result)) * inner))
 
     def _take(self, made: list[tuple[int, Any, Any, Any]], *, keep: bool) -> None:
-        """Number new terms, find which have a value that is known, and keep the others as representatives."""
+        """Number new terms, find those with a known value, and keep the others as representatives."""
         if not made:
             self._banks.append({})
             return
@@ -206,7 +206,7 @@ class _Enumerating:
         self._steps.append(np.repeat(np.array([step for step, *_ in made], np.int16), sizes))
         self._first.append(np.concatenate([one for _, one, _, _ in made]).astype(np.int32))
         self._second.append(np.concatenate([two for _, _, two, _ in made]).astype(np.int32))
-        # The first of equal keys, those that are known before all new ones.
+        # The first of equal keys; known keys come before new ones.
         every, owners = np.concatenate([self._keys, keys]), np.concatenate([self._owners, numbers])
         known, place, back = np.unique(every, return_index=True, return_inverse=True)
         owner = owners[place][back[len(self._keys) :]]
@@ -239,7 +239,7 @@ class _Enumerating:
 
 
 class _Evaluating(_Enumerating):
-    """Computes the terms of an enumeration at other sizes: a key of every value, 0 where there is none."""
+    """Evaluates the terms of an enumeration at other sizes: a key per value, 0 for a term without a value."""
 
     def __init__(self, found: Enumeration, domain: Domain, seed: int) -> None:
         super().__init__(domain, 0, seed, NullSink())

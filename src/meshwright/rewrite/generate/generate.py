@@ -1,10 +1,10 @@
 """`generate_rules`: enumerate, compare elsewhere, prove, find a basis.
 
-Rules of several outputs are terms that are the parts of one. Where ``slice(t, start, cut) = a`` and ``slice(t, cut,
-stop) = b`` are rules, a and b can both be had from t, computed once: two products of one input are the halves of one
-product with both weights beside each other.
+Rules of several outputs combine terms that are parts of one. If ``slice(t, start, cut) = a`` and ``slice(t, cut, stop)
+= b`` are rules, a and b both follow from t, computed once: two products of one input are the halves of one product
+with concatenated weights.
 
-Of each candidate the most general reading is kept that trials do not refute and that is proved.
+For each candidate, the most general reading is kept that is proved and not refuted by trials.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.generate.domain import Domain, OperatorStep
     from meshwright.rewrite.rules import Rule
 
-# Two other sets of sizes: what is equal at one set by accident is hardly so at three.
+# Two other sets of sizes: terms that are equal at one set by accident are hardly ever equal at three.
 ELSEWHERE = ({"m": 3, "k": 4, "n": 2, "c": 5, "h": 5}, {"m": 5, "k": 2, "n": 3, "c": 4, "h": 3})
 
 
@@ -73,7 +73,7 @@ def generate_rules(
     texts: set[str] = set()
     entries = [_entry(rule, basis=True) for rule in commuting(domain) if not new or _uses(rule, new)]
     for each in sorted((*basis, *derived), key=lambda one: int(one.rule.name.split()[1])):
-        # Two candidates may have one reading.
+        # Two candidates may have the same reading.
         if str(each.rule) not in texts:
             texts.add(str(each.rule))
             entries.append(_entry(each.rule, basis=id(each) in chosen))
@@ -118,7 +118,7 @@ def joined_rules(rules: Sequence[Rule]) -> Iterator[Rule]:
         if cut is None or cut["start"] == 0:
             continue
         for first in firsts.get((_whole(rule), cut["axis"], cut["start"]), ()):
-            # Two tensors that are cut out of what they were put together of are no gain.
+            # Slicing two tensors out of their own concatenation gains nothing.
             calls = isinstance(first.right[0], Call) and isinstance(rule.right[0], Call)
             if calls and first.right != rule.right:
                 yield Rule(
@@ -131,7 +131,7 @@ def joined_rules(rules: Sequence[Rule]) -> Iterator[Rule]:
 
 
 def _cut(rule: Rule) -> dict[str, object] | None:
-    """The attributes of the slice that a rule's left side is."""
+    """The attributes of the slice on a rule's left side."""
     left = rule.left[0]
     if len(rule.left) > 1 or not isinstance(left, Call) or left.operator != "slice":
         return None
@@ -144,13 +144,13 @@ def _whole(rule: Rule) -> Expression:
     return left.operands[0]
 
 
-# Most candidates that are true are proved with fewer questions to z3, most that are not take many.
+# Most true candidates need fewer z3 questions; most false ones need many.
 _QUESTIONS = 20
 _TOGETHER = 16
 
 
 def prove_candidates(rules: Sequence[Rule], domain: Domain, processes: int = 1) -> Iterator[Rule | None]:
-    """For each rule of a candidate, in order, the reading of it that was proved, or None."""
+    """For each rule of a candidate, in order, its proved reading, or None."""
     work = partial(proved_reading, domain=domain)
     if processes == 1:
         yield from map(work, rules)

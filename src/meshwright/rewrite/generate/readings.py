@@ -1,7 +1,8 @@
-"""What a size in an attribute may mean: anything, or a size of one of the tensors.
+"""Meanings of a size in an attribute: any value, or a size of one of the tensors.
 
-An enumerated term cuts a tensor at ``m``, since some tensor has m rows. The rule behind an equality may hold for
-every place of the cut, or for the rows of one of its tensors only; both are tried, the first that is proved is taken.
+An enumerated term cuts a tensor at ``m``, because some tensor has m rows. The rule behind an equality may hold for
+every position of the cut, or only for the rows of one of its tensors; both are tried, and the first that is proved is
+taken.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.generate.domain import Domain
     from meshwright.rewrite.rules import Rule
 
-# Attributes that are alike in all convolutions and pools of a rule, and may then be anything.
+# Attributes that are equal in all convolutions and pools of a rule, and may then have any value.
 _WINDOWS = ("stride", "padding", "dilation", "kernel", "groups", "low", "high")
 _MOST_READINGS = 40
 
@@ -60,7 +61,7 @@ def _options(
 
 
 def _cut(value: Attribute, slots: list[tuple[str, Attribute]]) -> int:
-    """Equal places of cuts are one letter, whether something starts or stops there."""
+    """Equal cut positions are one letter, whether something starts or stops there."""
     return next(i for i, (name, held) in enumerate(slots) if name in ("start", "stop") and held == value)
 
 

@@ -1,6 +1,7 @@
 """Rule files of other systems, read as rules.
 
-`read_rule_file` tells by the name what a file is: our TOML, TASO's protobuf (``.pb``), Unity's JSON or a rule book.
+`read_rule_file` chooses the format by the name: Meshwright's TOML, TASO's protobuf (``.pb``), Unity's JSON or a rule
+book.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["read_rule_file", "read_taso", "read_unity"]
 
 
 def read_rule_file(path: str | Path) -> list[Rule]:
-    """The rules of a file of any kind. Raises RewriteError for a file that is none."""
+    """The rules of a file of any supported kind. Raises RewriteError for any other file."""
     place = Path(path)
     readers = {".toml": read_rules, ".pb": read_taso, ".json": _read_json}
     if place.suffix not in readers:

@@ -1,4 +1,4 @@
-"""What both rule files hold: two lists of operators, and which outputs are the same."""
+"""The common form of TASO's and Unity's rule files: two lists of operators, and which outputs are equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Record:
 
 
 def term(records: list[Record], place: int, output: int, build: Build, depth: int = 0) -> Expression:
-    """The expression of an output of an operator; RewriteError where records refer to what is not there."""
+    """The expression of an output of an operator; RewriteError for records with dangling references."""
     if place < 0:
         return Name(f"x{-place}")
     if place >= len(records) or depth > len(records):

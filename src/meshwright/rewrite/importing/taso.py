@@ -60,7 +60,7 @@ def _padded_same(a: Arithmetic, x: Indexed, weight: Indexed, stride: tuple[Any, 
 def read_taso(path: str | Path, *, grouped: bool = False) -> list[Rule]:
     """The rules of a file; ``grouped``: convolutions on the left may have several groups, too.
 
-    Raises RewriteError if the file is none of TASO's or is damaged.
+    Raises RewriteError if the file is not a rule file of TASO or is damaged.
     """
     place = Path(path)
     data = place.read_bytes()
@@ -70,7 +70,8 @@ def read_taso(path: str | Path, *, grouped: bool = False) -> list[Rule]:
         return [_rule(message, index, place.name, grouped) for index, (_, message) in enumerate(_fields(data))]
     except (IndexError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RewriteError(
-            f"{place} is no rule file of TASO, or is damaged ({type(error).__name__}: {error}); expected the protobuf "
+            f"{place} is not a rule file of TASO, or is damaged ({type(error).__name__}: {error}); expected the "
+            f"protobuf "
             "message of graph_subst.pb."
         ) from error
 
@@ -123,7 +124,7 @@ def _record(message: bytes | int) -> Record:
 
 
 class _Built:
-    """Builds an operator's expression; ``side`` keeps the letters of splits of both sides apart."""
+    """Builds an operator's expression; ``side`` keeps the letters of splits on both sides distinct."""
 
     def __init__(self, side: str, *, grouped: bool) -> None:
         self._side = side
@@ -162,7 +163,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
         elif key & 7 == 2:
             length, place = _varint(data, place)
             if place + length > len(data):
-                raise ValueError("a field that ends behind the file's end")
+                raise ValueError("a field that ends after the file's end")
             value, place = data[place : place + length], place + length
         else:
             raise ValueError(f"a field of wire type {key & 7}")

@@ -1,7 +1,7 @@
 """Unity's ``graph_subst_3_v2.json``: rules over linear, concat, split, ReLU, add, mul and the four parallel operators.
 
-Tensors have three dims: replicas, rows, features. The file does not say what its operators compute; this reading is the
-one under which its equalities are equalities (flexflow/FlexFlow, ``substitutions/graph_subst_3_v2.json``):
+Tensors have three dims: replicas, rows, features. The file does not define its operators; this reading makes its
+equalities true (flexflow/FlexFlow, ``substitutions/graph_subst_3_v2.json``):
 
 * `replicate`, `partition`, `combine`, `reduce` as `operators.parallel` has them: copies beside each other, sums of
   parts;
@@ -42,7 +42,7 @@ def linear_of_copies(a: Arithmetic, x: Indexed, weight: Indexed) -> Indexed:
 
 
 def read_unity(path: str | Path) -> list[Rule]:
-    """The rules of a file; RewriteError if it is none of Unity's or is damaged."""
+    """The rules of a file; RewriteError if it is not a rule file of Unity or is damaged."""
     place = Path(path)
     if place.stat().st_size > _MOST_BYTES:
         raise RewriteError(f"{place} has {place.stat().st_size:,} bytes; a rule file has at most {_MOST_BYTES:,}.")
@@ -51,7 +51,8 @@ def read_unity(path: str | Path) -> list[Rule]:
         return [_rule(entry, index, place.name) for index, entry in enumerate(entries)]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise RewriteError(
-            f"{place} is no rule file of Unity, or is damaged ({type(error).__name__}: {error}); expected the JSON of "
+            f"{place} is not a rule file of Unity, or is damaged ({type(error).__name__}: {error}); expected the JSON "
+            f"of "
             "graph_subst_3_v2.json."
         ) from error
 

@@ -1,4 +1,4 @@
-"""Operators: what each number of a result is, one declaration each."""
+"""Operators, each defined by one declaration of every number of its result."""
 
 from meshwright.rewrite.operators import elementwise, layout, parallel, products, reductions
 from meshwright.rewrite.operators.declaration import OPERATORS, Operator, operator

@@ -1,4 +1,4 @@
-"""How an operator is declared: one function that says what each number of its result is.
+"""Declare an operator: one function defines each number of its result.
 
     @operator
     def transpose(a, x, *, order):
@@ -26,9 +26,9 @@ Takes = Literal["number", "bool", "any"]
 class Operator:
     """A declared operator.
 
-    ``fewest`` and ``most``: how many operands it takes (None: any number). ``attributes``: names, in order.
-    ``dtype``: the result's: that of the first operand, "bool", or that of the attribute ``dtype``. ``takes``: what its
-    operands hold: floating-point numbers, truth values, or anything, all the same.
+    ``fewest`` and ``most``: the number of operands (None: any number). ``attributes``: names, in order. ``dtype``: the
+    result's: that of the first operand, "bool", or that of the attribute ``dtype``. ``takes``: what its operands hold:
+    floating-point numbers, truth values, or anything, all the same.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Operator:
     takes: Takes = "number"
 
     def check(self, num_operands: int, attributes: dict[str, Any]) -> None:
-        """Raise IllTypedError where operands or attributes are missing or too many."""
+        """Raise IllTypedError if operands or attributes are missing or too many."""
         if num_operands < self.fewest or (self.most is not None and num_operands > self.most):
             most = "more" if self.most is None else self.most
             raise IllTypedError(f"{self.name} takes {self.fewest} to {most} operands, {num_operands} were given")

@@ -1,4 +1,4 @@
-"""Operators that work number by number; operands have one shape (what torch broadcasts is a `broadcast` of its own)."""
+"""Elementwise operators; operands have one shape (torch's implicit broadcasting is a separate `broadcast`)."""
 
 from __future__ import annotations
 
@@ -177,11 +177,11 @@ def bitcast(a: Arithmetic, x: Indexed, *, dtype: str) -> Indexed:
 
 @operator(dtype="attribute", takes="any")
 def cast(a: Arithmetic, x: Indexed, *, dtype: str) -> Indexed:
-    """Numbers converted; nothing is known of rounding, so casts have laws only where both sides cast."""
+    """Numbers converted; rounding has no known laws, so casts have laws only if both sides cast."""
     return each(a, lambda one: a.apply(f"cast:{dtype}", one), x)
 
 
 @operator
 def full(a: Arithmetic, *, shape: tuple[Any, ...], value: float) -> Indexed:
-    """One number everywhere."""
+    """The same number everywhere."""
     return Indexed(tuple(shape), lambda *i: a.number(value))

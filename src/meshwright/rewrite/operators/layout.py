@@ -1,4 +1,4 @@
-"""Operators that move numbers and compute none: what is where."""
+"""Operators that move numbers without computing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def product_of(sizes: Sequence[Any]) -> Any:
-    """The product of sizes; 1 of none."""
+    """The product of sizes; 1 for no sizes."""
     result: Any = 1
     for size in sizes:
         result = result * size
@@ -26,7 +26,7 @@ def check_axis(x: Indexed, axis: int) -> None:
 
 
 def replaced(index: Sequence[Any], axis: int, place: Any) -> tuple[Any, ...]:
-    """The index with another place in one dim."""
+    """The index with another position in one dim."""
     return (*index[:axis], place, *index[axis + 1 :])
 
 
@@ -75,7 +75,7 @@ def transpose(a: Arithmetic, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
 @operator(takes="any")
 def reshape(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
     a.same(product_of(x.shape), product_of(shape), "numbers before and after")
-    # Leading and trailing dims that stay keep their indices: only what changes is counted through.
+    # Unchanged leading and trailing dims keep their indices: only the changed dims are renumbered.
     first = _num_alike(x.shape, shape)
     last = min(_num_alike(x.shape[::-1], shape[::-1]), min(x.rank, len(shape)) - first)
     inner, outer = x.shape[first : x.rank - last], shape[first : len(shape) - last]
@@ -96,7 +96,7 @@ def reshape(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 @operator(takes="any")
 def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
-    """Dims of size 1, and dims that are missing in front, repeated."""
+    """Dims of size 1, and missing leading dims, repeated."""
     missing = len(shape) - x.rank
     if missing < 0:
         raise IllTypedError(f"{x.rank} dims broadcast to {len(shape)}")
@@ -108,7 +108,7 @@ def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 @operator
 def pad(a: Arithmetic, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) -> Indexed:
-    """Zeros around."""
+    """Zeros added around."""
     if len(low) != x.rank or len(high) != x.rank:
         raise IllTypedError(f"padding of {len(low)} and {len(high)} dims for {x.rank}")
     sizes = tuple(size + before + after for size, before, after in zip(x.shape, low, high, strict=True))

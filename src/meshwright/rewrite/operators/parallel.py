@@ -1,7 +1,7 @@
-"""Operators of Unity that lay a tensor out on devices, as what they do to numbers.
+"""Unity's operators that distribute a tensor over devices, by their effect on numbers.
 
-A tensor on several devices is written as one tensor, the parts beside each other in one dim: `partition` and `combine`
-change who holds what and no number; `replicate` puts copies beside each other; `reduce` adds the parts up.
+A tensor on several devices is written as one tensor, with the parts adjacent in one dim: `partition` and `combine`
+change placement but no number; `replicate` adds copies; `reduce` adds the parts up.
 """
 
 from __future__ import annotations

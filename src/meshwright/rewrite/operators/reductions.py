@@ -1,4 +1,4 @@
-"""Operators that bring many numbers down to one: sums, largest numbers, pools, normalisations, softmax."""
+"""Operators that reduce many numbers to one: sums, maxima, pools, normalisations, softmax."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def amin(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
 
 @operator
 def softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
-    """exp(x) / Σ exp(x): what torch computes after it subtracted the largest, which changes no exact result."""
+    """exp(x) / Σ exp(x): torch subtracts the maximum first, which does not change the exact result."""
     check_axis(x, axis)
 
     def at(*i: Any) -> Any:
@@ -83,7 +83,7 @@ def log_softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
 def avg_pool2d(
     a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
-    """Sums over windows, zeros around counted in, divided by the kernel's size."""
+    """Sums over windows, including padding zeros, divided by the kernel's size."""
 
     def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
         taps = a.total(
@@ -121,7 +121,7 @@ def _pooled(
     if x.rank != 4:
         raise IllTypedError(f"a pool over 2 dims of a tensor of {x.rank} dims")
     for before, size in zip(padding, kernel, strict=True):
-        # As torch demands; then no window is all padding.
+        # Required by torch; then no window consists of padding only.
         a.ordered(2 * before, size, "a pool's padding")
     height, width = x.shape[2:]
     sizes = (

@@ -26,9 +26,9 @@ _MOST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BookRule:
-    """A proved rule. ``basis``: the others follow from those of the basis.
+    """A proved rule. ``basis``: whether it is in the basis, from which the others follow.
 
-    ``ranks``: dims of its tensors, in the order of ``rule.names``, for which it is proved. ``special``: what becomes of
+    ``ranks``: dims of its tensors, in the order of ``rule.names``, for which it is proved. ``special``: its effect on
     NaN and infinity.
     """
 
@@ -40,7 +40,7 @@ class BookRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleBook:
-    """Rules with how they were made: ``provenance`` says the domain, how many terms, and which program."""
+    """Rules with their origin: ``provenance`` has the domain, the number of terms, and the program."""
 
     rules: tuple[BookRule, ...]
     provenance: dict[str, Any]
@@ -53,29 +53,29 @@ class RuleBook:
 
 @cache
 def shipped_rule_book(name: ShippedBook = "generated") -> RuleBook:
-    """The rules that ship with Meshwright: found by itself, or written (``NAME.toml``) and proved."""
+    """The rules that ship with Meshwright: generated, or written (``NAME.toml``) and proved."""
     data = files("meshwright.rewrite.rulebook").joinpath(f"{name}.json.gz").read_bytes()
     return parse_rule_book(json.loads(gzip.decompress(data)), f"the shipped rule book {name!r}")
 
 
 def read_rule_book(path: str | Path) -> RuleBook:
-    """The rules of a file that `write_rule_book` wrote. Raises RewriteError for a file that is none."""
+    """The rules of a file that `write_rule_book` wrote. Raises RewriteError for any other file."""
     place = Path(path)
     try:
         if place.stat().st_size > _MOST_BYTES:
-            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; no rule book is that large.")
+            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; a rule book is smaller.")
         document = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         raise RewriteError(f"{place} cannot be read: {error.strerror}. Give a rule book.") from error
     except (ValueError, RecursionError) as error:
-        raise RewriteError(f"{place} is no JSON document ({error}); give a rule book.") from error
+        raise RewriteError(f"{place} is not a JSON document ({error}); give a rule book.") from error
     return parse_rule_book(document, str(place))
 
 
 def parse_rule_book(document: Any, place: str) -> RuleBook:
     """A rule book from its document."""
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
-        raise RewriteError(f"{place} is no rule book of schema version {SCHEMA_VERSION}. Generate it again.")
+        raise RewriteError(f"{place} is not a rule book of schema version {SCHEMA_VERSION}. Generate it again.")
     try:
         rules = tuple(_entry(entry, place) for entry in document["rules"])
         return RuleBook(rules=rules, provenance=dict(document["provenance"]))
@@ -109,7 +109,7 @@ def _document(entry: BookRule) -> dict[str, Any]:
 def _entry(entry: dict[str, Any], place: str) -> BookRule:
     sides: list[Sequence[str]] = [entry["left"], entry["right"]]
     if not all(isinstance(side, str) for part in sides for side in part):
-        raise RewriteError(f"{place} has a rule {entry.get('name')!r} whose sides are no texts.")
+        raise RewriteError(f"{place} has a rule {entry.get('name')!r} whose sides are not texts.")
     rule = rule_of(
         str(entry["name"]),
         *sides,

@@ -1,1 +1,1 @@
-"""A cheaper graph among all that rules lead to."""
+"""Search for a cheaper graph among all that rules lead to."""

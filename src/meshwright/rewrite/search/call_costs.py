@@ -1,8 +1,8 @@
-"""What nodes cost: each is written as the torch call that it becomes, and the one cost model estimates that call.
+"""Costs of nodes: each is written as the torch call that it becomes, and the cost model estimates that call.
 
-Calls are known by all that their cost depends on (`TorchCall`), so that equal ones of a deep model are estimated once.
-What the cost model has not measured can be timed here (`measure`), all calls in one run with memory of their own, so
-that no weight is found in a cache that would not be there in the model.
+Calls are identified by everything that their cost depends on (`TorchCall`), so that equal calls of a deep model are
+estimated once. Unmeasured calls can be timed here (`measure`), all in one run with their own memory, so that no weight
+is in a cache that would not be there in the model.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import TensorType, TermNode
     from meshwright.spec import DeviceKind
 
-# Nodes that are no call of their own: what is given, what is copied as it is.
+# Nodes without a call of their own: inputs, and opaque calls that are copied.
 FREE = (INPUT, OPAQUE, ITEM, "full")
 
 
 class Operand(NamedTuple):
-    """``number``: what a constant operand is everywhere, if it is one number; ``weight``: it needs no batch."""
+    """``number``: the value of a constant operand, if the same everywhere; ``weight``: independent of the batch."""
 
     type: TensorType
     weight: bool
@@ -63,18 +63,18 @@ def call_of(graph: EGraph, known: ClassFacts, cls: int, node: TermNode) -> Torch
 class CallCosts:
     """Seconds by call, on one kind of device; with the backward pass in training.
 
-    ``measuring``: what is chosen will be timed (`measure`), so that until then a call has the low end of its interval:
-    a cheap one is not passed over for want of a measurement. Once calls of an operator were timed, the low end of the
-    others is raised by what all of these were slower than theirs.
+    ``measuring``: chosen calls will be timed (`measure`), so that until then a call costs the low end of its interval:
+    a cheap one is not missed for lack of a measurement. Once calls of an operator were timed, the low end of the
+    others is raised by the least factor by which the timed ones exceeded theirs.
     """
 
     def __init__(self, cost: CostModel, device: DeviceKind, *, training: bool, measuring: bool = False) -> None:
         if measuring and cost.measurements is None:
-            raise MeasurementError("There is no table that measured calls could join; give measurements.")
+            raise MeasurementError("There is no table to add measured calls to; give measurements.")
         self.cost, self.device, self.training, self.measuring = cost, device, training, measuring
         self._seconds: dict[TorchCall, float] = {}
         self._measured: dict[TorchCall, bool] = {}
-        # By operator, the least seconds per second of the low end that any timed call took.
+        # By operator, the least ratio of timed seconds to the low end, over all timed calls.
         self._slower: dict[str, float] = {}
 
     def seconds(self, call: TorchCall) -> float:
@@ -84,11 +84,11 @@ class CallCosts:
 
     @property
     def num_calls(self) -> int:
-        """Calls that were estimated."""
+        """Number of calls that were estimated."""
         return len(self._seconds)
 
     def estimate(self, calls: Iterable[TorchCall]) -> None:
-        """Estimate new calls, all at once."""
+        """Estimate the costs of new calls, all at once."""
         new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
         writable = [call for call in new if call.operator in EMITTERS]
         self._seconds.update((call, float("inf")) for call in new if call.operator not in EMITTERS)
@@ -107,7 +107,7 @@ class CallCosts:
     def measure(
         self, calls: Iterable[TorchCall], *, repeats: int = 10, budget_s: float = 30.0, events: EventSink | None = None
     ) -> int:
-        """Time those of the calls that the cost model has not measured, on this thread; how many there were."""
+        """Time the calls that the cost model has not measured, on this thread; return their number."""
         missing = [call for call in dict.fromkeys(calls) if self._measured.get(call) is False]
         if not missing:
             return 0
@@ -128,7 +128,7 @@ class CallCosts:
 
 
 def _as_graph(calls: Sequence[TorchCall], *, training: bool) -> Captured:
-    """All calls beside each other, each with tensors of its own."""
+    """All calls side by side in one graph, each with its own tensors."""
     graph = fx.Graph()
     inputs: list[torch.Tensor] = []
     parameters: dict[str, torch.Tensor] = {}
@@ -164,7 +164,7 @@ def _cutter(captured: Captured) -> Callable[..., nn.Module]:
 
 
 def _batch(captured: Captured) -> list[torch.Tensor]:
-    """Tensors with data: noise, and zeros where numbers are indices."""
+    """Tensors with data: noise, and zeros for indices."""
     made = []
     for value in captured.trace.values:
         tensor = torch.zeros(value.shape, dtype=value.dtype)

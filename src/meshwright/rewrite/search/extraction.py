@@ -1,15 +1,15 @@
 """The cheapest graph of an e-graph: one node of each class that is needed, shared terms counted once.
 
-What the choice is between (`options`) falls apart into parts, and each is an integer program for HiGHS: ``x`` says
-whether a node is chosen, ``y`` whether a class is needed.
+The options (`options`) decompose into parts, each an integer program for HiGHS: ``x`` says whether a node is chosen,
+``y`` whether a class is needed.
 
     minimise   Σ seconds · x
     where      y(certain) = 1,   Σ x(nodes of c) = y(c),   y(d) ≥ Σ x(nodes of c that read d)
 
-A choice must not go round in circles. Circles of two classes are forbidden from the start; a longer one is when a
-solution has it: at least one of its classes must not read the next, Σ x(nodes of c that read the next) ≤ length - 1,
-and the parts that it goes through are solved again, as one. Levels of classes, which forbid all circles at once, take
-HiGHS ten times as long.
+A choice must not contain a cycle. Cycles of two classes are forbidden from the start; a longer one is forbidden once a
+solution contains it: at least one of its classes must not read the next, Σ x(nodes of c that read the next) ≤ length -
+1, and the parts of the cycle are solved again, as one. Levels of classes, which forbid all cycles at once, take HiGHS
+ten times as long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A node for each class that is needed. ``seconds``: the sum of theirs; ``proved``: nothing is cheaper."""
+    """A node for each needed class. ``seconds``: the sum over the nodes; ``proved``: no choice is cheaper."""
 
     nodes: Mapping[int, TermNode]
     seconds: float
@@ -52,10 +52,10 @@ def extract(
     leaves: Set[int] = frozenset(),
     limit_s: float = 10.0,
 ) -> Choice:
-    """The cheapest choice for ``roots``. ``start`` is one that is known; the result is never dearer.
+    """The cheapest choice for ``roots``. ``start`` is a known choice; the result never costs more.
 
     ``seconds`` of a class and one of its nodes; infinity for a node that must not be chosen. ``leaves`` are classes
-    that cost nothing, however they are made (what is computed once). Raises MeshwrightError where HiGHS is not
+    that cost nothing, however they are computed (constants, computed once). Raises MeshwrightError if HiGHS is not
     installed.
     """
     wanted = list(dict.fromkeys(graph.find(root) for root in roots if graph.find(root) not in leaves))
@@ -72,7 +72,7 @@ def extract(
 
 
 def _solve(options: ClassOptions, known: Mapping[int, TermNode], limit_s: float) -> tuple[dict[int, TermNode], bool]:
-    """Part after part, and again those that circles go through; what is known where time is up."""
+    """Solve part after part, and joined parts again after a cycle; known choices stay when the time is over."""
     deadline = time.perf_counter() + limit_s
     parts = {i: _Part(options, classes) for i, classes in enumerate(options.parts())}
     part_of = {cls: i for i, part in parts.items() for cls in part.classes}
@@ -80,7 +80,7 @@ def _solve(options: ClassOptions, known: Mapping[int, TermNode], limit_s: float)
     chosen = {**trees, **known}
     proved = True
     if not parts:
-        # All that is wanted is computed once.
+        # All wanted classes are constants.
         return {}, True
     todo = list(parts)
     while todo:
@@ -107,7 +107,7 @@ def _solve(options: ClassOptions, known: Mapping[int, TermNode], limit_s: float)
 
 
 def _circles(options: ClassOptions, nodes: Mapping[int, TermNode]) -> list[list[int]]:
-    """Circles of a choice, one for each component of classes that need each other."""
+    """Cycles of a choice, one for each component of classes that need each other."""
     reads = {cls: set(options.reads(node)) for cls, node in nodes.items()}
     found = []
     for component in strong_components(list(nodes), reads):
@@ -134,7 +134,7 @@ def _circles(options: ClassOptions, nodes: Mapping[int, TermNode]) -> list[list[
 
 
 class _Part:
-    """The program of some classes. Its columns: a class is needed, a node is chosen."""
+    """The integer program of some classes. Its columns: a class is needed, a node is chosen."""
 
     def __init__(self, options: ClassOptions, classes: Sequence[int], circles: Sequence[Sequence[int]] = ()) -> None:
         self.classes = classes
@@ -143,7 +143,7 @@ class _Part:
 
     @classmethod
     def joined(cls, parts: Sequence[_Part]) -> _Part:
-        """One of several."""
+        """Several parts as one."""
         classes = [each for part in parts for each in part.classes]
         return cls(parts[0]._options, classes, [circle for part in parts for circle in part._circles])
 
@@ -152,7 +152,7 @@ class _Part:
         self._circles.append(circle)
 
     def solve(self, known: Mapping[int, TermNode], deadline: float) -> tuple[dict[int, TermNode], bool] | None:
-        """The cheapest nodes, and whether none are cheaper; None where time is up before any are found."""
+        """The cheapest nodes, and whether they are proved cheapest; None if the time is over before any are found."""
         of = self._options.of
         if all(len(of[cls]) == 1 for cls in self.classes):
             return {cls: of[cls][0].node for cls in self.classes}, True
@@ -207,7 +207,7 @@ class _Columns:
                 self._tie_detours(cls, options.readers[cls])
 
     def rows(self) -> SparseRows:
-        """What ties them together."""
+        """The constraints between columns."""
         rows = SparseRows()
         rows.add(np.array([low for low, _, _ in self._entries]), np.array([high for _, high, _ in self._entries]))
         lengths = [len(entries) for _, _, entries in self._entries]
@@ -258,7 +258,7 @@ class _Columns:
         self._entries.append((0.0, len(circle) - 1.0, entries))
 
     def values_of(self, known: Mapping[int, TermNode]) -> NDArray[np.float64] | None:
-        """A known choice as values of columns; None where one of its nodes was left out."""
+        """A known choice as values of columns; None if one of its nodes was left out."""
         values = np.zeros(len(self.costs))
         seen: set[int] = set()
         todo = [cls for cls in self.needed if cls in self._options.certain]
@@ -277,7 +277,7 @@ class _Columns:
 
 
 def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, TermNode]:
-    """For classes and all that they need, the node whose tree has the fewest operators."""
+    """For classes and everything that they need, the node whose tree has the fewest operators."""
     size: dict[int, float] = {}
     chosen: dict[int, TermNode] = {}
     needed = _below(graph, wanted)

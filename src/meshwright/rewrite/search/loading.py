@@ -1,4 +1,4 @@
-"""`Terms` → `EGraph`, and what is known of its classes beside their types."""
+"""`Terms` → `EGraph`, and facts about its classes beside their types."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _GIVEN = ("parameter", "buffer", "constant")
 def load(
     terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset(), *, frozen: bool = False
 ) -> tuple[EGraph, dict[int, int]]:
-    """An e-graph of what outputs need, and the class of each of its terms.
+    """An e-graph of the terms that outputs need, and the class of each term.
 
-    ``finite``: names of given tensors that hold finite numbers, and will. ``frozen``: weights do not change.
+    ``finite``: names of given tensors that contain finite numbers, and always will. ``frozen``: weights do not change.
     """
     graph = EGraph()
     classes: dict[int, int] = {}
@@ -38,14 +38,14 @@ def load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """By class: whether it needs no batch (it is computed once), and the number that it has everywhere, if any."""
+    """By class: whether it is independent of the batch (computed once), and its number, if the same everywhere."""
 
     constant: frozenset[int]
     number: Mapping[int, float]
 
 
 def find_known(graph: EGraph, *, frozen: bool) -> ClassFacts:
-    """What follows from weights and numbers alone; ``frozen``: weights do not change (inference)."""
+    """Facts that follow from weights and numbers alone; ``frozen``: weights do not change (inference)."""
     constant: set[int] = set()
     number: dict[int, float] = {}
     readers: dict[int, set[int]] = {}
@@ -97,5 +97,5 @@ def _number(graph: EGraph, node: TermNode, number: dict[int, float]) -> float | 
 
 
 def is_token(graph: EGraph, cls: int) -> bool:
-    """Whether a class stands for an order of effects, or for several results, and is no tensor."""
+    """Whether a class represents an order of effects, or several results, and is not a tensor."""
     return graph.types[cls].dtype == TOKEN_DTYPE

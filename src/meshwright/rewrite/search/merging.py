@@ -1,10 +1,10 @@
 """Merges: operators that read one tensor become one operator on joined weights, and slices of its result.
 
-A rule of two outputs fits any two of n operators; all pairs, and pairs of what came of them, are too many. So operators
-that share an operand are taken in one order, and each is joined to what those before it became: the chain 1, 1+2, 1+2+3
-and so on. All members of the chain stay in the e-graph, and each operator is a slice of each of them that holds it:
-slices of slices would say the same many times again. What needs the result of a member cannot be computed together with
-it, and begins a chain of its own.
+A rule of two outputs fits any two of n operators; all pairs, and pairs of their results, are too many. So operators
+that share an operand are taken in one order, and each is joined to the result of those before it: the chain 1, 1+2,
+1+2+3 and so on. All members of the chain stay in the e-graph, and each operator is a slice of each member that
+contains it; slices of slices would repeat the same many times. An operator that needs the result of a member cannot be
+computed together with it, and starts a chain of its own.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import TermNode
 
 
-# What joins made, or undid.
+# Operators that joins add or remove.
 _LOOKS = ("slice", "concat")
 
 _Member: TypeAlias = "tuple[int, Mapping[str, int], Mapping[str, Any]]"
 
 
 class Merging:
-    """Joins along chains; remembers what it made, and which chains it went along."""
+    """Joins operators along chains; remembers its results and the chains already done."""
 
     def __init__(self) -> None:
         self._made: set[int] = set()
         self._seen: set[tuple[str, frozenset[int]]] = set()
 
     def run(self, graph: EGraph, rule: Directed, most_members: int) -> int:
-        """Join what can be joined; how often something was new."""
+        """Join what can be joined; return how often something was new."""
         source, following = rule.sources
         assert isinstance(source, Call)
         assert isinstance(following, Call)
@@ -78,7 +78,7 @@ class Merging:
         (cls, tensors, letters), *others = members
         source, (first, second) = rule.sources[0], rule.targets
         assert isinstance(source, Call)
-        # By operator, what of the joined one it is.
+        # By operator, its slice of the joined one.
         places: dict[int, TermNode] = {}
         count = 0
         for other, bound, _ in others:
@@ -91,7 +91,7 @@ class Merging:
             places[other] = node_of(graph, second, match)
             (joined,) = places[other].operands
             for member, place in places.items():
-                # What was joined before comes first, so that all is where it was.
+                # Operators joined before come first, so that their slices stay valid.
                 graph.merge(member, graph.add(place._replace(operands=(joined,))))
             count += (len(graph), graph.num_unions) != before
             self._made.add(joined)
@@ -103,9 +103,9 @@ class Merging:
 
 
 def _is_absorbed(graph: EGraph, cls: int, rule: Directed) -> bool:
-    """Whether all that read an operator can be computed by another such one instead: a batch norm was folded into it.
+    """Whether all readers of an operator have another node of its kind, as after folding a batch norm into it.
 
-    What joins others with it is then of little use, and it comes last in a chain.
+    Joining it with others is then of little use, so it comes last in a chain.
     """
     (source, _) = rule.sources
     assert isinstance(source, Call)
@@ -117,7 +117,7 @@ def _is_absorbed(graph: EGraph, cls: int, rule: Directed) -> bool:
 
 
 def joins(rule: Directed) -> bool:
-    """Whether a rule makes two operators that share an operand slices of one, the first of them in front."""
+    """Whether a rule turns two operators with a shared operand into slices of one, in their order."""
     if len(rule.sources) != 2 or len(rule.targets) != 2:
         return False
     one, other = rule.sources
@@ -136,7 +136,7 @@ def joins(rule: Directed) -> bool:
 
 
 def _independent(graph: EGraph, members: list[_Member], most_members: int) -> list[list[_Member]]:
-    """Members in groups of which none needs another's result."""
+    """Members in groups within which no member needs another's result."""
     groups: list[tuple[list[_Member], set[int]]] = []
     below = {cls: _below(graph, tensors.values()) for cls, tensors, _ in members}
     for member in members:
@@ -153,7 +153,7 @@ def _independent(graph: EGraph, members: list[_Member], most_members: int) -> li
 
 
 def _below(graph: EGraph, wanted: Iterable[int]) -> set[int]:
-    """Classes that some are computed from, by the way of computing each that was known first."""
+    """Classes from which some are computed, by each class's earliest node."""
     seen: set[int] = set()
     todo = [graph.find(cls) for cls in wanted]
     while todo:

@@ -1,6 +1,6 @@
 """What a choice of nodes is between: the classes that roots may need, and their nodes worth considering.
 
-Most nodes of an e-graph are in no cheapest graph, which can be seen before any is searched for:
+Most nodes of an e-graph are in no cheapest graph, which can be shown before the search:
 
 - A class is *certain* where every graph of the roots holds it (dominators of an AND-OR graph: what a node needs is what
   all of its operands' ways need, what a class needs is what all of its nodes need in common).
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.terms import TermNode
 
-# Of two graphs of one cost, that of fewer nodes; of those, that of fewer operands.
+# Between graphs of equal cost, prefer fewer nodes, then fewer operands.
 _PER_NODE, _PER_OPERAND = 1e-9, 1e-11
 
-# Seconds of a tree that nobody would compute.
+# Seconds of a tree that is never worth computing.
 _ENDLESS = 1e100
 
 
 def complexity(nodes: Iterable[TermNode]) -> float:
-    """Seconds so few that only equal costs are told apart by them."""
+    """A tiny number of seconds that only breaks ties between equal costs."""
     return sum(_PER_NODE + _PER_OPERAND * len(node.operands) for node in nodes)
 
 
 class Waiting:
-    """Classes that wait for their turn, each once, first come, first served."""
+    """A queue of classes, each contained once, first in, first out."""
 
     def __init__(self, classes: Iterable[int]) -> None:
         self._queue = deque(classes)
@@ -49,20 +49,20 @@ class Waiting:
         return bool(self._queue)
 
     def add(self, classes: Iterable[int]) -> None:
-        """Let those wait that do not yet."""
+        """Add classes that are not in the queue."""
         new = [cls for cls in dict.fromkeys(classes) if cls not in self._inside]
         self._queue.extend(new)
         self._inside.update(new)
 
     def pop(self) -> int:
-        """The next."""
+        """The next class."""
         cls = self._queue.popleft()
         self._inside.discard(cls)
         return cls
 
 
 class Option(NamedTuple):
-    """A node of a class: its seconds, and the classes that it reads, but for leaves."""
+    """A node of a class: its seconds, and the classes that it reads, except leaves."""
 
     seconds: float
     node: TermNode
@@ -72,7 +72,7 @@ class Option(NamedTuple):
 class ClassOptions:
     """By class, the options that may be in a cheapest graph.
 
-    ``seconds`` of a class and one of its nodes; infinity for what must not be chosen. ``leaves`` cost nothing.
+    ``seconds`` of a class and one of its nodes; infinity for nodes that must not be chosen. ``leaves`` cost nothing.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ClassOptions:
         self.readers: Mapping[int, list[int]] = self._find_readers()
 
     def reads(self, node: TermNode) -> frozenset[int]:
-        """Classes that a node reads, but for leaves."""
+        """Classes that a node reads, except leaves."""
         return frozenset(map(self._graph.find, node.operands)) - self._leaves
 
     def follow(self, chosen: Mapping[int, TermNode]) -> dict[int, TermNode]:
@@ -118,9 +118,9 @@ class ClassOptions:
         return nodes
 
     def parts(self) -> list[list[int]]:
-        """Classes in groups that can be chosen for apart from each other, but for circles.
+        """Classes in groups that can be chosen independently of each other, except for cycles.
 
-        A certain class is there whoever reads it, so that groups only hang together by classes that are not.
+        A certain class is present in any case, so that only uncertain classes connect groups.
         """
         group = {cls: cls for cls in self.of}
 
@@ -140,12 +140,12 @@ class ClassOptions:
         return list(found.values())
 
     def by_trees(self) -> dict[int, TermNode]:
-        """For each class the node of its cheapest tree: a choice without circles, if not the cheapest."""
+        """For each class the node of its cheapest tree: a choice without cycles, if not the cheapest one."""
         _, best = self._trees({}, {})
         return {cls: self.of[cls][place].node for cls, place in best.items()}
 
     def _drop_impossible(self) -> None:
-        """Leave out nodes from which no inputs can be reached (all ways lead round in circles)."""
+        """Remove nodes that cannot be computed from inputs (all their ways are cyclic)."""
         reached: set[int] = set()
         readers = self._find_readers()
         todo = list(self.of)
@@ -168,7 +168,7 @@ class ClassOptions:
         return readers
 
     def _prune(self) -> frozenset[int]:
-        """Leave out dominated options, and what only they need; the classes that are certain then."""
+        """Remove dominated options, and what only they need; return the classes that are then certain."""
         while True:
             order, component = self._components()
             bit = {cls: 1 << i for i, cls in enumerate(order)}
@@ -203,7 +203,7 @@ class ClassOptions:
                 return frozenset(cls for cls in self.of if bit[cls] & certain)
 
     def served(self, cls: int, option: Option, readers: Iterable[int]) -> list[tuple[int, int]]:
-        """The options of ``readers`` (class, place) for which a class must have an option: it is no detour for them."""
+        """The options of ``readers`` (class, position) for which a class needs this option: not a detour for them."""
         found = []
         for reader in readers:
             for place, through in enumerate(self.of[reader]):
@@ -215,7 +215,10 @@ class ClassOptions:
         return found
 
     def _drop_detours(self) -> int:
-        """Leave out what is a detour for all; how many there were. What nothing is left of is read by nobody then."""
+        """Remove options that are detours for all readers; return their number.
+
+        Classes without options have no readers then.
+        """
         readers = self._find_readers()
         roots = set(self.roots)
         count = 0
@@ -239,7 +242,7 @@ class ClassOptions:
         self.of = {cls: self.of[cls] for cls in seen}
 
     def _components(self) -> tuple[list[int], dict[int, int]]:
-        """Classes, what is read before what reads it as far as that can be, and the strong component of each."""
+        """Classes in order of reading as far as possible (read before reader), and the strong component of each."""
         reads = {cls: {operand for option in options for operand in option.reads} for cls, options in self.of.items()}
         components = strong_components(list(self.of), reads)[::-1]
         return [cls for found in components for cls in found], {
@@ -247,7 +250,10 @@ class ClassOptions:
         }
 
     def _needs(self, order: Sequence[int], bit: Mapping[int, int]) -> dict[int, int]:
-        """By class what each graph of it holds, itself included, as bits: the greatest solution, from above."""
+        """By class, the classes that each of its graphs contains, itself included, as bits.
+
+        This is the greatest fixed point, computed from above.
+        """
         every = (1 << len(order)) - 1
         needs = dict.fromkeys(order, every)
         readers = self._find_readers()
@@ -267,7 +273,10 @@ class ClassOptions:
         return needs
 
     def _trees(self, given: Mapping[int, int], bit: Mapping[int, int]) -> tuple[dict[int, float], dict[int, int]]:
-        """By class its tree cost, and the place of the option that has it. ``given``: bits of classes that are free."""
+        """By class its tree cost, and the index of the option that attains it.
+
+        ``given``: bits of classes that are free.
+        """
         trees = dict.fromkeys(self.of, math.inf)
         best: dict[int, int] = {}
         readers = self._find_readers()
@@ -279,7 +288,7 @@ class ClassOptions:
                 total = option.seconds + sum(
                     trees[operand] for operand in option.reads if not free & bit.get(operand, 0)
                 )
-                # Trees of deep graphs that read much twice have more nodes than there are numbers.
+                # Tree costs of deep graphs with much sharing overflow.
                 total = min(total, _ENDLESS)
                 if total < trees[cls]:
                     trees[cls], best[cls] = total, place
@@ -288,7 +297,7 @@ class ClassOptions:
 
 
 def _cheapest_of_equals(options: list[Option]) -> list[Option]:
-    """Without options that read what a cheaper one reads, and more."""
+    """Without options that read everything that a cheaper one reads, and more."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda item: (item.seconds, len(item.reads))):
         if not any(other.reads <= option.reads for other in kept):

@@ -1,9 +1,9 @@
-"""Which rules a search uses, and in what order of urgency.
+"""The rules of a search, and their order of urgency.
 
-Directions that leave less to do (`Guided.simplify`) are applied until nothing is new; those that lead to as much or
-more work (`explore`) a few rounds only: a rule read from right to left may apply to its own result. Of the many general
-laws among them, associativity before all, only uses that make something constant are of interest (`fold`): the sums of
-a deep model have more orders than anybody can look at. Rules of several outputs join (`merge`): see `search.merging`.
+Directions that leave less to do (`Guided.simplify`) are applied until nothing is new; those that lead to equal or more
+work (`explore`) only a few rounds, because a rule read from right to left may apply to its own result. Of the many
+general laws among them, associativity before all, only uses that make something constant are of interest (`fold`): the
+sums of a deep model have too many orders to enumerate. Rules of several outputs join (`merge`): see `search.merging`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from meshwright.rewrite.matching import Directed
     from meshwright.rewrite.rulebook import BookRule
 
-# What must stay of NaN and infinity: all as they are; that a number is not finite, if not how; nothing.
+# What must be preserved of NaN and infinity: everything; whether a number is finite; nothing.
 SpecialNumbers = Literal["same", "kept", "ignored"]
 
-# How much an operator does, roughly, before anything is known of sizes. What only looks at memory does nothing.
+# Rough work of an operator, independent of sizes. Views do no work.
 _FREE = frozenset({"slice", "reshape", "transpose", "broadcast", "full", "bitcast"})
-# Torch computes these otherwise than they are defined where numbers are not finite.
+# For numbers that are not finite, torch's result differs from the definition.
 _FUSED = frozenset({"attention", "softmax", "gelu", "gelu_tanh", "silu", "layer_norm", "rms_norm"})
 _ORDERED = frozenset({"add", "sub", "mul", "neg", "maximum", "minimum"})
 _HEAVY = frozenset({"matmul", "linear", "conv1d", "conv2d", "attention", "embedding"})
@@ -37,7 +37,7 @@ _HEAVY = frozenset({"matmul", "linear", "conv1d", "conv2d", "attention", "embedd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guided:
-    """Directions by what they are good for."""
+    """Directions of rules, grouped by use."""
 
     simplify: tuple[Directed, ...]
     explore: tuple[Directed, ...]
@@ -45,7 +45,7 @@ class Guided:
     fold: tuple[Directed, ...] = ()
 
     def joined(self, other: Guided) -> Guided:
-        """These, and others."""
+        """These directions and others."""
         return Guided(
             simplify=(*self.simplify, *other.simplify),
             explore=(*self.explore, *other.explore),
@@ -82,7 +82,7 @@ def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guid
         finite = {"same": (*lost, *changed), "kept": lost, "ignored": ()}[special]
         if special == "same" and any(_operators(side) & _FUSED for side in (*entry.rule.left, *entry.rule.right)):
             finite = tuple(entry.rule.names)
-        # A rule that is used without proof is used at all ranks.
+        # An unproved rule is used at all ranks.
         proved = frozenset(tuple(sorted(zip(entry.rule.names, each, strict=True))) for each in entry.ranks)
         ranks = proved or None
         for way in directions(entry.rule, ranks, finite):
@@ -114,7 +114,7 @@ def _commutes(way: Directed) -> bool:
 
 
 def _reorders(way: Directed) -> bool:
-    """Whether it only puts sums or products of numbers in another order."""
+    """Whether it only reorders sums or products of numbers."""
     return all(_operators(side) <= _ORDERED for side in (*way.sources, *way.targets))
 
 
@@ -125,7 +125,7 @@ def _operators(side: Expression) -> set[str]:
 
 
 def _work(side: Expression) -> tuple[int, int]:
-    """(what it does, number of operators)."""
+    """(work, number of operators)."""
     if isinstance(side, Name):
         return 0, 0
     inner = [_work(operand) for operand in side.operands]

@@ -1,6 +1,6 @@
 """`search`: a cheaper graph of the same outputs, among all that rules lead to.
 
-Rules fill an e-graph (`grow`), the one cost model estimates what is in it, and HiGHS chooses (`extraction`).
+Rules fill an e-graph (`grow`), the cost model estimates its nodes, and HiGHS chooses (`extraction`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_MEMBERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
-    """How an e-graph grew: ``ended`` says why it stopped, ``cut`` which rules fitted at too many places."""
+    """How an e-graph grew: ``ended`` is why it stopped, ``cut`` the rules with too many matches."""
 
     rounds: int
     ended: Ended
@@ -45,10 +45,11 @@ class Grown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGraph:
-    """A graph of the same outputs. ``before_s`` and ``after_s`` are predicted; ``proved``: none is cheaper.
+    """A graph of the same outputs. ``before_s`` and ``after_s`` are predicted; ``proved``: no graph is cheaper.
 
-    ``rules``: those that made what was chosen, with how many nodes. ``united``: those that found two of the original
-    graph's terms to be equal, with how often, so that one is left. ``choice``: its nodes by class of the e-graph.
+    ``rules``: the rules that added chosen nodes, with the number of nodes. ``united``: the rules that showed two of
+    the original graph's terms to be equal, so that one remains, with their number. ``choice``: its nodes by class of
+    the e-graph.
     """
 
     terms: Terms
@@ -63,11 +64,11 @@ class FoundGraph:
 
 
 class CircularError(Exception):
-    """A choice in which something needs itself."""
+    """A choice in which a node needs its own result."""
 
 
 class GraphSpace:
-    """All graphs that rules lead to, from one; estimated, ready to choose from."""
+    """All graphs that rules lead to from one graph; estimated, ready for a choice."""
 
     def __init__(self, terms: Terms, effects: int | None, *, frozen: bool, finite: Set[str] = frozenset()) -> None:
         self._terms, self._effects, self._frozen = terms, effects, frozen
@@ -76,19 +77,19 @@ class GraphSpace:
         self._look()
 
     def grow(self, rules: Guided, limits: SaturationLimits) -> Grown:
-        """Apply rules within limits; that of nodes is of those that are new."""
+        """Apply rules within limits; the limit of nodes counts new ones."""
         limits = replace(limits, nodes=limits.nodes + len(self.graph))
         grown = grow(self.graph, rules, limits)
         self._look()
         return grown
 
     def _look(self) -> None:
-        """What is known of the e-graph as it is now."""
+        """Update the facts about the e-graph."""
         self.known: ClassFacts = find_known(self.graph, frozen=self._frozen)
         self._calls: dict[tuple[int, TermNode], TorchCall] = {}
         self._reasons = self.graph.reasons()
         self._first = self._as_it_was()
-        # How many terms that were unlike a class holds by now.
+        # The number of originally different terms that each class now contains.
         self._origins = Counter(map(self.graph.find, set(self._classes.values())))
 
     def call(self, cls: int, node: TermNode) -> TorchCall | None:
@@ -106,13 +107,13 @@ class GraphSpace:
         return list(dict.fromkeys(call for cls, node in pairs if (call := self.call(cls, node)) is not None))
 
     def calls_of(self, found: FoundGraph) -> list[TorchCall]:
-        """The calls of a graph that was chosen, and of the one that it came from."""
+        """The calls of a chosen graph, and of the original one."""
         pairs = ((cls, node) for choice in (found.choice, self._first) for cls, node in choice.items())
         used = (self.call(cls, node) for cls, node in pairs if cls not in self.known.constant)
         return list(dict.fromkeys(call for call in used if call is not None))
 
     def seconds(self, choice: Mapping[int, TermNode], costs: CallCosts) -> float:
-        """What a choice costs at these costs."""
+        """The seconds of a choice at these costs."""
         graph, constant = self.graph, self.known.constant
         pairs = ((cls, node) for cls, node in choice.items() if cls not in constant and not is_token(graph, cls))
         return sum(costs.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
@@ -134,7 +135,7 @@ class GraphSpace:
         return list(seen)
 
     def _as_it_was(self) -> dict[int, TermNode]:
-        """The graph that it started from, as a choice."""
+        """The original graph, as a choice."""
         chosen: dict[int, TermNode] = {}
         for term, cls in self._classes.items():
             node = self._terms.nodes[term]

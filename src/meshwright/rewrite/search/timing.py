@@ -1,4 +1,4 @@
-"""Whole models timed against each other in place: rounds in which every candidate runs once, on one thread's clock."""
+"""Time whole models against each other: rounds in which every candidate runs once, on one thread's clock."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# Seconds that a candidate runs for at a time. What is short finds its own weights in caches then, as it would in a
-# loop, and not what another left there.
+# Seconds that a candidate runs for at a time. A short one then finds its own weights in caches, as it would in a loop,
+# and not another candidate's data.
 _TURN_S = 0.01
 
 
@@ -30,8 +30,8 @@ def alternate(
 ) -> NDArray[np.float64]:
     """Seconds of each candidate in each round, shape (rounds or more, candidates).
 
-    A candidate that is short runs several times a round, and its median counts. At least 5 rounds, however long they
-    take; more than ``rounds`` where they take less than a second.
+    A short candidate runs several times per round, and its median counts. At least 5 rounds, however long they take;
+    more than ``rounds`` where they take less than a second.
 
     Where torch works on one thread, ``clock`` counts the processor time of this thread, which other programs on the
     machine disturb least; otherwise it is the wall's.
@@ -56,7 +56,7 @@ def alternate(
 
 
 def _fitting(candidate: Callable[[], Any]) -> int:
-    """How often a candidate runs in one turn; it has run twice then."""
+    """The number of runs of a candidate per turn; it has run twice before."""
     candidate()
     return max(1, min(50, round(_TURN_S / max(_timed(candidate, time.perf_counter), 1e-9))))
 
@@ -108,7 +108,7 @@ def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Afterwards, the module's buffers and attributes and torch's random numbers are as they were before."""
+    """Context manager that restores the module's buffers and attributes and torch's random state."""
     parts = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
     held = {id(tensor): tensor for _, _, buffers in parts for tensor in buffers.values() if tensor is not None}
     values = {key: tensor.detach().clone() for key, tensor in held.items()}

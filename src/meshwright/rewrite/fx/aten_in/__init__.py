@@ -1,9 +1,8 @@
-"""ATen operators as declared ones: by operator, what it is in terms, for arguments that have such a meaning.
+"""Converters from ATen operators to declared ones.
 
 A converter gets a `Reader` and the call's arguments by name, and returns one term, or several for several results, or
-None where the arguments have no such meaning (an average pool that does not count its padding): then the call stays
-opaque. What a converter returns is compared with what torch says of the result; a term of another shape or dtype is
-dropped, and the call is opaque, too.
+None if the arguments have no equivalent (an average pool that does not count its padding): then the call stays opaque.
+The result is compared with torch's shape and dtype; a term that differs is dropped, and the call stays opaque, too.
 """
 
 from meshwright.rewrite.fx.aten_in import elementwise, layout, products, reductions

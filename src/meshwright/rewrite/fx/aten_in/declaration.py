@@ -1,9 +1,8 @@
-"""What a converter is, and the table of all.
+"""The type of a converter, and the table of all converters.
 
 A converter gets a `Reader` and the call's arguments by name, and returns one term, or several for several results, or
-None where the arguments have no such meaning (an average pool that does not count its padding): then the call stays
-opaque. What a converter returns is compared with what torch says of the result; a term of another shape or dtype is
-dropped, and the call is opaque, too.
+None if the arguments have no equivalent (an average pool that does not count its padding): then the call stays opaque.
+The result is compared with torch's shape and dtype; a term that differs is dropped, and the call stays opaque, too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Found: TypeAlias = "int | tuple[int, ...] | None"
 Converter: TypeAlias = "Callable[[Reader, dict[str, Any]], Found]"
 
 CONVERTERS: dict[str, Converter] = {}
-# Operators that write their result over their first argument compute what the plain one does.
+# In-place operators compute the same as their plain variants.
 _IN_PLACE_UNARY = (
     *("relu", "silu", "sigmoid", "tanh", "exp", "neg", "abs", "sqrt", "rsqrt", "gelu", "hardtanh", "relu6", "clamp"),
 )
@@ -48,12 +47,12 @@ def converts(*names: str) -> Callable[[Converter], Converter]:
 
 
 def as_tuple(value: Any, count: int) -> tuple[int, ...]:
-    """A number for each of a few dims, of one number or several."""
+    """One number per dim, from one number or several."""
     if isinstance(value, Sequence):
         return tuple(value) * (count if len(value) == 1 else 1)
     return (value,) * count
 
 
 def expected_type(value: torch.Tensor) -> TensorType:
-    """What torch says of a result."""
+    """Torch's type of a result."""
     return TensorType(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))

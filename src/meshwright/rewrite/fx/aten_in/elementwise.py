@@ -1,4 +1,4 @@
-"""Element by element, and casts."""
+"""Converters of elementwise operators and casts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _binary(operator: str) -> Converter:
         if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
             return None
         if r.training and operator in ("maximum", "minimum"):
-            # Where both are equal, each has half of the gradient, and relu none.
+            # At equal operands, each gets half of the gradient, but relu gets none.
             return None
         pair = r.together(a["self"], a["other"])
         return None if pair is None else r.terms.apply(operator, *pair)
@@ -135,7 +135,7 @@ def _bitcast(r: Reader, a: dict[str, Any]) -> Found:
     if r.training:
         # No gradient goes through whole numbers.
         return None
-    # A look at a look is one at what lies in memory.
+    # A view of a view is a view of the memory itself.
     while r.terms.nodes[x].operator == "bitcast":
         (x,) = r.terms.nodes[x].operands
     return x if r.dtype(x) == dtype else r.terms.apply("bitcast", x, dtype=dtype)

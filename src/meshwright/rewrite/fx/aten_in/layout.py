@@ -1,4 +1,4 @@
-"""Shapes, cuts, joins, copies and constants."""
+"""Converters of shapes, slices, concatenations, copies and constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products: linear, matrices, convolutions, attention, embedding."""
+"""Converters of products: linear, matrices, convolutions, attention, embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions, normalisations and pooling."""
+"""Converters of reductions, normalisations and pooling."""
 
 from __future__ import annotations
 
