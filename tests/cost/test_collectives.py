@@ -13,7 +13,7 @@ from meshwright.cost.collectives import (
     COLLECTIVE_OPS,
     CollectiveGroup,
     CollectiveModel,
-    LinkCounts,
+    Topology,
     fit_collectives,
     group_in_mesh,
     load_topology,
@@ -219,7 +219,7 @@ def test_links_that_are_no_graph_are_refused(links):
 
 def test_a_topology_that_is_not_symmetric_is_refused():
     with pytest.raises(ClusterError, match="symmetric"):
-        LinkCounts(name="odd", source="", links=((0, 1), (2, 0)), host_share=0.5)
+        Topology(name="odd", source="", links=((0, 1), (2, 0)), host_share=0.5)
     with pytest.raises(ClusterError, match="did you mean"):
         load_topology("dgx1-v10")
 
@@ -297,7 +297,7 @@ def test_no_algorithm_is_faster_than_its_links(op, num_nics, device_bandwidth):
 @pytest.mark.parametrize("seed", range(12))
 def test_no_lanes_carry_a_sum_faster_than_all_links_together(seed):
     links = draw_links(3 + seed % 4, seed)
-    topology = LinkCounts(name="drawn", source="", links=tuple(map(tuple, links.tolist())), host_share=1e-9)
+    topology = Topology(name="drawn", source="", links=tuple(map(tuple, links.tolist())), host_share=1e-9)
     algorithm, lanes = topology.lanes_among(tuple(range(len(links))))
     share = port_share("all_reduce", CollectiveGroup(num_ranks=len(links)), num_lanes=lanes, algorithm=algorithm)
     # 2(n-1) tensors, over every link both ways

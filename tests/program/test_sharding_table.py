@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.program.sharding.dims import Split, gradient_is_sum, op_dims
+from meshwright.program.sharding.dims import OpSplit, gradient_is_sum, op_dims
 from meshwright.program.sharding.table import operator_rows
 from tests.program.operator_cases import CASES, UNARY
 
@@ -104,7 +104,7 @@ def our_splits(case) -> dict[tuple[str, ...], tuple[tuple[str, ...], tuple[str, 
     labels = {label for item in (*dims.inputs, *dims.outputs) for factors in item for label, _ in factors}
     found = {}
     for label in labels - dims.fixed - dims.inner:
-        split = Split(label)
+        split = OpSplit(label)
         summed = "R" if dims.in_outputs(label) else "P"
         read = tuple(in_words(dims.place_in(item, split)) for item in dims.inputs)
         made = tuple(in_words(dims.place_in(item, split), summed) for item in dims.outputs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.host.gpus import Gpu, Topology
+from meshwright.host.gpus import DeviceTopology, Gpu
 from meshwright.host.known_gpus import KnownGpu, know_gpu, name_gpu
 from meshwright.host.memory import Memory
 from meshwright.host.nics import Nic
@@ -42,7 +42,7 @@ class Machine:
     processor: Processor
     memory: Memory
     gpus: tuple[Gpu, ...]
-    topology: Topology
+    topology: DeviceTopology
     nics: tuple[Nic, ...]
 
 

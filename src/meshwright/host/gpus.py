@@ -44,7 +44,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class DeviceTopology:
     """The links of devices: ``joints`` maps two names (in the order of the matrix) to ``NV4``, ``PIX``, ..."""
 
     names: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def find_gpus(host: Host) -> tuple[Gpu, ...]:
     return parse_gpus(host.run(_QUERY, _QUERY_TIMEOUT_S).output)
 
 
-def find_topology(host: Host) -> Topology:
+def find_topology(host: Host) -> DeviceTopology:
     """The links of the GPUs; empty without a driver."""
     return parse_topology(host.run(_TOPOLOGY, _QUERY_TIMEOUT_S).output)
 
@@ -102,12 +102,12 @@ def pcie_bytes_per_s(generation: int, width: int) -> float | None:
     return _PCIE_3_LANE_BYTES_PER_S * 2.0 ** (generation - 3) * width
 
 
-def parse_topology(text: str) -> Topology:
+def parse_topology(text: str) -> DeviceTopology:
     """Parse the matrix of ``nvidia-smi topo -m``; any other text gives an empty topology."""
     rows = [_ESCAPE.sub("", line).split() for line in text.splitlines()]
     heading = next((row for row in rows if row and all(_DEVICE.fullmatch(word) for word in row[:1])), None)
     if heading is None:
-        return Topology()
+        return DeviceTopology()
     names = []
     for word in heading:
         if not _DEVICE.fullmatch(word):
@@ -119,7 +119,7 @@ def parse_topology(text: str) -> Topology:
         if row and row[0] in names and len(row) > len(names):
             joints |= {(row[0], other): joint for other, joint in zip(names, row[1:], strict=False) if other != row[0]}
     pairs = {pair: joints[pair] for pair in combinations(names, 2) if pair in joints}
-    return Topology(names=tuple(names), joints=pairs)
+    return DeviceTopology(names=tuple(names), joints=pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ def check_gpus(host: Host) -> Iterator[Finding]:
         yield Finding(area="links", name="PCIe", found=f"{format_bytes(min(speeds))}/s per GPU and direction")
 
 
-def describe_topology(topology: Topology) -> str:
+def describe_topology(topology: DeviceTopology) -> str:
     """``28 pairs NV18`` or the number of pairs of each kind."""
     joints = list(topology.gpu_joints.values())
     counts = {joint: joints.count(joint) for joint in sorted(set(joints))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.host.describe import Machine
-from meshwright.host.gpus import Gpu, Topology, find_gpus, find_topology
+from meshwright.host.gpus import DeviceTopology, Gpu, find_gpus, find_topology
 from meshwright.host.host import Host
 from meshwright.host.known_gpus import know_gpu
 from meshwright.host.memory import find_memory
@@ -23,7 +23,7 @@ def find_machine(host: Host, torch: TorchFacts) -> Machine:
         processor=find_processor(host),
         memory=find_memory(host),
         gpus=gpus,
-        topology=find_topology(host) if len(gpus) > 1 else Topology(),
+        topology=find_topology(host) if len(gpus) > 1 else DeviceTopology(),
         nics=choose_nics(host),
     )
 

@@ -15,7 +15,7 @@ from meshwright.spec import MeasurementError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meshwright.cost.collectives import CollectiveModel, LinkCounts
+    from meshwright.cost.collectives import CollectiveModel, Topology
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.records import Records
 
@@ -26,7 +26,7 @@ def table_of(rows: Records, index: int) -> tuple[str, str, str]:
     return rows.device[index], rows.software[index], "" if "vTrain" in source else source
 
 
-def topology_of(device: str) -> LinkCounts | None:
+def topology_of(device: str) -> Topology | None:
     """The links inside the measured nodes of a kind of device, if they differ from pair to pair."""
     return load_topology("dgx1-v100") if device == "V100" else None
 

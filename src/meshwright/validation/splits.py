@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folds:
+class Split:
     """Folds of the distinct keys of a data set, in sorted order: ``folds[i]`` is the digit of key i."""
 
     dataset: str
@@ -37,12 +37,12 @@ class Folds:
     SCHEMA_VERSION: ClassVar[int] = 1
 
 
-def draw_split(dataset: str, keys: Sequence[str], *, num_folds: int = 5, seed: int) -> Folds:
+def draw_split(dataset: str, keys: Sequence[str], *, num_folds: int = 5, seed: int) -> Split:
     """Deal the distinct keys out to ``num_folds`` (at most 10) folds of equal size, in an order that the seed gives."""
     distinct = sorted(set(keys))
     folds = np.arange(len(distinct)) % num_folds
     np.random.default_rng(seed).shuffle(folds)
-    return Folds(
+    return Split(
         dataset=dataset,
         seed=seed,
         num_folds=num_folds,
@@ -58,7 +58,7 @@ def read_folds(dataset: str, keys: Sequence[str]) -> NDArray[np.int64]:
     """
     source = resources.files("meshwright.validation") / "splits" / f"{dataset}.json"
     with resources.as_file(source) as path:
-        split = decode_document(Folds, read_data(path), path.name)
+        split = decode_document(Split, read_data(path), path.name)
     distinct = sorted(set(keys))
     if split.keys_sha256 != _digest(distinct) or len(split.folds) != len(distinct):
         raise DocumentError(

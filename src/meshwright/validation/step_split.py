@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from meshwright.validation.splits import Folds, draw_split, read_folds
+from meshwright.validation.splits import Split, draw_split, read_folds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +66,7 @@ def scored_rows(rows: Sequence[StepRow]) -> list[StepRow]:
     return [row for row in rows if row["id"] not in fitted and row["iter_time_s"]]
 
 
-def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Folds]:
+def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Split]:
     """The splits as they were drawn, by kind of device."""
     return {
         kind: draw_split(f"steps_{kind}", [group_key(row) for row in mine], num_folds=NUM_FOLDS, seed=SEED)

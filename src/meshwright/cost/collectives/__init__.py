@@ -4,14 +4,14 @@ from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp
 from meshwright.cost.collectives.fitted import CollectiveModel
 from meshwright.cost.collectives.fitting import fit_collectives
 from meshwright.cost.collectives.groups import CollectiveGroup, group_in_mesh, place_group
-from meshwright.cost.collectives.topologies import LinkCounts, load_topology
+from meshwright.cost.collectives.topologies import Topology, load_topology
 
 __all__ = [
     "COLLECTIVE_OPS",
     "CollectiveGroup",
     "CollectiveModel",
     "CollectiveOp",
-    "LinkCounts",
+    "Topology",
     "fit_collectives",
     "group_in_mesh",
     "load_topology",

@@ -32,7 +32,7 @@ import numpy as np
 
 from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages, count_steps, port_share
 from meshwright.cost.collectives.groups import CollectiveGroup
-from meshwright.cost.collectives.topologies import LinkCounts
+from meshwright.cost.collectives.topologies import Topology
 from meshwright.cost.curves import Curve
 from meshwright.cost.prediction import Interval, Predictions
 from meshwright.spec import DTYPE_BYTES
@@ -127,7 +127,7 @@ class CollectiveModel:
     interpolated: ErrorScale
     moved_inside: ErrorScale
     moved_across: ErrorScale
-    topology: LinkCounts | None = None
+    topology: Topology | None = None
     row_hashes: tuple[str, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -242,7 +242,7 @@ def transfer(
     num_bytes: Floats,
     alike: Sequence[MeasuredPlace],
     exponent: float | None,
-    topology: LinkCounts | None,
+    topology: Topology | None,
 ) -> Transfer | None:
     """Return the time of a group from comparable places, None without any; γ is None for the steps of a ring."""
     if not alike:
@@ -268,7 +268,7 @@ def transfer(
 
 
 def _wire_seconds(
-    op: CollectiveOp, place: MeasuredPlace, group: CollectiveGroup, num_bytes: Floats, topology: LinkCounts | None
+    op: CollectiveOp, place: MeasuredPlace, group: CollectiveGroup, num_bytes: Floats, topology: Topology | None
 ) -> Floats:
     """Return a measured group's seconds above its latency for the same bytes through its busiest port."""
     here, there = _port_share(op, group, place.group, topology), _port_share(op, place.group, place.group, topology)
@@ -277,7 +277,7 @@ def _wire_seconds(
 
 
 def _port_share(
-    op: CollectiveOp, group: CollectiveGroup, measured: CollectiveGroup, topology: LinkCounts | None
+    op: CollectiveOp, group: CollectiveGroup, measured: CollectiveGroup, topology: Topology | None
 ) -> float:
     """Return bytes through the busiest port per byte, if the group runs the measured group's algorithm."""
     if group.num_nodes > 1:

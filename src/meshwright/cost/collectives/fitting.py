@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.collectives.algorithms import CollectiveOp
-    from meshwright.cost.collectives.topologies import LinkCounts
+    from meshwright.cost.collectives.topologies import Topology
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
 
@@ -50,7 +50,7 @@ UNKNOWN = Interval(low=0.5, high=2.0)
 _FEWEST = 10
 
 
-def fit_collectives(rows: Records, topology: LinkCounts | None = None, *, phase: str = "") -> CollectiveModel:
+def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: str = "") -> CollectiveModel:
     """Fit the collectives of one cluster. ``topology``: the links of its nodes if they differ between pairs.
 
     ``phase``: "" for seconds, "host" for CPU seconds. Raises MeasurementError for rows of several devices, and if no
@@ -117,7 +117,7 @@ def groups_of(rows: Records) -> list[CollectiveGroup]:
 
 
 def _left_out_place(
-    op: CollectiveOp, place: MeasuredPlace, known: Sequence[MeasuredPlace], topology: LinkCounts | None
+    op: CollectiveOp, place: MeasuredPlace, known: Sequence[MeasuredPlace], topology: Topology | None
 ) -> tuple[Floats, Floats, float, float] | None:
     """Return (measured, predicted, √h, latency) at a place's sizes from the op's other places; None without any."""
     alike = comparable(known, place.group)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkCounts:
+class Topology:
     """Parallel links between each pair of a node's devices: a symmetric matrix of counts."""
 
     name: str
@@ -63,11 +63,11 @@ def _lanes(links: tuple[tuple[int, ...], ...], devices: tuple[int, ...]) -> tupl
     return None
 
 
-def load_topology(name: str) -> LinkCounts:
+def load_topology(name: str) -> Topology:
     """Return a shipped topology by name, such as ``dgx1-v100``. Raises ClusterError for unknown names."""
     folder = resources.files("meshwright.cost.collectives") / "links"
     known = sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
     if name not in known:
         raise ClusterError(f"No topology {name!r} is shipped{suggest(name, known)}; known: {', '.join(known)}.")
     with resources.as_file(folder / f"{name}.toml") as path:
-        return decode_document(LinkCounts, read_data(path), path.name)
+        return decode_document(Topology, read_data(path), path.name)

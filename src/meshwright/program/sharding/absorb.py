@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.program.sharding.dims import find_label
 
 if TYPE_CHECKING:
-    from meshwright.program.sharding.dims import Split
+    from meshwright.program.sharding.dims import OpSplit
     from meshwright.program.sharding.propagate import PropagationState
 
 # A tensor split at (dim, parts).
@@ -27,13 +27,13 @@ class _Walk(NamedTuple):
     needed: set[_Piece]
 
 
-def is_absorbed(state: PropagationState, index: int, split: Split) -> bool:
+def is_absorbed(state: PropagationState, index: int, split: OpSplit) -> bool:
     """Whether all readers of the outputs of op ``index`` can continue with them split along ``split``."""
     walk = _Walk(state, index, {}, set())
     return _outputs_absorbed(walk, index, split) and all(_may_be(walk, piece) for piece in walk.needed)
 
 
-def _outputs_absorbed(walk: _Walk, index: int, split: Split) -> bool:
+def _outputs_absorbed(walk: _Walk, index: int, split: OpSplit) -> bool:
     facts = walk.state.facts
     dims = facts.dims[index]
     for tensor, item in zip(facts.graph.ops[index].outputs, dims.outputs, strict=True):

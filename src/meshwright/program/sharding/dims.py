@@ -24,7 +24,7 @@ _FUNCTIONS = {**computed.FUNCTIONS, **views.FUNCTIONS}
 SAMPLES = 1_000_003
 
 
-class Split(NamedTuple):
+class OpSplit(NamedTuple):
     """An op split along a label, each of ``parts`` equal parts of it separately."""
 
     label: str
@@ -43,24 +43,24 @@ class OpDims(NamedTuple):
         """Whether some output is split along the label; otherwise the outputs are sums over the ranks."""
         return any(find_label(dims, label) for dims in self.outputs)
 
-    def split_at(self, dims: Dims, place: tuple[int, int]) -> Split | None:
+    def split_at(self, dims: Dims, place: tuple[int, int]) -> OpSplit | None:
         """Return the split of the op that splits its tensor with dims ``dims`` at (dim, parts), None if none does."""
         dim, parts = place
         before = 1
-        found: Split | None = None
+        found: OpSplit | None = None
         for label, size in dims[dim]:
             if parts % before == 0 and size % (parts // before) == 0:
-                found = Split(label, parts // before)
+                found = OpSplit(label, parts // before)
             before *= size
         return None if found is None or found.label in self.fixed else found
 
-    def place_in(self, dims: Dims, split: Split | None) -> tuple[int, int] | None:
+    def place_in(self, dims: Dims, split: OpSplit | None) -> tuple[int, int] | None:
         """Return where a split of the op splits a tensor with dims ``dims``: (dim, parts); None if it stays whole."""
         found = find_label(dims, split.label) if split else None
         return (found[0], found[1] * split.parts) if found and split else None
 
 
-def gradient_is_sum(dims: OpDims, position: int, split: Split | None, *, product: bool) -> bool:
+def gradient_is_sum(dims: OpDims, position: int, split: OpSplit | None, *, product: bool) -> bool:
     """Whether each rank has only a part of an input's gradient, because the input is whole but its use is split.
 
     Where a product sums over the ranks, an input without the summed dim is a bias, which is added once.

@@ -6,7 +6,7 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from meshwright.program.sharding.dims import SAMPLES, OpDims, Split, find_label, op_dims
+from meshwright.program.sharding.dims import SAMPLES, OpDims, OpSplit, find_label, op_dims
 from meshwright.program.sharding.grouped import find_grouped
 from meshwright.program.sharding.table import operator_name, operator_rows
 
@@ -92,7 +92,7 @@ class AxisGraph:
                 free[tensor] = all(free[i] for i in op.inputs)
         return free
 
-    def can_split(self, index: int, split: Split) -> bool:
+    def can_split(self, index: int, split: OpSplit) -> bool:
         """Whether every tensor of the op that has the label can be split along it."""
         dims = self.dims[index]
         if split.label in dims.fixed:
@@ -101,7 +101,7 @@ class AxisGraph:
         tensors = zip((*op.inputs, *op.outputs), (*dims.inputs, *dims.outputs), strict=True)
         return all(self._divides(tensor, item, split) for tensor, item in tensors)
 
-    def _divides(self, tensor: int, dims: tuple[Dim, ...], split: Split) -> bool:
+    def _divides(self, tensor: int, dims: tuple[Dim, ...], split: OpSplit) -> bool:
         found = find_label(dims, split.label)
         if found is None:
             return True

@@ -18,7 +18,7 @@ from meshwright.spec.graph import Extent
 Shape = tuple[Extent, ...]
 
 if TYPE_CHECKING:
-    from meshwright.program.sharding.dims import Split
+    from meshwright.program.sharding.dims import OpSplit
     from meshwright.program.sharding.propagate import PropagationState
     from meshwright.spec.collective import Axis
     from meshwright.spec.graph import Graph, Op, Tensor
@@ -131,7 +131,7 @@ def _local_op(state: PropagationState, index: int, made: Conversions, tensors: l
     )
 
 
-def _share(flops: Extent, state: PropagationState, index: int, split: Split) -> Extent:
+def _share(flops: Extent, state: PropagationState, index: int, split: OpSplit) -> Extent:
     """Return the FLOPs of the largest part."""
     dims, size = state.facts.dims[index], state.facts.size
     found = next(f for item in (*dims.inputs, *dims.outputs) if (f := find_label(item, split.label)))

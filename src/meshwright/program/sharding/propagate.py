@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meshwright.program.sharding.calls import Dim
-    from meshwright.program.sharding.dims import OpDims, Split
+    from meshwright.program.sharding.dims import OpDims, OpSplit
 
 # (dim, parts) along which a tensor is split, None if it is whole.
 Place = tuple[int, int] | None
@@ -39,7 +39,7 @@ class AxisRule(Protocol):
     def start(self, facts: AxisGraph) -> dict[int, Place]:
         """Return the layout of the graph's inputs; inputs that are not named are whole."""
 
-    def choose(self, state: PropagationState, index: int) -> Split | None:
+    def choose(self, state: PropagationState, index: int) -> OpSplit | None:
         """Return the label along which an op is split, None if it stays whole."""
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
@@ -54,7 +54,7 @@ class PropagationState(NamedTuple):
 
     facts: AxisGraph
     places: dict[int, Place]
-    splits: list[Split | None]
+    splits: list[OpSplit | None]
     partial: set[int]
 
     def wanted(self, index: int) -> list[Place]:
@@ -75,7 +75,7 @@ class PropagationState(NamedTuple):
 
 def propagate(facts: AxisGraph, rule: AxisRule) -> PropagationState:
     """Return the places of all tensors and the splits of all ops."""
-    told: dict[int, Split | None] = {}
+    told: dict[int, OpSplit | None] = {}
     for _ in range(_ROUNDS):
         state = _propagate(facts, rule, told)
         more = _tell(state, told, rule)
@@ -85,7 +85,7 @@ def propagate(facts: AxisGraph, rule: AxisRule) -> PropagationState:
     return state
 
 
-def _propagate(facts: AxisGraph, rule: AxisRule, told: Mapping[int, Split | None]) -> PropagationState:
+def _propagate(facts: AxisGraph, rule: AxisRule, told: Mapping[int, OpSplit | None]) -> PropagationState:
     state = PropagationState(facts, dict(rule.start(facts)), [], set())
     for index, op in enumerate(facts.graph.ops):
         split = told[index] if index in told else rule.choose(state, index)
@@ -96,7 +96,7 @@ def _propagate(facts: AxisGraph, rule: AxisRule, told: Mapping[int, Split | None
     return state
 
 
-def _place_outputs(state: PropagationState, rule: AxisRule, index: int, split: Split | None) -> None:
+def _place_outputs(state: PropagationState, rule: AxisRule, index: int, split: OpSplit | None) -> None:
     facts, dims = state.facts, state.facts.dims[index]
     op = facts.graph.ops[index]
     summed = split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
@@ -109,10 +109,10 @@ def _place_outputs(state: PropagationState, rule: AxisRule, index: int, split: S
         state.places[tensor] = rule.scatter(state, tensor) if summed else dims.place_in(item, split)
 
 
-def _tell(state: PropagationState, told: Mapping[int, Split | None], rule: AxisRule) -> dict[int, Split | None]:
+def _tell(state: PropagationState, told: Mapping[int, OpSplit | None], rule: AxisRule) -> dict[int, OpSplit | None]:
     """Return ops to reassign: parts are made in parts, and whole values whole, if their readers want them so."""
     facts = state.facts
-    found: dict[int, Split | None] = {}
+    found: dict[int, OpSplit | None] = {}
     for index, op in enumerate(facts.graph.ops):
         for tensor, want in zip(op.inputs, state.wanted(index), strict=True):
             made, have = facts.producer.get(tensor), state.places.get(tensor)
@@ -148,7 +148,7 @@ def _is_free(facts: AxisGraph, tensor: int, made: int, dim: int) -> bool:
     return row is not None and row.dims == "made" and facts.depends_on_batch(tensor)
 
 
-def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int]) -> Split | None:
+def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int]) -> OpSplit | None:
     """Return the split of an op that splits one of its outputs at ``place``, None if there is no valid one."""
     dims: OpDims = facts.dims[index]
     item: tuple[Dim, ...] = dims.outputs[facts.graph.ops[index].outputs.index(tensor)]
@@ -156,16 +156,16 @@ def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int])
     return split if split and facts.can_split(index, split) else None
 
 
-def follow(state: PropagationState, index: int) -> Split | None:
+def follow(state: PropagationState, index: int) -> OpSplit | None:
     """Return the split of most of an op's inputs, by elements; None if they are whole or it cannot be kept."""
     weights = arriving(state, index)
     return max(weights, key=lambda split: weights[split], default=None)
 
 
-def arriving(state: PropagationState, index: int) -> dict[Split, int]:
+def arriving(state: PropagationState, index: int) -> dict[OpSplit, int]:
     """Return the splits of an op's inputs that it can keep, each with the number of elements split so."""
     facts = state.facts
-    weights: dict[Split, int] = {}
+    weights: dict[OpSplit, int] = {}
     for _, tensor, dims in facts.operands(index):
         if (place := state.places.get(tensor)) and (split := facts.dims[index].split_at(dims, place)):
             weights[split] = weights.get(split, 0) + facts.elements(tensor)

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.absorb import is_absorbed
-from meshwright.program.sharding.dims import Split, find_label
+from meshwright.program.sharding.dims import OpSplit, find_label
 from meshwright.program.sharding.experts import check_experts
 from meshwright.program.sharding.facts import UNEVEN_FROM, divides
 from meshwright.program.sharding.grouped import ROWS
@@ -90,12 +90,12 @@ class _OwnFirst:
         """Whether the user specifies how an op is split."""
         return self._last_meant(facts.graph.ops[index]) >= 0
 
-    def choose(self, state: PropagationState, index: int) -> Split | None:
+    def choose(self, state: PropagationState, index: int) -> OpSplit | None:
         """Return the split of an op."""
         last = self._last_meant(state.facts.graph.ops[index])
         return self.choose_by_rule(state, index) if last < 0 else _own_split(state.facts, index, self.own[last])
 
-    def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
+    def choose_by_rule(self, state: PropagationState, index: int) -> OpSplit | None:
         """Return the split of an op without a placement of the user."""
         return follow(state, index)
 
@@ -106,7 +106,7 @@ class TensorRule(_OwnFirst):
 
     sequence_parallel: bool = False
 
-    def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
+    def choose_by_rule(self, state: PropagationState, index: int) -> OpSplit | None:
         """Return a split by rows, by columns, or that of the inputs."""
         facts = state.facts
         row = facts.rows[index]
@@ -184,12 +184,12 @@ class ExpertRule(_OwnFirst):
         shape = state.facts.graph.tensors[tensor].shape
         return (0, 1) if shape and shape[0].per_sample and divides(shape[0], state.facts.size) else None
 
-    def choose_by_rule(self, state: PropagationState, index: int) -> Split | None:
+    def choose_by_rule(self, state: PropagationState, index: int) -> OpSplit | None:
         """Return a split over the experts, or that of the inputs."""
         if index in state.facts.sorted_ops:
-            return Split(ROWS)
+            return OpSplit(ROWS)
         for label, _ in _expert_labels(state.facts, index):
-            return Split(label)
+            return OpSplit(label)
         weights = arriving(state, index)
         return max(
             weights, key=lambda split: (_is_over_samples(state.facts, index, split), weights[split]), default=None
@@ -206,15 +206,15 @@ def _goes_on(facts: AxisGraph, tensor: int, place: tuple[int, int]) -> bool:
     return False
 
 
-def _is_over_samples(facts: AxisGraph, index: int, split: Split) -> bool:
+def _is_over_samples(facts: AxisGraph, index: int, split: OpSplit) -> bool:
     op, dims = facts.graph.ops[index], facts.dims[index]
     places = ((tensor, dims.place_in(item, split)) for tensor, item in zip(op.outputs, dims.outputs, strict=True))
     return any(place and facts.graph.tensors[tensor].shape[place[0]].per_sample for tensor, place in places)
 
 
-def _own_split(facts: AxisGraph, index: int, placement: OpPlacement) -> Split | None:
+def _own_split(facts: AxisGraph, index: int, placement: OpPlacement) -> OpSplit | None:
     op, dims = facts.graph.ops[index], facts.dims[index]
-    split: Split | None = None
+    split: OpSplit | None = None
     for where, given, tensors in (
         ("output", placement.output_dim, dims.outputs),
         ("input", placement.input_dim, dims.inputs),
@@ -275,7 +275,7 @@ def _labels_of(facts: AxisGraph, index: int) -> Iterator[tuple[str, int, bool, b
                 yield label, size, shared, facts.dims[index].in_outputs(label)
 
 
-def _rows(state: PropagationState, index: int) -> Split | None:
+def _rows(state: PropagationState, index: int) -> OpSplit | None:
     """Return the split along a summed dim of the other input, if that is split along it."""
     facts = state.facts
     for label, _, shared, made in _labels_of(facts, index):
@@ -291,16 +291,16 @@ def _rows(state: PropagationState, index: int) -> Split | None:
     return None
 
 
-def _table_rows(facts: AxisGraph, index: int) -> Split | None:
+def _table_rows(facts: AxisGraph, index: int) -> OpSplit | None:
     """Return the split over the rows of a table that is looked up by values of the batch."""
     for label, size, shared, made in _labels_of(facts, index):
         big = not shared and not made and size >= UNEVEN_FROM
-        if big and facts.can_split(index, Split(label)) and facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
-            return Split(label)
+        if big and facts.can_split(index, OpSplit(label)) and facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
+            return OpSplit(label)
     return None
 
 
-def _columns(state: PropagationState, index: int) -> Split | None:
+def _columns(state: PropagationState, index: int) -> OpSplit | None:
     """Return the split over columns, if all readers of the output can continue with a part of it."""
     facts = state.facts
     if not facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
@@ -309,7 +309,7 @@ def _columns(state: PropagationState, index: int) -> Split | None:
         if shared or not made:
             continue
         for parts in _FUSED:
-            split = Split(label, parts)
+            split = OpSplit(label, parts)
             if facts.can_split(index, split) and is_absorbed(state, index, split):
                 return split
     return None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from meshwright.planner.methods.alpa.groups import ATTENTION
 from meshwright.planner.methods.alpa.mesh import AXES
 from meshwright.planner.methods.alpa.placements import Placements
-from meshwright.program.sharding.dims import Split
+from meshwright.program.sharding.dims import OpSplit
 from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place, PropagationState, propagate
 from meshwright.program.sharding.rules import rule_for
@@ -79,13 +79,13 @@ class _Wanted:
     axis: int
     facts: AxisGraph
 
-    def split(self, index: int) -> Split | None:
+    def split(self, index: int) -> OpSplit | None:
         """Return the split of an op."""
         split = self.placements.splits[index][self.axis]
         samples = self.facts.samples * self.placements.batch_size
         if split is None or self.placements.graph.batch_size is not None or split.parts % samples:
             return split
-        return Split(split.label, split.parts // self.placements.batch_size)
+        return OpSplit(split.label, split.parts // self.placements.batch_size)
 
     def differing(self, state: PropagationState) -> Iterator[int]:
         """Yield ops whose split differs."""

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from meshwright.planner.methods.alpa.repeats import Folded
-from meshwright.program.sharding.dims import OpDims, Split, find_label, gradient_is_sum
+from meshwright.program.sharding.dims import OpDims, OpSplit, find_label, gradient_is_sum
 from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
@@ -34,7 +34,7 @@ ATTENTION = "aten.scaled_dot_product_attention"
 class RootSplit(NamedTuple):
     """A root's split on one axis, and the dim over which its outputs are scattered if they are sums over the ranks."""
 
-    split: Split | None
+    split: OpSplit | None
     scatter: Place = None
 
 
@@ -51,7 +51,7 @@ class OpGroup:
 
     ops: tuple[int, ...]
     choices: tuple[tuple[RootSplit, ...], ...]
-    splits: tuple[dict[int, tuple[Split | None, ...]], ...]
+    splits: tuple[dict[int, tuple[OpSplit | None, ...]], ...]
 
 
 class AxisModel:
@@ -114,12 +114,12 @@ class AxisModel:
         for tensor, item in zip(self.graph.ops[index].outputs, dims.outputs, strict=True):
             yield tensor, choice.scatter if summed else dims.place_in(item, choice.split)
 
-    def sums_outputs(self, index: int, split: Split | None) -> bool:
+    def sums_outputs(self, index: int, split: OpSplit | None) -> bool:
         """Return whether the outputs of an op under a split are sums over the ranks."""
         dims = self.facts.dims[index]
         return split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
 
-    def want(self, index: int, position: int, split: Split | None) -> Want:
+    def want(self, index: int, position: int, split: OpSplit | None) -> Want:
         """Return the layout in which an op under a split reads an input."""
         facts, row = self.facts, self.facts.rows[index]
         dims, tensor = facts.dims[index], facts.graph.ops[index].inputs[position]
@@ -170,9 +170,11 @@ def find_groups(models: Sequence[AxisModel], uses: Sequence[AxisUse]) -> list[Op
     return found
 
 
-def _follow(model: AxisModel, ops: Sequence[int], choices: Sequence[RootSplit]) -> dict[int, tuple[Split | None, ...]]:
+def _follow(
+    model: AxisModel, ops: Sequence[int], choices: Sequence[RootSplit]
+) -> dict[int, tuple[OpSplit | None, ...]]:
     """Return the split of each op of a group for each choice of its root."""
-    table: dict[int, list[Split | None]] = {index: [] for index in ops}
+    table: dict[int, list[OpSplit | None]] = {index: [] for index in ops}
     for choice in choices:
         lies: dict[int, Place] = {}
         for index in ops:
@@ -225,7 +227,7 @@ class _Splits:
 
     def __init__(self, model: AxisModel, roots: Sequence[int]) -> None:
         self.model = model
-        self.of: dict[int, dict[Split, None]] = {index: {} for index in model.folded.ops}
+        self.of: dict[int, dict[OpSplit, None]] = {index: {} for index in model.folded.ops}
         self._touching: dict[int, list[tuple[int, int | None]]] = {}
         for index in model.folded.ops:
             for tensor in model.graph.ops[index].outputs:
@@ -235,7 +237,7 @@ class _Splits:
                 readers = [slot for slot in reading.readers if model.reads(*slot)]
                 self._touching.setdefault(reading.tensor, []).extend(readers)
         self._tensors_at = self._slots()
-        queue = [(root, Split(label)) for root in roots for label, _ in _labels(model.facts.dims[root])]
+        queue = [(root, OpSplit(label)) for root in roots for label, _ in _labels(model.facts.dims[root])]
         while queue:
             index, split = queue.pop()
             if split in self.of[index] or not model.facts.can_split(index, split):
@@ -261,7 +263,7 @@ class _Splits:
                     found.setdefault((index, position), []).append(tensor)
         return found
 
-    def _beside(self, index: int, split: Split) -> Iterator[tuple[int, Split]]:
+    def _beside(self, index: int, split: OpSplit) -> Iterator[tuple[int, OpSplit]]:
         """Yield the splits of other ops that give a tensor of this op the same layout."""
         op, dims = self.model.graph.ops[index], self.model.facts.dims[index]
         lies = list(zip(([i] for i in op.outputs), dims.outputs, strict=True))
@@ -273,7 +275,7 @@ class _Splits:
                     if place and (found := self._split_at(other, position, tensor, place)):
                         yield other, found
 
-    def _split_at(self, index: int, position: int | None, tensor: int, place: tuple[int, int]) -> Split | None:
+    def _split_at(self, index: int, position: int | None, tensor: int, place: tuple[int, int]) -> OpSplit | None:
         dims = self.model.facts.dims[index]
         if position is not None:
             return dims.split_at(dims.inputs[position], place)

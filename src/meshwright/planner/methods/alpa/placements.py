@@ -10,7 +10,7 @@ from meshwright.planner.methods.alpa.groups import AxisModel, OpGroup, RootSplit
 from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategySolution
 from meshwright.planner.methods.alpa.mesh import AXES
 from meshwright.planner.methods.alpa.strategies import TERMS, MeshGraph, Strategies
-from meshwright.program.sharding.dims import Split
+from meshwright.program.sharding.dims import OpSplit
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
 from meshwright.spec.graph import Extent
@@ -41,7 +41,7 @@ class Placements:
     shape: tuple[int, int]
     batch_size: int
     layouts: tuple[tuple[Layout, Layout], ...] = field(repr=False)
-    splits: tuple[tuple[Split | None, Split | None], ...] = field(repr=False)
+    splits: tuple[tuple[OpSplit | None, OpSplit | None], ...] = field(repr=False)
     ways: tuple[tuple[str, str], ...] = field(repr=False)
     seconds: float
     terms: dict[str, float]
@@ -79,7 +79,7 @@ def lay_out(
 ) -> Placements:
     """Return the placements of a solution, expanded from the kept ops to all ops that they stand for."""
     graph, models = sharded.amounts.graph, sharded.models
-    splits: list[tuple[Split | None, Split | None]] = [(None, None)] * len(graph.ops)
+    splits: list[tuple[OpSplit | None, OpSplit | None]] = [(None, None)] * len(graph.ops)
     ways = [("", "")] * len(graph.ops)
     layouts: list[tuple[Layout, Layout]] = [(Replicate(), Replicate())] * len(graph.tensors)
     terms = dict.fromkeys((*TERMS, "conversions"), 0.0)
@@ -139,7 +139,7 @@ def _layout(sharded: MeshGraph, place: Place) -> Layout:
     return Shard(dim, Extent(0, parts // samples) if symbolic else Extent(parts))
 
 
-def _way(model: AxisModel, index: int, split: Split | None) -> str:
+def _way(model: AxisModel, index: int, split: OpSplit | None) -> str:
     if split is None:
         return "whole"
     dims = model.facts.dims[index]

@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have, Integers
 from meshwright.planner.methods.alpa.groups import AxisModel, OpGroup, RootSplit, Want
 from meshwright.planner.methods.alpa.mesh import AXES, Floats
-from meshwright.program.sharding.dims import Split, find_label
+from meshwright.program.sharding.dims import OpSplit, find_label
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
 from meshwright.spec.units import DTYPE_BYTES
@@ -239,7 +239,7 @@ def _fitting_pairs(models: tuple[AxisModel, AxisModel], group: OpGroup) -> list[
 
 
 # The place where an op splits a tensor, and the split.
-_Way = tuple[Place, Split | None]
+_Way = tuple[Place, OpSplit | None]
 
 
 def _ways(model: AxisModel, group: OpGroup, index: int, axis: int) -> list[list[_Way]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.placing.op_tasks import find_tasks
 from meshwright.program.sharding.calls import OpSignature, one
-from meshwright.program.sharding.dims import OpDims, Split, find_label
+from meshwright.program.sharding.dims import OpDims, OpSplit, find_label
 from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.table import operator_name
 
@@ -173,12 +173,12 @@ class _Reader:
         elif any(find_label(inputs, label) for inputs in parameters):
             kind = "parameter"
         made = SoapDim(kind=kind, size=self.label_size(dims, label) or 1)
-        self.note(made, op, dims, Split(label))
+        self.note(made, op, dims, OpSplit(label))
         if label in windows:
             made.windows = {t: windows[label] for t in self.graph.ops[op].inputs if t in made.places}
         return made
 
-    def note(self, dim: SoapDim, op: int, dims: OpDims, split: Split) -> None:
+    def note(self, dim: SoapDim, op: int, dims: OpDims, split: OpSplit) -> None:
         """Write down where a split of an op splits its tensors."""
         item = self.graph.ops[op]
         dim.ops.add(op)
