@@ -1,10 +1,11 @@
 """Which gradients are summed together, over which ranks, and in which order.
 
 A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
-every stage that uses it. Parameters with the same holders share buckets of up to ``bucket_bytes``, filled in the
-order in which a backward pass makes their gradients ready (the reverse of the forward order), so that the first
-bucket can leave early; of the stages of a rank the later ones come first. Buckets that cross stages come after all
-others: then every rank meets the collectives in one global order and none can wait in a circle.
+every stage that uses it; of a placement, the ranks that compute with it. Parameters with the same holders share buckets
+of up to ``bucket_bytes``, filled in the order in which a backward pass makes their gradients ready (the reverse of the
+forward order), so that the first bucket can leave early; of the stages of a rank the later ones come first. Buckets
+that cross stages come after all others: then every rank meets the collectives in one global order and none can wait in
+a circle.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.spec.collective import Axis, summing_axes
-from meshwright.spec.exchange import WAVES
+from meshwright.spec.exchange import WAVES, GradientExchange
 from meshwright.spec.graph import Graph
+from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.slices import slice_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +40,29 @@ class Bucket:
     axes: tuple[Axis, ...] = ()
 
 
+def exchange_of(plan: Plan | Placement) -> GradientExchange:
+    """How the gradients of a plan are summed; those of a placement in the default way."""
+    return plan.exchange if isinstance(plan, Plan) else GradientExchange()
+
+
 @lru_cache(maxsize=64)
-def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
-    """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared.
+def gradient_buckets(graph: Graph, plan: Plan | Placement) -> tuple[Bucket, ...]:
+    """All buckets, in the order in which every rank exchanges those it holds; none if nothing is shared.
 
     Where gradients are scattered inside of backwards (zero 2 and 3), only those of parameters that stages share; the
     replicas of a stage then meet in a bucket without parameters, for no scatter ends before all have come to it.
     """
+    if isinstance(plan, Placement) and graph.mode != "training":
+        return ()
     holders: dict[int, list[int]] = {}
-    for stage in slice_graph(graph, plan.bounds):
+    for stage in slice_stages(graph, plan):
         for parameter in stage.parameters:
             if graph.tensors[parameter].requires_grad:
                 holders.setdefault(parameter, []).append(stage.index)
     by_holders: dict[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]] = {}
     inside = summing_axes(graph)
     for parameter, holding in holders.items():
-        is_scattered = plan.exchange.zero >= 2 and len(holding) == 1
+        is_scattered = exchange_of(plan).zero >= 2 and len(holding) == 1
         held = by_holders.setdefault((tuple(holding), () if is_scattered else inside.get(parameter, ())), [])
         held += [] if is_scattered else [parameter]
     first_use = first_uses(graph)
@@ -92,7 +100,7 @@ def first_uses(graph: Graph) -> dict[int, int]:
     return first
 
 
-def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+def fill_buckets(graph: Graph, parameters: list[int], plan: Plan | Placement) -> list[tuple[tuple[int, ...], int]]:
     """Some parameters in their order, in buckets of the plan's size: those of each, and their bytes."""
     filled: list[tuple[tuple[int, ...], int]] = []
     chosen: list[int] = []
@@ -101,7 +109,7 @@ def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[
     for parameter in parameters:
         tensor = graph.tensors[parameter]
         num_bytes = plan.workload.gradient_bytes(tensor)
-        if chosen and (total + num_bytes > plan.exchange.bucket_bytes or tensor.dtype != dtype):
+        if chosen and (total + num_bytes > exchange_of(plan).bucket_bytes or tensor.dtype != dtype):
             filled.append((tuple(chosen), total))
             chosen, total = [], 0
         chosen.append(parameter)

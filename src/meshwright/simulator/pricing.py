@@ -110,8 +110,8 @@ def price_program(
 
 
 def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
-    """The buckets of gradients that a plan sums: none of a placement, nor where replicas average parameters."""
-    if isinstance(plan, Placement) or plan.exchange.every_steps > 1:
+    """The buckets of gradients that a plan sums: none where replicas average parameters."""
+    if isinstance(plan, Plan) and plan.exchange.every_steps > 1:
         return ()
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
 
