@@ -68,7 +68,8 @@ class SplitModel(nn.Module):
         super().__init__()
         builder = _Builder(split, captured)
         self.parts = builder.module()
-        self.has_loss = captured.graph.has_loss
+        # Targets are among its tensors.
+        self.takes_targets = captured.graph.has_loss
         self.writes_copies = any(item.copies for items in split.parts for item in items)
         self.draws_random = any(op.random for op in captured.graph.ops)
         self._shares = builder.shares
@@ -81,7 +82,7 @@ class SplitModel(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> Any:
         """The loss of a graph that has one; else its outputs, one alone as it is."""
         made = self.parts(*tensors)
-        return made[0] if self.has_loss or len(made) == 1 else made
+        return made[0] if self.takes_targets or len(made) == 1 else made
 
     def whole_state(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state of the model that this one was made of, from its own: shares put together."""
@@ -95,6 +96,19 @@ class SplitModel(nn.Module):
                 continue
             _take(whole[name], cuts).copy_(value.reshape(_take(whole[name], cuts).shape))
         return whole | {alias: whole[name] for alias, name in self._aliases.items() if name in whole}
+
+
+class PartOps(nn.Module):
+    """The ops of a part. Exported ops say of what module they are, but not of which graph module."""
+
+    def __init__(self, ops: fx.GraphModule) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the part makes."""
+        made: tuple[torch.Tensor, ...] = self.ops(*given)
+        return made
 
 
 class Take(nn.Module):
@@ -179,8 +193,8 @@ class _Builder:
             )
             names = {local: self._whole.tensors[tensor].name for local, (tensor, _) in item.held.items()}
             held = {names[local]: (names[local], cuts) for local, (_, cuts) in item.held.items()}
-        self.shares |= {f"parts.{name}.{key}": share for key, share in held.items()}
-        node = self._call(name, made, given)
+        self.shares |= {f"parts.{name}.ops.{key}": share for key, share in held.items()}
+        node = self._call(name, PartOps(made), given)
         for place, read in enumerate(item.makes):
             found = self._graph.call_function(operator.getitem, (node, place))
             self._made.setdefault(read.tensor, []).append((item, read, found))

@@ -18,9 +18,10 @@ from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_expert
 from meshwright.cli.output import note, terminal_sink
 from meshwright.cli.pages import page_path
 from meshwright.cli.plan.choices import closes_space, read_choices, remark_on_schedules
-from meshwright.cli.plan.files import files_to_write
+from meshwright.cli.plan.files import PlanFiles, files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.plan.strategy import find_strategy, strategy_file
 from meshwright.cli.planning import as_written, choose_batch, choose_precision, priced_by, print_misfit, read_prices
 from meshwright.cli.recalling import recall_measurements, recall_software
 from meshwright.cli.requests import as_command
@@ -52,12 +53,16 @@ def run_plan(request: PlanRequest) -> None:
     from meshwright.planner import NothingFitsError
 
     files = files_to_write(request.model, request.out, request.launch, request.slurm)
+    of_strategy = strategy_file(request.out) if request.method == "flexflow" else None
+    if of_strategy is not None and of_strategy == files.plan:
+        files = PlanFiles(plan=None, script=None, slurm=request.slurm)
     page = page_path(request.html, request.open_browser, "plan")
     check_orders(request.find_orders)
     own_exchange = None if request.exchange is None else load_order(request.exchange)
     try:
         with terminal_sink(request.as_json) as events, _rare_collections():
             found = _replan(request, events) if request.form() == "from" else find_plans(request, events)
+            strategy = find_strategy(found, request, of_strategy) if request.method == "flexflow" else None
     except NothingFitsError as error:
         if request.form() != "from" and closes_space(request):
             note(remark_on_schedules())
@@ -79,7 +84,7 @@ def run_plan(request: PlanRequest) -> None:
     place = files.plan or page or Path("plan.json")
     made_with = note_making(found.measurements, place, found.priced_for)
     named = replace(plans, ranked=tuple(as_written(item, request.cluster, made_with) for item in plans.ranked))
-    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks, found.shares)
+    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks, found.shares, strategy)
 
 
 plan = as_command(PlanRequest, run_plan)

@@ -146,8 +146,9 @@ def _own_attributes(state: State, index: int, tensors: list[Tensor]) -> tuple[tu
 
 
 def local_attributes(op: Op, rank: int, old: Shape, new: Shape) -> tuple[tuple[str, str], ...]:
-    """The attributes of an op whose first output has the shape ``new`` in place of ``old``; its first input has so many
-    dims.
+    """The attributes of an op whose first output has the shape ``new`` in place of ``old``.
+
+    ``rank``: the dims of its first input.
     """
     if old == new:
         return op.attributes
