@@ -174,8 +174,8 @@ def graphs_of(
     """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else captured anew per size.
 
     The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: what
-    the graph is rewritten for first, at each size anew: what is cheapest depends on it. ``degrees``: the graph is that of
-    the model in these parts.
+    the graph is rewritten for first, at each size anew: what is cheapest depends on it. ``degrees``: the graph is that
+    of the model in these parts.
     """
     if target is not None or degrees:
         return _changed_graphs(reference, sizes, mode, target, degrees)

@@ -1,10 +1,10 @@
 """Placement → Program: what every rank computes, and one send and receive per tensor and destination.
 
 The order of a rank: the forwards of its stages, microbatch by microbatch, each in the order of the placement; in
-training then the backwards in the opposite order, last microbatch first, sums of the gradients of parameters that
-several ranks compute with (`buckets`), and one step of the optimizer over all of its parameters. The order of all ranks
-is part of one order in which nothing is read before it is made (`spec.placement`), and sums come in one order on all,
-so no ranks can wait for each other in a circle. Transfers are those of pipelines (`transfers`).
+training then the backwards in the opposite order, last microbatch first, and one step of the optimizer over all of its
+parameters. Gradients of parameters that several ranks compute with are summed as soon as they are ready (`buckets`).
+The order of all ranks is part of one order in which nothing is read before it is made (`spec.placement`), and sums come
+in one order on all, so no ranks can wait for each other in a circle. Transfers are those of pipelines (`transfers`).
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ def trained_stages(placement: Placement, graph: Graph, rank: int) -> tuple[int, 
 def _append_sums(
     builder: ProgramBuilder, computations: Computations, placement: Placement, graph: Graph
 ) -> dict[int, list[int]]:
-    """Sum what several ranks hold, behind the last backward that adds to it; the handles of the sums by rank."""
+    """Sum what several ranks hold, in the last backward that adds to it; the handles of the sums by rank."""
     found: dict[int, list[int]] = defaultdict(list)
     last = find_last_backwards(computations)
     for bucket in gradient_buckets(graph, placement):
         for rank in bucket.ranks:
             held = [stage for stage in bucket.stages if placement.stages[stage].rank == rank]
-            ready = [int(computations.handle[last[stage]]) for stage in held if last[stage] >= 0]
+            latest = max(int(last[stage]) for stage in held)
+            ready = [builder.mark(int(computations.handle[latest]), bucket.index)] if latest >= 0 else []
             item = AllReduce(stage=held[0], bucket=bucket.index, num_bytes=bucket.num_bytes)
             found[rank].append(builder.append(rank, "exchange", item, group=bucket.ranks, waits=ready))
     return found

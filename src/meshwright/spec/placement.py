@@ -62,8 +62,8 @@ class Placement:
     """The ops of one graph on the devices of one cluster, for one workload; rank r is device r.
 
     ``stages`` in an order in which each reads only what earlier ones made. ``degrees`` has a row for each layer of the
-    model, or none where its ops are whole; the graph in parts holds for one microbatch size. ``model``, ``cluster``, ``graph_hash``,
-    ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for what no graph could fit.
+    model, or none where its ops are whole; the graph in parts holds for one microbatch size. ``model``, ``cluster``,
+    ``graph_hash``, ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for what no graph could fit.
     """
 
     model: str
@@ -137,7 +137,7 @@ def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None 
             f"The placement was made for graph {placement.graph_hash} of {placement.model!r}, but this graph is "
             f"{graph.content_hash} ({graph.name!r}). "
             + (
-                "It is one of the model in parts, which `meshwright run` makes; or the model changed since: plan it again."
+                "It is of the model in parts, as `meshwright run` makes them, or the model changed since: plan again."
                 if placement.degrees
                 else "The model, its shapes or the loss changed since; place it again."
             )

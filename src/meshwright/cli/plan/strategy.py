@@ -73,13 +73,10 @@ class Strategy:
             yield Text(f"{'placement' if self.placed else 'strategy'} written to {self.file}")
 
     def _compare(self, step_s: float) -> str:
-        ratio, kind = (step_s / self.plan_s, "longer") if step_s > self.plan_s else (self.plan_s / step_s, "shorter")
+        kind = "longer" if step_s > self.plan_s else "shorter"
         return (
             f"A steady step of it takes {format_seconds(step_s)}, and {format_seconds(self.plan_s)} under the best plan "
-            f"above: its step is {format_percent(abs(step_s / self.plan_s - 1), 1)} {kind}."
-            if ratio < 2
-            else f"A steady step of it takes {format_seconds(step_s)}, and {format_seconds(self.plan_s)} under the best "
-            f"plan above: {ratio:.3g} times {'as long' if step_s > self.plan_s else 'shorter'}."
+            f"above: {format_percent(abs(step_s / self.plan_s - 1), 1)} {kind}."
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

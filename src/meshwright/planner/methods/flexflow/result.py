@@ -99,7 +99,8 @@ class SoapResult:
                 f"{moved} transfers, {format_seconds(float(times[~passes & ~syncs].sum()))} of links; {sums}.",
                 f"Fullest device {format_bytes(int(strategy.memory_bytes.max()))}.",
                 f"{self.num_simulated:,} proposals simulated in {format_seconds(self.wall_s)}, "
-                f"{self.num_followed:,} of them by changes, {self.tally[CUT]:,} until it was certain that they are refused; "
+                f"{self.num_followed:,} of them by changes, "
+                f"{self.tally[CUT]:,} until it was certain that they are refused; "
                 f"{self.acceptance_rate:.1%} accepted, {self.tally[WORSE_ACCEPTED] / longer:.1%} of those that were "
                 f"longer. Seed {self.seed}.",
                 *(

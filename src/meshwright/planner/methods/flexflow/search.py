@@ -6,8 +6,8 @@ proposals, a chain goes back to the best strategy since its start, as FlexFlow's
 cores of the machine, each with random numbers of its own, and know nothing of each other; so the same seed and number
 of proposals give the same answer on any machine. With a time instead, they do as much as they can.
 
-A proposal is simulated in full or by changes (`delta`), with the same result. A chain takes what was faster when it last
-tried both, and tries the other one in every sixteenth round.
+A proposal is simulated in full or by changes (`delta`), with the same result. A chain takes what was faster when it
+last tried both, and tries the other one in every sixteenth round.
 """
 
 from __future__ import annotations
