@@ -121,7 +121,11 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> Found:
     refuse_experts(request.model, request.expert or ())
     graph_for = graphs_of(request.model, request.sizes, mode="inference" if request.inference else "training")
     problem = make_problem(request, graph_for)
-    limits = Limits(max_plans=request.top, deadline_s=request.deadline, seed=request.seed, events=events)
+    deadline_s = request.deadline
+    if request.method == "flexflow" and deadline_s is not None:
+        # The other half is for strategies of single layers.
+        deadline_s /= 2
+    limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
     plans = search_plans(problem, request.method, limits)
     remarks = [remark_on_schedules()] if closes_space(request) else []
     if request.rewrite:

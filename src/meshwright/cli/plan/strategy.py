@@ -75,8 +75,8 @@ class Strategy:
     def _compare(self, step_s: float) -> str:
         kind = "longer" if step_s > self.plan_s else "shorter"
         return (
-            f"A steady step of it takes {format_seconds(step_s)}, and {format_seconds(self.plan_s)} under the best plan "
-            f"above: {format_percent(abs(step_s / self.plan_s - 1), 1)} {kind}."
+            f"A steady step of it takes {format_seconds(step_s)}, and {format_seconds(self.plan_s)} under the best "
+            f"plan above: {format_percent(abs(step_s / self.plan_s - 1), 1)} {kind}."
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -90,10 +90,12 @@ class Strategy:
 def find_strategy(found: Found, request: PlanRequest, file: Path | None) -> Strategy | str:
     """Search the strategies of the plans' problem and write the best one; or why there are none.
 
-    With a deadline, as long as that.
+    With a deadline, in half of it.
     """
     from meshwright.planner.methods.flexflow import search_soap, soap_space
 
+    if request.rewrite:
+        return "Strategies of single layers are of the model as it is: leave out --rewrite to search them."
     best = found.plans.best.plan
     workload, machine = best.workload, found.cost.cluster
     graph = found.graph_for(workload.global_batch)
@@ -103,7 +105,7 @@ def find_strategy(found: Found, request: PlanRequest, file: Path | None) -> Stra
         result = search_soap(
             space,
             num_proposals=None if request.deadline else NUM_PROPOSALS,
-            seconds=request.deadline,
+            seconds=request.deadline and request.deadline / 2,
             seed=request.seed,
         )
     except MeshwrightError as error:

@@ -12,6 +12,7 @@ from meshwright.planner.methods.flexflow.chain import ACCEPTED, CUT, SIMULATED, 
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import simulate_all
 from meshwright.spec import DocumentError
+from meshwright.spec.plan_files import STRATEGY
 from meshwright.spec.units import PICOSECONDS_PER_SECOND, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.space import SoapSpace
     from meshwright.planner.methods.flexflow.starts import StrategyArrays
 
-SCHEMA = "meshwright/soap-strategy/1"
+SCHEMA = f"meshwright/{STRATEGY}/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
