@@ -44,7 +44,8 @@ def test_a_folder_holds_the_plan_too(run):
 def test_a_stored_graph_has_only_an_estimate(run):
     graph = chain_graph(4, width=2048)
     write_document(graph, "graph.json")
-    code, out, errors = run(*"plan graph.json --cluster 4xA100 --batch 16 --method flexflow --out found.json".split())
+    line = "plan graph.json --cluster 4xA100 --batch 16 --method flexflow --out found.json"
+    code, out, errors = run(*line.split())
     assert code == 0, errors
     assert "It is an estimate alone" in out
     assert "strategy written to found.json" in out

@@ -80,7 +80,7 @@ def run_all(cases, out: Path) -> None:
         # What other ranks hold is released from the model that is run.
         alone = replace(source, model=copy.deepcopy(source.model))
         before = {key: value.clone() for key, value in source.model.state_dict().items()}
-        make = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)  # noqa: E731
+        make = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
         trainer = prepare(run.model, run.loss, make, (run.inputs, run.targets), plan=placement, verify=False)
         losses = [trainer.step(run.inputs, run.targets) for _ in range(STEPS)]
         found = trainer.state_dict()

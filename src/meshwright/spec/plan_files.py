@@ -24,8 +24,8 @@ def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Place
     found: Plan | Placement
     if document_kind(data) == STRATEGY:
         raise PlanError(
-            f"{path} is a strategy that could not be made a placement of the model's parts: its step is an estimate, and "
-            "there is nothing to simulate or to run. Plan from the model's own reference, whose code is captured in parts."
+            f"{path} is a strategy that could not be made a placement of the model's parts: its step is an estimate, "
+            "and there is nothing to simulate or to run. Plan from the model's own reference, whose code is taken apart."
         )
     if document_kind(data) == "placement":
         found = decode_document(Placement, data, str(path))

@@ -183,6 +183,7 @@ class _Builder:
         name, size = part_name(item.layer, item.number), self._split.batch_size
         given = tuple(self._gather(read, name) for read in item.reads)
         feeds, fetches = [read.local for read in item.reads], [made.local for made in item.makes]
+        held: dict[str, tuple[str, tuple[Cut, ...]]]
         if item.graph is self._whole:
             made = part(self._captured, feeds, fetches, batch_size=size, ops=item.ops)
             held = {key: (key, ()) for key in made.state_dict()}
@@ -267,7 +268,7 @@ def _take(value: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
             value = value.unflatten(cut.dim, (cut.outer, -1))
         dim = cut.dim + (cut.outer > 1)
         share = value.shape[dim] // cut.degree
-        value = value.narrow(dim, cut.index * share, share)
+        value = value.narrow(dim, cut.place * share, share)
     return value
 
 

@@ -25,12 +25,12 @@ _HELD = ("parameter", "buffer", "constant")
 
 
 class Cut(NamedTuple):
-    """The ``index``-th of ``degree`` equal shares of a dim, of each of ``outer`` runs in it by itself."""
+    """The ``place``-th of ``degree`` equal shares of a dim, of each of ``outer`` runs in it by itself."""
 
     dim: int
     outer: int
     degree: int
-    index: int
+    place: int
 
 
 class Read(NamedTuple):
@@ -243,7 +243,7 @@ class _Writer:
         dim = cut.dim + (cut.outer > 1)
         cut_shape = [extent.fixed for extent in self._tensors[local].shape]
         cut_shape[dim] = share
-        ends = [("dim", str(dim)), ("start", str(cut.index * share)), ("end", str((cut.index + 1) * share))]
+        ends = [("dim", str(dim)), ("start", str(cut.place * share)), ("end", str((cut.place + 1) * share))]
         local = self._call("aten.slice.Tensor", local, cut_shape, ends)
         if cut.outer > 1:
             joined = [*shape[: cut.dim], cut.outer * share, *shape[cut.dim + 1 :]]
@@ -276,7 +276,7 @@ def blocks_of(makes: Read, batch_size: int, graph: Graph) -> tuple[range, ...]:
     found = [range(extent.at(batch_size)) for extent in graph.tensors[makes.tensor].shape]
     for cut in makes.cuts:
         share = len(found[cut.dim]) // cut.degree
-        found[cut.dim] = range(cut.index * share, (cut.index + 1) * share)
+        found[cut.dim] = range(cut.place * share, (cut.place + 1) * share)
     return tuple(found)
 
 
