@@ -25,7 +25,7 @@ def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Place
     if document_kind(data) == STRATEGY:
         raise PlanError(
             f"{path} is a strategy that could not be made a placement of the model's parts: its step is an estimate, "
-            "and there is nothing to simulate or to run. Plan from the model's own reference, whose code is taken apart."
+            "and there is nothing to simulate or to run. Plan from the model's own reference, which has code."
         )
     if document_kind(data) == "placement":
         found = decode_document(Placement, data, str(path))
