@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.planner.methods.flexflow.arrays import Integers, Soap
+    from meshwright.planner.methods.flexflow.arrays import Soap
     from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer
     from meshwright.spec import Cluster, Graph, Workload
 
@@ -38,11 +38,6 @@ class SoapSpace:
     cost: CostModel
     layers: tuple[SoapLayer, ...]
     soap: Soap
-
-    def degrees(self, candidate: int) -> Integers:
-        """The degrees of a candidate, by SOAP dim."""
-        degrees: Integers = self.soap.degrees[candidate]
-        return degrees
 
 
 def soap_space(
