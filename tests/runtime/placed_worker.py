@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.planner import Constraints, place
 from meshwright.planner.placing.constraints import find_choices
+from meshwright.planner.placing.earliest_finish import order_tasks
 from meshwright.planner.placing.op_tasks import find_tasks
+from meshwright.planner.placing.search import cut_stages
 from meshwright.program import build_placed_program
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Opcode, Placement, Workload, decode_document, encode_document
@@ -35,7 +37,7 @@ COST = FixedCost(cluster=small_cluster(devices=2), forward=1e-3, backward=2e-3, 
 
 
 def placements(graph):
-    """One that is searched for, and two that throw every op on some device."""
+    """One that is searched for, two that throw every op on some device, and one that parts shared parameters."""
     workload = Workload(kind=graph.mode, global_batch=GLOBAL_BATCH)
 
     def made(**options):
@@ -48,6 +50,7 @@ def placements(graph):
     yield "searched", made()
     for seed in (1, 2):
         yield f"thrown-{seed}", made(constraints=thrown(graph, seed))
+    yield "apart", apart(graph, workload)
 
 
 def thrown(graph, seed):
@@ -57,9 +60,24 @@ def thrown(graph, seed):
     return Constraints(fixed={graph.ops[tasks.ops[group][0]].name: dice.choice((0, 1)) for group in sorted({*groups})})
 
 
+def apart(graph, workload):
+    """Every task on a random device, also those that share a parameter."""
+    dice, tasks = random.Random(3), find_tasks(graph)
+    ranks = [dice.choice((0, 1)) for _ in tasks.ops]
+    return Placement(
+        model="test",
+        graph_hash=graph.content_hash,
+        cluster=COST.cluster.name,
+        workload=workload,
+        stages=cut_stages(tasks, ranks, order_tasks(tasks, [float(ops[0]) for ops in tasks.ops])),
+        num_microbatches=NUM_MICROBATCHES,
+    )
+
+
 def facts(placement, graph):
     section = build_placed_program(placement, graph).body
-    return {"ranks": placement.num_ranks, "sends": int((section.opcode == Opcode.SEND_ACTIVATION).sum())}
+    sends, sums = (int((section.opcode == opcode).sum()) for opcode in (Opcode.SEND_ACTIVATION, Opcode.ALL_REDUCE))
+    return {"ranks": placement.num_ranks, "sends": sends, "sums": sums}
 
 
 def train(case, captured, state, batches, placement, optimizer_name):

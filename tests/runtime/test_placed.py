@@ -10,7 +10,9 @@ from tests.processes import run_ranks
 from tests.runtime.placed_models import PLACED_MODELS
 
 pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(400)]
-HOW = ("searched", "thrown-1", "thrown-2")
+HOW = ("searched", "thrown-1", "thrown-2", "apart")
+# Whose parameters are read by ops on both devices.
+SHARING = ("twins", "gpt-tied")
 # What `place` puts on both devices of its own accord, for its branches are worth it.
 BRANCHED = ("branched", "cond", "u-net")
 
@@ -47,3 +49,9 @@ def test_both_devices_compute(results, model, mode):
         result = results[f"{model}/{how}/{mode}"]
         assert result["ranks"] == 2
         assert result["sends"] > 0
+
+
+@pytest.mark.parametrize("model", PLACED_MODELS)
+def test_gradients_are_summed_where_both_devices_compute_with_a_parameter(results, model):
+    assert (results[f"{model}/apart/training"]["sums"] > 0) == (model in SHARING)
+    assert not any(results[f"{model}/{how}/{mode}"]["sums"] for how in HOW[:3] for mode in ("training", "inference"))

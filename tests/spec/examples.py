@@ -210,6 +210,7 @@ PLACEMENT = Placement(
     workload=WORKLOAD,
     stages=(PlacedStage(rank=1, ops=(0, 2)), PlacedStage(rank=0, ops=(1,))),
     num_microbatches=4,
+    degrees=((2, 1), ()),
     made_with=MadeWith(
         measurements="../m.json",
         measurements_hash="0123456789abcdef",

@@ -59,6 +59,7 @@ OUTPUTS: dict[str, JsonDocument] = {
             "shares": "with --shares: the gain over the plain plan, and what of it each choice gains",
             "teams": _TEAMS,
             "nodes": _NODES,
+            "strategy": "with --method flexflow: degrees and devices of each layer, its step and that of the best plan",
             "file": "the plan that was written, or null",
             "script": "the script that starts it, or null",
             "orders": "the orders that were found, or null",

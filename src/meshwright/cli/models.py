@@ -64,6 +64,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 SIZES = ("sequence_length", "image_size")
+# Of each layer of a placement's model, the parts along each of its dims.
+Degrees = tuple[tuple[int, ...], ...]
 
 
 def model_sizes(sequence_length: int | None, image_size: int | None) -> tuple[tuple[str, int], ...]:
@@ -79,8 +81,12 @@ def capture_reference(
     mode: Mode = "training",
     batch_size: int | None = None,
     target: RewriteTarget | None = None,
+    degrees: Degrees = (),
 ) -> Captured:
-    """Capture a model under fake tensors, so that no weight is allocated; rewrite the graph for a target, if any."""
+    """Capture a model under fake tensors, so that no weight is allocated.
+
+    The graph is rewritten for a target, if any, or is that of the model in the parts of a placement's ``degrees``.
+    """
     try:
         from meshwright.capture import capture_model
         from meshwright.zoo import load_model
@@ -102,6 +108,10 @@ def capture_reference(
         from meshwright.rewrite.planned import rewrite_source
 
         source = rewrite_source(source, target, mode)
+    if degrees:
+        from meshwright.training.split_model import split_source
+
+        source = split_source(source, degrees, mode)
     captured = capture_model(
         source.model,
         source.inputs,
@@ -159,15 +169,16 @@ def graphs_of(
     *,
     mode: Mode = "training",
     target: RewriteTarget | None = None,
+    degrees: Degrees = (),
 ) -> Callable[[int], Graph]:
     """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else one capture per size.
 
     The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: the
     device that the graph is rewritten for; each size is rewritten separately, because the cheapest graph depends on
-    it.
+    it. ``degrees``: the graph is that of the model in these parts.
     """
-    if target is not None:
-        return _rewritten_graphs(reference, sizes, mode, target)
+    if target is not None or degrees:
+        return _changed_graphs(reference, sizes, mode, target, degrees)
     if reference not in shipped_graphs():
         stored = read_model_file(reference)
         if isinstance(stored, Graph):
@@ -213,15 +224,19 @@ def _graphs_from(first: Graph, capture: Callable[[int], Graph]) -> Callable[[int
     return graph_for
 
 
-def _rewritten_graphs(
-    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: RewriteTarget
+def _changed_graphs(
+    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: RewriteTarget | None, degrees: Degrees
 ) -> Callable[[int], Graph]:
     if isinstance(read_model_file(reference), Graph):
         raise ModelReferenceError(
-            f"{reference!r} is a stored graph, which has no code that could be rewritten. Give the model's own "
-            "reference."
+            f"{reference!r} is a stored graph, which has no code that could be rewritten or run in parts. Give the "
+            "model's own reference."
         )
-    return cache(lambda size: capture_reference(reference, sizes, mode=mode, batch_size=size, target=target).graph)
+    return cache(
+        lambda size: (
+            capture_reference(reference, sizes, mode=mode, batch_size=size, target=target, degrees=degrees).graph
+        )
+    )
 
 
 def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
@@ -229,7 +244,9 @@ def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     if graph_file is None:
         check_model_is_here(plan.model)
     reference, target = (plan.model, planned_target(plan)) if graph_file is None else (str(graph_file), None)
-    return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind, target=target)(plan.microbatch_size)
+    degrees = plan.degrees if isinstance(plan, Placement) and graph_file is None else ()
+    graph_for = graphs_of(reference, plan.model_sizes, mode=plan.workload.kind, target=target, degrees=degrees)
+    return graph_for(plan.microbatch_size)
 
 
 def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:

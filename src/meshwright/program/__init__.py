@@ -14,7 +14,7 @@ at run time `controllers` decide what to add while a program runs, within the ru
 afterwards  `repeat_body` unrolls it, `picture_schedule` draws it
 """
 
-from meshwright.program.buckets import Bucket, cut_pieces, gradient_buckets, num_bucket_copies
+from meshwright.program.buckets import Bucket, cut_pieces, exchange_of, gradient_buckets, num_bucket_copies
 from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.decided import decided_program
@@ -95,6 +95,7 @@ __all__ = [
     "count_in_flight",
     "cut_pieces",
     "decided_program",
+    "exchange_of",
     "find_orders",
     "find_schedule",
     "folded_buckets",

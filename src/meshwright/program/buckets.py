@@ -1,10 +1,11 @@
 """Gradient buckets: which gradients are summed together, over which ranks, and in which order.
 
 A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
-every stage that uses it. Parameters with the same holders share buckets of up to ``bucket_bytes``, filled in the
-order in which a backward pass makes their gradients ready (the reverse of the forward order), so that the first
-bucket can be sent early; among the stages of a rank the later ones come first. Buckets of parameters that several
-stages share come after all others: then every rank reaches the collectives in one global order, without deadlock.
+every stage that uses it; of a placement, the ranks that compute with it. Parameters with the same holders share buckets
+of up to ``bucket_bytes``, filled in the order in which a backward pass makes their gradients ready (the reverse of the
+forward order), so that the first bucket can be sent early; among the stages of a rank the later ones come first.
+Buckets of parameters that several stages share come after all others: then every rank reaches the collectives in one
+global order, without deadlock.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.spec.collective import Axis, summing_axes
-from meshwright.spec.exchange import WAVES
+from meshwright.spec.exchange import WAVES, GradientExchange
 from meshwright.spec.graph import Graph
+from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.slices import slice_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +41,29 @@ class Bucket:
     axes: tuple[Axis, ...] = ()
 
 
+def exchange_of(plan: Plan | Placement) -> GradientExchange:
+    """How the gradients of a plan are summed; those of a placement in the default way."""
+    return plan.exchange if isinstance(plan, Plan) else GradientExchange()
+
+
 @lru_cache(maxsize=64)
-def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
-    """Return all buckets of a plan, in the order in which every rank exchanges them; none without shared parameters.
+def gradient_buckets(graph: Graph, plan: Plan | Placement) -> tuple[Bucket, ...]:
+    """Return all buckets, in the order in which every rank exchanges them; none without shared parameters.
 
     Where gradients are scattered inside backwards (zero 2 and 3), buckets hold only parameters that stages share; the
     replicas of a stage then synchronise in a bucket without parameters, because no scatter ends before all have come.
     """
+    if isinstance(plan, Placement) and graph.mode != "training":
+        return ()
     holders: dict[int, list[int]] = {}
-    for stage in slice_graph(graph, plan.bounds):
+    for stage in slice_stages(graph, plan):
         for parameter in stage.parameters:
             if graph.tensors[parameter].requires_grad:
                 holders.setdefault(parameter, []).append(stage.index)
     by_holders: dict[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]] = {}
     inside = summing_axes(graph)
     for parameter, holding in holders.items():
-        is_scattered = plan.exchange.zero >= 2 and len(holding) == 1
+        is_scattered = exchange_of(plan).zero >= 2 and len(holding) == 1
         held = by_holders.setdefault((tuple(holding), () if is_scattered else inside.get(parameter, ())), [])
         held += [] if is_scattered else [parameter]
     first_use = first_uses(graph)
@@ -93,7 +101,7 @@ def first_uses(graph: Graph) -> dict[int, int]:
     return first
 
 
-def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+def fill_buckets(graph: Graph, parameters: list[int], plan: Plan | Placement) -> list[tuple[tuple[int, ...], int]]:
     """Fill buckets of the plan's size with parameters in order; return parameters and bytes of each bucket."""
     filled: list[tuple[tuple[int, ...], int]] = []
     chosen: list[int] = []
@@ -102,7 +110,7 @@ def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[
     for parameter in parameters:
         tensor = graph.tensors[parameter]
         num_bytes = plan.workload.gradient_bytes(tensor)
-        if chosen and (total + num_bytes > plan.exchange.bucket_bytes or tensor.dtype != dtype):
+        if chosen and (total + num_bytes > exchange_of(plan).bucket_bytes or tensor.dtype != dtype):
             filled.append((tuple(chosen), total))
             chosen, total = [], 0
         chosen.append(parameter)

@@ -2,23 +2,27 @@
 
 The order of a rank: the forwards of its stages, microbatch by microbatch, each in the order of the placement; in
 training then the backwards in the opposite order, last microbatch first, and one step of the optimizer over all of its
-parameters. The orders of all ranks are parts of one order in which nothing is read before it is made
-(`spec.placement`), so ranks cannot deadlock. Transfers are those of pipelines (`transfers`).
+parameters. Gradients of parameters that several ranks compute with are summed as soon as they are ready (`buckets`).
+The orders of all ranks are parts of one order in which nothing is read before it is made (`spec.placement`), and sums
+come in one order on all ranks, so ranks cannot deadlock. Transfers are those of pipelines (`transfers`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
 
+from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import append_orders, append_transfers, find_crossings
 from meshwright.program.schedules import OrderColumns
 from meshwright.program.schedules.columns import join_ranks, make_columns
+from meshwright.program.transfers import Computations, find_last_backwards
 from meshwright.spec.codec import content_hash
 from meshwright.spec.graph import Graph
-from meshwright.spec.instructions import Opcode, OptimizerStep
+from meshwright.spec.instructions import AllReduce, Opcode, OptimizerStep
 from meshwright.spec.placed_slices import slice_placement
 from meshwright.spec.placement import Placement
 from meshwright.spec.program import Program
@@ -36,10 +40,11 @@ def build_placed_program(placement: Placement, graph: Graph) -> Program:
     builder = ProgramBuilder(placement.num_ranks)
     computations = append_orders(builder, placement, orders)
     append_transfers(builder, computations, find_crossings(placement, graph, stages))
+    sums = _append_sums(builder, computations, placement, graph)
     for rank in range(placement.num_ranks):
         trained = trained_stages(placement, graph, rank)
         if trained:
-            builder.append(rank, "compute", OptimizerStep(stage=trained[0]))
+            builder.append(rank, "compute", OptimizerStep(stage=trained[0]), waits=sums[rank])
     return builder.build(schedule=PLACED, plan_hash=content_hash(placement))
 
 
@@ -53,6 +58,22 @@ def trained_stages(placement: Placement, graph: Graph, rank: int) -> tuple[int, 
         for index in placement.stages_of(rank)
         if any(graph.tensors[item].requires_grad for item in stages[index].parameters)
     )
+
+
+def _append_sums(
+    builder: ProgramBuilder, computations: Computations, placement: Placement, graph: Graph
+) -> dict[int, list[int]]:
+    """Sum what several ranks hold, in the last backward that adds to it; the handles of the sums by rank."""
+    found: dict[int, list[int]] = defaultdict(list)
+    last = find_last_backwards(computations)
+    for bucket in gradient_buckets(graph, placement):
+        for rank in bucket.ranks:
+            held = [stage for stage in bucket.stages if placement.stages[stage].rank == rank]
+            latest = max(int(last[stage]) for stage in held)
+            ready = [builder.mark(int(computations.handle[latest]), bucket.index)] if latest >= 0 else []
+            item = AllReduce(stage=held[0], bucket=bucket.index, num_bytes=bucket.num_bytes)
+            found[rank].append(builder.append(rank, "exchange", item, group=bucket.ranks, waits=ready))
+    return found
 
 
 def _order(placement: Placement, stages: tuple[StageSlice, ...], rank: int) -> OrderColumns:

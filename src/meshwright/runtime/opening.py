@@ -25,6 +25,7 @@ from meshwright import __version__
 from meshwright.capture import Captured
 from meshwright.program import (
     build_program,
+    exchange_of,
     gradient_buckets,
     minibatches_per_update,
     num_filling_steps,
@@ -252,8 +253,6 @@ def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, ra
 def _make_exchange(share: Holding, grid: TeamPosition) -> Exchange | None:
     """The buckets that this rank sums with others; None if it has none."""
     plan, held = share.plan, {stage.index for stage in share.stages}
-    if not isinstance(plan, Plan):
-        return None
     every = gradient_buckets(share.model.graph, plan)
     buckets = [
         (bucket, [share.parameters[tensor] for tensor in bucket.parameters])
@@ -262,13 +261,14 @@ def _make_exchange(share: Holding, grid: TeamPosition) -> Exchange | None:
     ]
     if not buckets:
         return None
-    if plan.schedule == WAVES:
+    if isinstance(plan, Plan) and plan.schedule == WAVES:
         return WaveExchange(buckets)
-    parts = cut_parts(every, plan.exchange)
-    if plan.exchange.shard_optimizer:
+    exchange = exchange_of(plan)
+    parts = cut_parts(every, exchange)
+    if exchange.shard_optimizer:
         sharded = []
         for bucket, parameters in buckets:
-            sharing = plan.exchange.shard_group_of(grid.rank, bucket.ranks)
+            sharing = exchange.shard_group_of(grid.rank, bucket.ranks)
             sharded.append(ShardedBucket(bucket, parameters, sharing.index(grid.rank), len(sharing)))
         return ShardedBuckets(sharded, parts)
     return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets], parts)

@@ -3,6 +3,7 @@
 - Parameters, buffers and inputs that several stages of a rank read exist once.
 - A value that a stage passes to later stages of its rank stays until the last of them has read it. If there is a
   backward, its producer keeps it until then anyway.
+- A bucket of gradients that several stages of a rank fill exists once.
 - The optimizer steps once over all parameters of a rank.
 """
 
@@ -10,11 +11,11 @@ from __future__ import annotations
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import optimizer_bytes
-from meshwright.program import trained_stages
+from meshwright.program import gradient_buckets, trained_stages
 from meshwright.simulator.stage_bytes import Bytes, by_part
 from meshwright.simulator.stage_costs import step_issue
 from meshwright.spec import Graph, Placement, StageSlice
-from meshwright.spec.memory import BUFFERS, INPUTS, OPTIMIZER, PARAMETERS, RECEIVED, SENT
+from meshwright.spec.memory import BUCKETS, BUFFERS, INPUTS, OPTIMIZER, PARAMETERS, RECEIVED, SENT
 
 
 class PlacedRanks:
@@ -42,6 +43,9 @@ class PlacedRanks:
                 if part == PARAMETERS:
                     total += by_part({OPTIMIZER: sum(map(self._state_bytes, again))})
                 seen.update(tensors)
+        mine = set(self._placement.stages_of(rank))
+        for bucket in gradient_buckets(self._graph, self._placement):
+            total += by_part({BUCKETS: max(len(mine.intersection(bucket.stages)) - 1, 0) * bucket.num_bytes})
         return total
 
     def keep_handed_on(self, stage: int, forward: tuple[Bytes, Bytes]) -> tuple[Bytes, Bytes]:

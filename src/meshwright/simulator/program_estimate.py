@@ -112,8 +112,8 @@ def estimate_program(
 
 
 def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
-    """Return the buckets of gradients that a plan sums: none for a placement, or if replicas average parameters."""
-    if isinstance(plan, Placement) or plan.exchange.every_steps > 1:
+    """Return the buckets of gradients that a plan sums: none if replicas average parameters."""
+    if isinstance(plan, Plan) and plan.exchange.every_steps > 1:
         return ()
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
 

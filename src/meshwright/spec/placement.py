@@ -6,7 +6,11 @@ stages are in an order in which each reads only results of earlier ones, so runn
 order cannot deadlock. Unlike those of a `Plan` they are any sets of ops, a rank has any number of them, and they form a
 directed acyclic graph: branches of a model run in parallel.
 
-Ops that are `replicable` belong to no stage: every rank that needs them computes them.
+Ops that are `replicable` belong to no stage: every rank that needs them computes them. Gradients of a parameter that
+ops on several ranks read are summed over these.
+
+With ``degrees``, the graph is that of the model in parts: `planner.methods.flexflow` divides the model's ops into
+layers, and each layer is split along each of its dims into so many parts, which are ops of their own.
 """
 
 from __future__ import annotations
@@ -57,8 +61,10 @@ class PlacedStage:
 class Placement:
     """The ops of one graph on the devices of one cluster, for one workload; rank r is device r.
 
-    ``stages`` are in an order in which each reads only results of earlier ones. ``model``, ``cluster``, ``graph_hash``,
-    ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for a placement that fits no graph.
+    ``stages`` are in an order in which each reads only results of earlier ones. ``degrees`` has a row for each layer of
+    the model, or is empty if its ops are whole; the graph in parts holds for one microbatch size. ``model``,
+    ``cluster``, ``graph_hash``, ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for a placement
+    that fits no graph.
     """
 
     model: str
@@ -67,6 +73,7 @@ class Placement:
     workload: Workload
     stages: tuple[PlacedStage, ...]
     num_microbatches: int = 1
+    degrees: tuple[tuple[int, ...], ...] = ()
     model_sizes: tuple[tuple[str, int], ...] = ()
     made_with: MadeWith = UNKNOWN
 
@@ -129,7 +136,12 @@ def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None 
     if placement.graph_hash != graph.content_hash:
         raise GraphMismatchError(
             f"The placement was made for graph {placement.graph_hash} of {placement.model!r}, but this graph is "
-            f"{graph.content_hash} ({graph.name!r}). The model, its shapes or the loss changed since; place it again."
+            f"{graph.content_hash} ({graph.name!r}). "
+            + (
+                "It is of the model in parts, as `meshwright run` makes them, or the model changed since: plan again."
+                if placement.degrees
+                else "The model, its shapes or the loss changed since; place it again."
+            )
         )
     graph.check_batch_size(placement.microbatch_size)
     if placement.workload.kind != graph.mode:

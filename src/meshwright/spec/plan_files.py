@@ -11,6 +11,9 @@ from meshwright.spec.parsing import read_data
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
+# The kind of a strategy of single layers (`planner.methods.flexflow.result`), which no program can be made of.
+STRATEGY = "soap-strategy"
+
 
 def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Placement:
     """Read a plan or a placement; DocumentError names file, place and remedy for any other file.
@@ -19,6 +22,11 @@ def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Place
     """
     data = read_data(Path(path))
     found: Plan | Placement
+    if document_kind(data) == STRATEGY:
+        raise PlanError(
+            f"{path} is a strategy that could not be made a placement of the model's parts: its step is an estimate, "
+            "and there is nothing to simulate or to run. Plan from the model's own reference, which has code."
+        )
     if document_kind(data) == "placement":
         found = decode_document(Placement, data, str(path))
     else:

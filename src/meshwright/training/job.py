@@ -179,6 +179,11 @@ def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
         target = target_of(plan)
         # It was rewritten for one batch size.
         sizes["batch_size"] = plan.microbatch_size
+    if isinstance(plan, Placement) and plan.degrees:
+        from meshwright.training.split_model import split_source
+
+        sizes["batch_size"] = plan.microbatch_size
+        return split_source(load_model(plan.model, **{**options, **sizes}), plan.degrees, plan.workload.kind)
     source = load_model(plan.model, **{**options, **sizes})
     if target is not None:
         source = rewrite_source(source, target, plan.workload.kind)
@@ -201,7 +206,7 @@ def make_batches(source: ModelSource, global_batch: int, seed: int = 0) -> Itera
     if source.reads_bytes:
         length = pytree.tree_leaves(source.inputs)[0].shape[1]
         for inputs, targets in text_batches(global_batch, length, seed):
-            yield (inputs,), (targets,)
+            yield ((inputs, targets), ()) if getattr(source.model, "takes_targets", False) else ((inputs,), (targets,))
     tiled = pytree.tree_map_only(torch.Tensor, lambda item: tile(item, global_batch), (source.inputs, source.targets))
     while True:
         yield tiled

@@ -347,7 +347,9 @@ class Trainer:
         replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.
         """
         self.finish()
-        return gather_state(self._model, self._session)
+        state = gather_state(self._model, self._session)
+        join = getattr(self._model, "whole_state", None)
+        return join(state) if join is not None and state is not None else state
 
     def save(self, path: Path | str) -> None:
         """Write `state_dict` with torch.save, completely or not at all. All ranks call it together."""

@@ -18,9 +18,10 @@ from meshwright.cli.models import Mode, graphs_of, planned_target, refuse_expert
 from meshwright.cli.output import note, terminal_sink
 from meshwright.cli.pages import page_path
 from meshwright.cli.plan.choices import closes_space, read_choices, remark_on_schedules
-from meshwright.cli.plan.files import files_to_write
+from meshwright.cli.plan.files import PlanFiles, files_to_write
 from meshwright.cli.plan.output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.plan.strategy import find_strategy, strategy_file
 from meshwright.cli.planning import (
     as_written,
     choose_batch,
@@ -59,12 +60,16 @@ def run_plan(request: PlanRequest) -> None:
     from meshwright.planner import NothingFitsError
 
     files = files_to_write(request.model, request.out, request.launch, request.slurm)
+    of_strategy = strategy_file(request.out) if request.method == "flexflow" else None
+    if of_strategy is not None and of_strategy == files.plan:
+        files = PlanFiles(plan=None, script=None, slurm=request.slurm)
     page = page_path(request.html, request.open_browser, "plan")
     check_orders(request.find_orders)
     own_exchange = None if request.exchange is None else load_order(request.exchange)
     try:
         with terminal_sink(request.as_json) as events, _rare_collections():
             found = _replan(request, events) if request.form() == "from" else find_plans(request, events)
+            strategy = find_strategy(found, request, of_strategy) if request.method == "flexflow" else None
     except NothingFitsError as error:
         if request.form() != "from" and closes_space(request):
             note(remark_on_schedules())
@@ -86,7 +91,7 @@ def run_plan(request: PlanRequest) -> None:
     place = files.plan or page or Path("plan.json")
     made_with = note_making(found.measurements, place, found.predicted_for)
     named = replace(plans, ranked=tuple(as_written(item, request.cluster, made_with) for item in plans.ranked))
-    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks, found.shares)
+    put_plans(named, found.graph_for, found.cost, PlanPlaces(files, page), request, remarks, found.shares, strategy)
 
 
 plan = as_command(PlanRequest, run_plan)
@@ -123,7 +128,11 @@ def find_plans(request: PlanRequest, events: EventSink | None) -> CommandPlans:
     refuse_experts(request.model, request.expert or ())
     graph_for = graphs_of(request.model, request.sizes, mode="inference" if request.inference else "training")
     problem = make_problem(request, graph_for)
-    limits = Limits(max_plans=request.top, deadline_s=request.deadline, seed=request.seed, events=events)
+    deadline_s = request.deadline
+    if request.method == "flexflow" and deadline_s is not None:
+        # The other half is for strategies of single layers.
+        deadline_s /= 2
+    limits = Limits(max_plans=request.top, deadline_s=deadline_s, seed=request.seed, events=events)
     plans = search_plans(problem, request.method, limits)
     remarks = [remark_on_schedules()] if closes_space(request) else []
     if request.rewrite:

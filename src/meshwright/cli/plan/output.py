@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from meshwright.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from meshwright.cli.plan.request import PlanRequest
+    from meshwright.cli.plan.strategy import Strategy
     from meshwright.cost import CostModel
     from meshwright.planner import Plans, Shares
     from meshwright.simulator import OwnOrder
@@ -87,6 +88,7 @@ def put_plans(
     request: PlanRequest,
     remarks: Sequence[str],
     shares: Shares | None = None,
+    strategy: Strategy | str | None = None,
 ) -> None:
     """Write the best plan and the page, and print everything."""
     from meshwright.planner import explain_step_interval, plans_document
@@ -129,6 +131,7 @@ def put_plans(
                 "search": plans.search_row(),
                 **({"shares": shares.row()} if shares else {}),
                 **({"teams": teams[0]} if teams else {}),
+                **_strategy_row(strategy),
                 **({"nodes": [asdict(node) for node in plans.best.nodes]} if plans.best.nodes else {}),
                 **{name: str(path) if path else None for name, path in files.items()},
             },
@@ -145,4 +148,14 @@ def put_plans(
         told = [shares_table(shares.row())] if shares.choices else []
         print_tables(*told, shares.explain(with_parts=False), "")
     # Names of files may hold square brackets, which rich would read as markup.
-    print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(request.model)]))
+    files_of_strategy = strategy is not None and request.out is not None
+    said = written or ([] if files_of_strategy else [no_files(request.model)])
+    print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, said))
+    if strategy is not None:
+        print_tables("", *([Text(strategy)] if isinstance(strategy, str) else strategy.tables()))
+
+
+def _strategy_row(strategy: Strategy | str | None) -> dict[str, Any]:
+    if strategy is None or isinstance(strategy, str):
+        return {} if strategy is None else {"strategy": {"refusal": strategy}}
+    return {"strategy": strategy.row()}

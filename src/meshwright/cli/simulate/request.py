@@ -78,7 +78,7 @@ class SimulateRequest(CommandRequest):
     run_steps: Annotated[
         int | None,
         typer.Option(
-            help="Simulate a run of this number of steps: failures, checkpoints, price; by default 30 days of steps.",
+            help="Simulate a run of this number of steps: failures, checkpoints, cost; by default 30 days of steps.",
             min=1,
         ),
         _OF_PLANS,

@@ -127,7 +127,7 @@ def _local_op(state: PropagationState, index: int, made: Conversions, tensors: l
         changed,
         flops=_share(op.flops, state, index, split),
         backward_flops=_share(op.backward_flops, state, index, split),
-        attributes=_local_attributes(state, index, tensors),
+        attributes=_own_attributes(state, index, tensors),
     )
 
 
@@ -139,9 +139,17 @@ def _share(flops: Extent, state: PropagationState, index: int, split: OpSplit) -
     return Extent(-(-flops.fixed * part // whole), -(-flops.per_sample * part // whole))
 
 
-def _local_attributes(state: PropagationState, index: int, tensors: list[Tensor]) -> tuple[tuple[str, str], ...]:
+def _own_attributes(state: PropagationState, index: int, tensors: list[Tensor]) -> tuple[tuple[str, str], ...]:
     op, facts = state.facts.graph.ops[index], state.facts
-    old, new = facts.graph.tensors[op.outputs[0]].shape, tensors[op.outputs[0]].shape
+    rank = len(facts.shapes[op.inputs[0]]) if op.inputs else 0
+    return local_attributes(op, rank, facts.graph.tensors[op.outputs[0]].shape, tensors[op.outputs[0]].shape)
+
+
+def local_attributes(op: Op, rank: int, old: Shape, new: Shape) -> tuple[tuple[str, str], ...]:
+    """The attributes of an op whose first output has the shape ``new`` in place of ``old``.
+
+    ``rank``: the dims of its first input.
+    """
     if old == new:
         return op.attributes
 
@@ -149,13 +157,13 @@ def _local_attributes(state: PropagationState, index: int, tensors: list[Tensor]
         if name in ("size", "shape"):
             return _local_sizes(text, old, new)
         if name == "sizes":
-            first = int(dict(op.attributes)["dim"]) % len(facts.shapes[op.inputs[0]])
+            first = int(dict(op.attributes)["dim"]) % rank
             return _local_sizes(text, old[first:], new[first:])
         if name == "split_size":
             dim = int(dict(op.attributes).get("dim", "0")) % len(old)
             return str(new[dim]) if text == str(old[dim]) else text
         if name == "num_groups" and old[1] != new[1]:
-            return str(int(text) // facts.size)
+            return str(int(text) * new[1].at(1) // old[1].at(1))
         return str(new[0]) if name == "end" and not op.inputs and text == str(old[0]) else text
 
     return tuple((name, local(name, text)) for name, text in op.attributes)

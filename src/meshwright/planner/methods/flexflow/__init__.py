@@ -4,12 +4,14 @@ graph     → layers, SOAP dims, legal degrees       `layers`
 → seconds and bytes of every part        `parts`, `machine`
 → arrays                                 `space`, `assemble`, `arrays`
 strategy  → task graph                             `configure`
+          → parts, placement                       `lowering`, `placing`
 → step time                              `full`, `delta`
 search    → proposals, Metropolis' rule            `chain`, `temperature`, `starts`, `search`; `exhaustive`
 → strategy, table, document              `result`
 """
 
 from meshwright.planner.methods.flexflow.exhaustive import count_strategies, find_optimum
+from meshwright.planner.methods.flexflow.placing import place_strategy
 from meshwright.planner.methods.flexflow.plan_chain import flexflow
 from meshwright.planner.methods.flexflow.result import SoapResult, read_strategy
 from meshwright.planner.methods.flexflow.search import search_soap
@@ -21,6 +23,7 @@ __all__ = [
     "count_strategies",
     "find_optimum",
     "flexflow",
+    "place_strategy",
     "read_strategy",
     "search_soap",
     "soap_space",

@@ -10,6 +10,9 @@ together (`find_tasks`) stay together. What can be split of each op is what the 
 A label of an op is a **sample** dim where it grows with the batch, a **parameter** dim where a parameter of the op has
 it, too, and an **attribute** dim otherwise (Jia et al. 2019, table 1). A dim counts for a layer only if all tensors
 that it hands on are split along it, each dim of a tensor by one SOAP dim.
+
+With ``can_run``, those dims are left out along which parts cannot be run as ops of their own (`lowering`): windows that
+slide, random numbers, queries under a causal mask, and sums that are neither a mean nor the loss of classes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meshwright.program.sharding.calls import Dims, Shape
-    from meshwright.spec import Graph
+    from meshwright.spec import Graph, Op
 
 Kind = Literal["sample", "attribute", "parameter"]
 Place = tuple[int, int]
@@ -38,7 +41,7 @@ Window = tuple[int, int, int]
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _POOLS = ("max_pool2d", "avg_pool2d")
-_PLAIN: Window = (1, 0, 1)
+_PLACE: Place = (-1, 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +68,9 @@ class SoapLayer:
     dims: list[SoapDim]
 
 
-def find_layers(graph: Graph, batch_size: int) -> list[SoapLayer]:
+def find_layers(graph: Graph, batch_size: int, *, can_run: bool = False) -> list[SoapLayer]:
     """The layers of a graph, in an order in which each reads only what earlier ones make."""
-    reader = _Reader(graph, batch_size)
+    reader = _Reader(graph, batch_size, can_run)
     layers: list[SoapLayer] = []
     home: dict[int, int] = {}
     for ops in _topological(graph):
@@ -106,8 +109,8 @@ def _topological(graph: Graph) -> Iterator[tuple[int, ...]]:
 class _Reader:
     """Reads the dims of the ops of one graph."""
 
-    def __init__(self, graph: Graph, batch_size: int) -> None:
-        self.graph, self.batch_size, self.facts = graph, batch_size, AxisGraph(graph, 1)
+    def __init__(self, graph: Graph, batch_size: int, can_run: bool) -> None:
+        self.graph, self.batch_size, self.facts, self.can_run = graph, batch_size, AxisGraph(graph, 1), can_run
         self.placed = {op for op, item in enumerate(graph.ops) if not item.replicable}
 
     def makers_of(self, ops: tuple[int, ...]) -> set[int]:
@@ -121,7 +124,9 @@ class _Reader:
         dims, windows = self.dims_of(main)
         layer = SoapLayer(name=self.graph.ops[main].module or self.graph.ops[main].name, ops=[main], dims=[])
         for label in _labels(dims, is_sink=not any(t in self.facts.readers for t in self.graph.ops[main].outputs)):
-            layer.dims.append(self.as_soap(main, dims, label, windows))
+            made = self.as_soap(main, dims, label, windows)
+            if not self.can_run or self.runs(main, made):
+                layer.dims.append(made)
         layer.dims.sort(key=lambda dim: ("sample", "attribute", "parameter").index(dim.kind))
         for op in sorted(set(ops) - {main}):
             layer.dims = [dim for dim in layer.dims if self.carry(dim, op)]
@@ -132,6 +137,9 @@ class _Reader:
         """Make a task part of a layer if it only follows."""
         items = [self.graph.ops[op] for op in ops]
         if any(item.flops.at(self.batch_size) or operator_name(item.kind) in _POOLS for item in items):
+            return False
+        if self.can_run and any(item.random for item in items):
+            # Numbers are drawn in the graph's order, and a layer computes all of its ops at its own place.
             return False
         made = [tensor for item in items for tensor in item.outputs]
         if not any(dim.kind == "sample" for dim in layer.dims) and any(map(self.facts.depends_on_batch, made)):
@@ -148,6 +156,8 @@ class _Reader:
     def carry(self, dim: SoapDim, op: int) -> bool:
         """Split a following op along a dim; whether what it makes is split then, and all that it reads can be."""
         item, (dims, _) = self.graph.ops[op], self.dims_of(op)
+        if self.can_run and not _is_plain(item):
+            return False
         placed = [(dims.inputs[k], dim.places[t]) for k, t in enumerate(item.inputs) if t in dim.places]
         if not placed:
             return not any(made in dim.ops for made in self.makers_of((op,)))
@@ -162,6 +172,16 @@ class _Reader:
         self.note(dim, op, dims, split)
         return True
 
+    def runs(self, op: int, dim: SoapDim) -> bool:
+        """Whether parts of a layer's main op along a dim are torch's operator on shares of its tensors."""
+        item = self.graph.ops[op]
+        if not _is_plain(item) or dim.windows:
+            return False
+        if operator_name(item.kind) == "scaled_dot_product_attention" and "is_causal" in dict(item.attributes):
+            return dim.places.get(item.inputs[0], _PLACE)[0] != len(self.graph.tensors[item.inputs[0]].shape) - 2
+        is_summed = not any(tensor in dim.places for tensor in item.outputs)
+        return not is_summed or sums_of(self.graph, item) is not None
+
     def as_soap(self, op: int, dims: OpDims, label: str, windows: dict[str, Window]) -> SoapDim:
         """A label of a layer's main op as a SOAP dim."""
         parameters = [
@@ -173,19 +193,22 @@ class _Reader:
         elif any(find_label(inputs, label) for inputs in parameters):
             kind = "parameter"
         made = SoapDim(kind=kind, size=self.label_size(dims, label) or 1)
-        self.note(made, op, dims, OpSplit(label))
+        self.note(made, op, dims, OpSplit(label), slides=label in windows)
         if label in windows:
             made.windows = {t: windows[label] for t in self.graph.ops[op].inputs if t in made.places}
         return made
 
-    def note(self, dim: SoapDim, op: int, dims: OpDims, split: OpSplit) -> None:
-        """Write down where a split of an op splits its tensors."""
+    def note(self, dim: SoapDim, op: int, dims: OpDims, split: OpSplit, *, slides: bool = False) -> None:
+        """Write down where a split of an op splits its tensors; degrees divide all of these, but for windows."""
         item = self.graph.ops[op]
         dim.ops.add(op)
         for tensor, labelled in zip((*item.inputs, *item.outputs), (*dims.inputs, *dims.outputs), strict=True):
             place = dims.place_in(labelled, split)
             if place is not None:
                 dim.places.setdefault(tensor, place)
+                if not slides:
+                    whole = self.graph.tensors[tensor].shape[place[0]].at(self.batch_size)
+                    dim.size = math.gcd(dim.size, whole // place[1])
 
     def is_batch(self, op: int, dims: OpDims, label: str) -> bool:
         """Whether a label grows with the batch; where sizes are fixed, whether it stands in front of what has it."""
@@ -222,6 +245,22 @@ class _Reader:
         if call.operator in (*_CONVOLUTIONS, *_POOLS):
             return _slide(call) or (self.facts.dims[op], {})
         return self.facts.dims[op], {}
+
+
+def _is_plain(op: Op) -> bool:
+    """Whether torch's operator computes the op from its tensors alone."""
+    return op.kind.startswith("aten.") and not op.random
+
+
+def sums_of(graph: Graph, op: Op) -> Literal["mean", "classes"] | None:
+    """How a scalar is made of those of equal parts of an op: their mean, or by the number of targets that count."""
+    name, attributes = operator_name(op.kind), dict(op.attributes)
+    if attributes.get("reduction", "1") != "1" or len(op.outputs) != 1 or graph.tensors[op.outputs[0]].shape:
+        return None
+    if name == "mse_loss" or (name == "mean" and len(op.inputs) == 1):
+        return "mean"
+    is_of_classes = name == "cross_entropy_loss" and len(op.inputs) == 2 and "label_smoothing" not in attributes
+    return "classes" if is_of_classes and graph.tensors[op.inputs[1]].dtype == "int64" else None
 
 
 def _numbered(shape: Shape) -> Dims:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _SHORT, _LONG = 1024, 64 * 2**20
 
 
-def make_machine(cluster: Cluster, cost: CostModel) -> SoapMachine:
-    """All devices of a cluster."""
-    num_devices, columns = cluster.num_ranks, cluster.columns()
+def make_machine(cluster: Cluster, cost: CostModel, num_devices: int) -> SoapMachine:
+    """The first devices of a cluster."""
+    columns = cluster.columns()
     latency = np.zeros((num_devices, num_devices), np.int64)
     per_byte = np.zeros((num_devices, num_devices))
     known: dict[Hashable, tuple[int, float]] = {}
@@ -41,7 +41,7 @@ def make_machine(cluster: Cluster, cost: CostModel) -> SoapMachine:
     numbers, dense = np.unique(hops, return_inverse=True)
     first = int(numbers[0] == -1)
     return SoapMachine(
-        kind=columns.kind.astype(np.int64),
+        kind=columns.kind[:num_devices].astype(np.int64),
         limit_bytes=np.array([cluster.device_kind(rank).memory_bytes for rank in range(num_devices)], np.int64),
         latency_ps=latency,
         byte_ps=per_byte,

@@ -12,6 +12,7 @@ from meshwright.planner.methods.flexflow.chain import ACCEPTED, CUT, SIMULATED, 
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import simulate_all
 from meshwright.spec import DocumentError
+from meshwright.spec.plan_files import STRATEGY
 from meshwright.spec.units import PICOSECONDS_PER_SECOND, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.space import SoapSpace
     from meshwright.planner.methods.flexflow.starts import StrategyArrays
 
-SCHEMA = "meshwright/soap-strategy/1"
+SCHEMA = f"meshwright/{STRATEGY}/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,7 +30,7 @@ class SoapResult:
     """A strategy (``candidates`` (n,), ``devices`` (n, P)) and its simulated seconds.
 
     ``history``: (proposals of its chain, best step so far in s). ``starts``: step of each start, and of the best that a
-    chain reached from there. ``tally``: see `chain`.
+    chain reached from there. ``tally``: see `chain`. ``num_followed``: proposals that were simulated by changes.
     """
 
     space: SoapSpace
@@ -39,6 +40,7 @@ class SoapResult:
     history: tuple[tuple[int, float], ...]
     starts: Mapping[str, tuple[float, float]]
     tally: tuple[int, ...]
+    num_followed: int
     seed: int
     wall_s: float
 
@@ -51,6 +53,17 @@ class SoapResult:
     def acceptance_rate(self) -> float:
         """The share of them that was accepted."""
         return self.tally[ACCEPTED] / max(self.num_simulated, 1)
+
+    @property
+    def degrees(self) -> tuple[tuple[int, ...], ...]:
+        """Of each layer the degree of each of its dims."""
+        rows = self.space.soap.degrees[self.candidates].tolist()
+        return tuple(tuple(row[: len(layer.dims)]) for row, layer in zip(rows, self.space.layers, strict=True))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some layer has several parts."""
+        return bool((self.space.soap.parts[self.candidates] > 1).any())
 
     def configurations(self) -> list[dict[str, Any]]:
         """Of each layer its name, degrees by dim and devices of its parts."""
@@ -87,7 +100,8 @@ class SoapResult:
                 f"{moved} transfers, {format_seconds(float(times[~passes & ~syncs].sum()))} of links; {sums}.",
                 f"Fullest device {format_bytes(int(strategy.memory_bytes.max()))}.",
                 f"{self.num_simulated:,} proposals simulated in {format_seconds(self.wall_s)}, "
-                f"{self.tally[CUT]:,} of them until it was certain that they are refused; "
+                f"{self.num_followed:,} of them by changes, "
+                f"{self.tally[CUT]:,} until it was certain that they are refused; "
                 f"{self.acceptance_rate:.1%} accepted, {self.tally[WORSE_ACCEPTED] / longer:.1%} of those that were "
                 f"longer. Seed {self.seed}.",
                 *(
@@ -109,7 +123,7 @@ class SoapResult:
             "layers": [
                 {
                     "name": layer.name,
-                    "degrees": self.space.soap.degrees[self.candidates[at], : len(layer.dims)].tolist(),
+                    "degrees": list(self.degrees[at]),
                     "devices": row["devices"],
                 }
                 for at, (layer, row) in enumerate(zip(self.space.layers, self.configurations(), strict=True))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.planner.methods.flexflow.arrays import Integers, Soap
+    from meshwright.planner.methods.flexflow.arrays import Soap
     from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer
     from meshwright.spec import Cluster, Graph, Workload
 
@@ -35,13 +35,9 @@ class SoapSpace:
     graph: Graph
     cluster: Cluster
     workload: Workload
+    cost: CostModel
     layers: tuple[SoapLayer, ...]
     soap: Soap
-
-    def degrees(self, candidate: int) -> Integers:
-        """The degrees of a candidate, by SOAP dim."""
-        degrees: Integers = self.soap.degrees[candidate]
-        return degrees
 
 
 def soap_space(
@@ -52,9 +48,13 @@ def soap_space(
     *,
     overlap: bool = True,
     most_parts: int | None = None,
+    num_devices: int | None = None,
+    can_run: bool = False,
 ) -> SoapSpace:
     """The space of a graph's strategies; parts number up to the devices, or ``most_parts``.
 
+    ``num_devices``: only the first ones of the cluster. ``can_run``: only strategies that can be lowered to parts that
+    run (`layers`).
     ``overlap``: whether gradients are summed while the backward goes on, or after all of it. Raises PlanError for a
     graph without ops, one that holds its own backward, a batch that it does not describe, or tables beyond 2^25 pairs.
     """
@@ -63,8 +63,9 @@ def soap_space(
         raise PlanError(f"Graph {graph.name!r} holds its own backward; give the graph of the model alone.")
     if not any(not op.replicable for op in graph.ops):
         raise PlanError(f"Graph {graph.name!r} has no ops that need a device; give one of a model.")
-    parts = min(cluster.num_ranks, most_parts or cluster.num_ranks)
-    layers = find_layers(graph, workload.global_batch)
+    num_devices = min(cluster.num_ranks, num_devices or cluster.num_ranks)
+    parts = min(num_devices, most_parts or num_devices)
+    layers = find_layers(graph, workload.global_batch, can_run=can_run)
     tables = make_tables(graph, layers, workload, cost, parts)
     edges = _find_edges(graph, layers, workload)
     pairs = len(edges) * int(max(table.degrees.prod(axis=1).max() for table in tables)) ** 2
@@ -84,11 +85,11 @@ def soap_space(
         tables,
         edges,
         weights,
-        make_machine(cluster, cost),
+        make_machine(cluster, cost, num_devices),
         barrier=not overlap,
         penalty_ps_per_byte=PENALTY_PS_PER_BYTE,
     )
-    return SoapSpace(graph=graph, cluster=cluster, workload=workload, layers=tuple(layers), soap=soap)
+    return SoapSpace(graph=graph, cluster=cluster, workload=workload, cost=cost, layers=tuple(layers), soap=soap)
 
 
 def _find_edges(graph: Graph, layers: Sequence[SoapLayer], workload: Workload) -> list[Edge]:

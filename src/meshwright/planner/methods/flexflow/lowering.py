@@ -1,0 +1,301 @@
+"""A strategy as parts that can be run: of every part of a layer the ops, and what of each tensor it reads and makes.
+
+A part of a layer that is split has a graph of its own, with the shapes of its shares. It is given shares of what other
+layers make, as far as those are in one run, and cuts the rest out itself; parameters and buffers are its own shares,
+but for parameters that several layers read, which stay whole. Ops that are replicable are computed by every part that
+needs them. A layer that is not split keeps its ops as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.cost.traits import operator_name
+from meshwright.planner.methods.flexflow.layers import SoapLayer, find_layers, sums_of
+from meshwright.program.sharding.local import local_attributes
+from meshwright.spec import Extent, Graph, Layer, Op, PlanError, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HELD = ("parameter", "buffer", "constant")
+
+
+class Cut(NamedTuple):
+    """The ``place``-th of ``degree`` equal shares of a dim, of each of ``outer`` runs in it by itself."""
+
+    dim: int
+    outer: int
+    degree: int
+    place: int
+
+
+class Read(NamedTuple):
+    """What a part reads of a tensor of the whole graph: a cut of some dims, in one run each; ``local`` is its id."""
+
+    tensor: int
+    cuts: tuple[Cut, ...]
+    local: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A part of a layer: its ``ops`` of ``graph``, what it is given (``reads``) and makes.
+
+    ``makes`` are (tensor of the whole graph, local tensor, cuts); ``held`` has by local tensor the parameter, buffer or
+    constant of the whole graph, with its cuts, and ``copies`` those buffers that the part writes.
+    """
+
+    layer: int
+    number: int
+    graph: Graph
+    ops: tuple[int, ...]
+    reads: list[Read] = field(default_factory=list)
+    makes: list[Read] = field(default_factory=list)
+    held: dict[int, tuple[int, tuple[Cut, ...]]] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitGraph:
+    """A graph in parts, layer by layer. ``sums``: how the loss is made of the losses of its parts, if it is split."""
+
+    graph: Graph
+    batch_size: int
+    layers: tuple[SoapLayer, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    sums: str | None
+
+
+def part_name(layer: int, part: int) -> str:
+    """The name of what computes a part, at which its ops are known again in the graph of a model in parts."""
+    return f"layer{layer}_part{part}"
+
+
+def split_graph(graph: Graph, batch_size: int, degrees: Sequence[Sequence[int]]) -> SplitGraph:
+    """The parts of a graph for one batch; ``degrees`` has a row for each layer, one for each of its dims.
+
+    Raises PlanError for degrees of another graph.
+    """
+    layers = find_layers(graph, batch_size, can_run=True)
+    fits = len(layers) == len(degrees) and all(
+        len(row) == len(layer.dims) and all(dim.size % degree == 0 for dim, degree in zip(layer.dims, row, strict=True))
+        for layer, row in zip(layers, degrees, strict=True)
+    )
+    if not fits:
+        raise PlanError(
+            f"The degrees of {len(degrees)} layers were given, which do not fit the {len(layers)} layers of graph "
+            f"{graph.name!r} at {batch_size} samples. Plan again for this model."
+        )
+    facts = _Facts(graph, layers, batch_size)
+    parts, sums = [], None
+    for number, (layer, row) in enumerate(zip(layers, degrees, strict=True)):
+        places = list(product(*(range(degree) for degree in row)))
+        whole = len(places) == 1
+        parts.append(
+            tuple(
+                facts.whole(number) if whole else _Writer(facts, number, row, place).write(count)
+                for count, place in enumerate(places)
+            )
+        )
+        made = graph.ops[layer.ops[0]].outputs if len(layer.ops) == 1 else ()
+        if not whole and made and not any(made[0] in dim.places for dim in layer.dims):
+            sums = sums_of(graph, graph.ops[layer.ops[0]])
+    return SplitGraph(graph=graph, batch_size=batch_size, layers=tuple(layers), parts=tuple(parts), sums=sums)
+
+
+class _Facts:
+    """What the parts of all layers ask of the whole graph."""
+
+    def __init__(self, graph: Graph, layers: Sequence[SoapLayer], batch_size: int) -> None:
+        self.graph, self.layers, self.batch_size = graph, layers, batch_size
+        self.maker = {tensor: index for index, op in enumerate(graph.ops) for tensor in op.outputs}
+        self.home = {op: number for number, layer in enumerate(layers) for op in layer.ops}
+        self.readers: dict[int, set[int]] = {}
+        for op, number in self.home.items():
+            for tensor in graph.ops[op].inputs:
+                self.readers.setdefault(tensor, set()).add(number)
+
+    def made(self, number: int) -> list[int]:
+        """What a layer makes that other layers read, or that the graph returns."""
+        made = [tensor for op in self.layers[number].ops for tensor in self.graph.ops[op].outputs]
+        return [t for t in made if self.readers.get(t, set()) - {number} or t in self.graph.outputs]
+
+    def needed(self, number: int) -> list[int]:
+        """The ops of a layer with those that anyone can compute and that it needs, ascending."""
+        found, todo = set(self.layers[number].ops), [*self.layers[number].ops]
+        while todo:
+            for tensor in self.graph.ops[todo.pop()].inputs:
+                op = self.maker.get(tensor)
+                if op is not None and self.graph.ops[op].replicable and op not in found:
+                    found.add(op)
+                    todo.append(op)
+        return sorted(found)
+
+    def given(self, ops: Sequence[int]) -> list[int]:
+        """What a layer reads of inputs and of other layers."""
+        read = dict.fromkeys(tensor for op in ops for tensor in self.graph.ops[op].inputs)
+        held = {tensor for tensor in read if self.graph.tensors[tensor].role in _HELD}
+        return [t for t in read if t not in held and self.maker.get(t) not in ops]
+
+    def whole(self, number: int) -> Part:
+        """A layer that is not split."""
+        ops = self.needed(number)
+        reads = [Read(tensor, (), tensor) for tensor in self.given(ops)]
+        makes = [Read(tensor, (), tensor) for tensor in self.made(number)]
+        return Part(layer=number, number=0, graph=self.graph, ops=tuple(ops), reads=reads, makes=makes)
+
+
+class _Writer:
+    """Writes the graph of one part of a layer that is split."""
+
+    def __init__(self, facts: _Facts, number: int, degrees: Sequence[int], place: Sequence[int]) -> None:
+        self._facts, self._number, self._layer = facts, number, facts.layers[number]
+        self._shares = list(zip(self._layer.dims, degrees, place, strict=True))
+        self._tensors: list[Tensor] = []
+        self._ops: list[Op] = []
+        self._local: dict[int, int] = {}
+        empty = Graph(name="", tensors=(), ops=(), layers=(), inputs=(), outputs=(), mode=facts.graph.mode)
+        self._part = Part(layer=number, number=0, graph=empty, ops=())
+
+    def write(self, number: int) -> Part:
+        """The part of this number."""
+        graph, part = self._facts.graph, self._part
+        for index in self._facts.needed(self._number):
+            op = graph.ops[index]
+            writes = op.is_in_place or operator_name(op) in ("batch_norm", "instance_norm")
+            is_own = index in self._layer.ops
+            inputs = tuple(self._read(tensor, is_cut=is_own) for tensor in op.inputs)
+            if writes:
+                part.copies |= {local for local in inputs if self._tensors[local].role == "buffer"}
+            outputs = tuple(self._add(tensor, self._cuts(tensor) if is_own else ()) for tensor in op.outputs)
+            self._local.update(zip(op.outputs, outputs, strict=True))
+            self._ops.append(replace(self._own(op, outputs), inputs=inputs, outputs=outputs, saved=()))
+        for tensor in self._facts.made(self._number):
+            part.makes.append(Read(tensor, self._cuts(tensor), self._local[tensor]))
+        part.number, part.ops = number, tuple(range(len(self._ops)))
+        part.graph = replace(
+            part.graph,
+            name=part_name(self._number, number),
+            tensors=tuple(self._tensors),
+            ops=tuple(self._ops),
+            layers=(Layer(name="part", start=0, stop=len(self._ops)),),
+        )
+        return part
+
+    def _own(self, op: Op, outputs: Sequence[int]) -> Op:
+        """An op on the shares: sizes among its attributes are those of its results; a loss of classes is summed."""
+        graph = self._facts.graph
+        if op.outputs and not any(op.outputs[0] in dim.places for dim, degree, _ in self._shares if degree > 1):
+            is_summed = sums_of(graph, op) == "classes" and len(self._layer.ops) == 1
+            rest = tuple(item for item in op.attributes if item[0] != "reduction")
+            return replace(op, attributes=(*rest, ("reduction", "2"))) if is_summed else op
+        if not op.outputs:
+            return op
+        rank = len(graph.tensors[op.inputs[0]].shape) if op.inputs else 0
+        old, new = graph.tensors[op.outputs[0]].shape, self._tensors[outputs[0]].shape
+        return replace(op, attributes=local_attributes(op, rank, old, new))
+
+    def _cuts(self, tensor: int) -> tuple[Cut, ...]:
+        return tuple(
+            Cut(*dim.places[tensor], degree, place)
+            for dim, degree, place in self._shares
+            if degree > 1 and tensor in dim.places
+        )
+
+    def _read(self, tensor: int, *, is_cut: bool) -> int:
+        """The local tensor of what the part's ops read; first it is read, held or computed whole, then cut."""
+        facts, cuts = self._facts, self._cuts(tensor) if is_cut else ()
+        if facts.maker.get(tensor) in self._layer.ops:
+            return self._local[tensor]
+        if (known := self._local.get(~tensor if cuts else tensor)) is not None:
+            return known
+        role = facts.graph.tensors[tensor].role
+        if role in _HELD:
+            is_own = role != "constant" and len(facts.readers[tensor]) == 1
+            local = self._add(tensor, cuts if is_own else ())
+            self._part.held[local] = tensor, cuts if is_own else ()
+            cut_here = () if is_own else cuts
+        elif tensor in self._local:
+            local, cut_here = self._local[tensor], cuts
+        else:
+            is_given = role == "input"
+            in_runs = () if is_given else tuple(cut for cut in cuts if cut.outer == 1)
+            local = self._add(tensor, in_runs, role="input")
+            self._part.reads.append(Read(tensor, in_runs, local))
+            cut_here = tuple(cut for cut in cuts if cut not in in_runs)
+        for cut in cut_here:
+            local = self._cut(local, cut)
+        self._local[~tensor if cuts else tensor] = local
+        return local
+
+    def _cut(self, local: int, cut: Cut) -> int:
+        """Write the ops that cut a tensor."""
+        shape = [extent.fixed for extent in self._tensors[local].shape]
+        run = shape[cut.dim] // cut.outer
+        share = run // cut.degree
+        if cut.outer > 1:
+            apart = [*shape[: cut.dim], cut.outer, run, *shape[cut.dim + 1 :]]
+            local = self._call("aten.reshape.default", local, apart, [("shape", str(apart))])
+        dim = cut.dim + (cut.outer > 1)
+        cut_shape = [extent.fixed for extent in self._tensors[local].shape]
+        cut_shape[dim] = share
+        ends = [("dim", str(dim)), ("start", str(cut.place * share)), ("end", str((cut.place + 1) * share))]
+        local = self._call("aten.slice.Tensor", local, cut_shape, ends)
+        if cut.outer > 1:
+            joined = [*shape[: cut.dim], cut.outer * share, *shape[cut.dim + 1 :]]
+            local = self._call("aten.reshape.default", local, joined, [("shape", str(joined))])
+        return local
+
+    def _call(self, kind: str, local: int, shape: Sequence[int], attributes: list[tuple[str, str]]) -> int:
+        made = len(self._tensors)
+        name = f"cut_{made}"
+        facts = replace(
+            self._tensors[local], name=name, shape=tuple(map(Extent, shape)), role="activation", storage=made
+        )
+        self._tensors.append(facts)
+        self._ops.append(Op(name=name, kind=kind, inputs=(local,), outputs=(made,), attributes=tuple(attributes)))
+        return made
+
+    def _add(self, tensor: int, cuts: Sequence[Cut], role: str | None = None) -> int:
+        whole = self._facts.graph.tensors[tensor]
+        shape = [extent.at(self._facts.batch_size) for extent in whole.shape]
+        for cut in cuts:
+            shape[cut.dim] //= cut.degree
+        local = len(self._tensors)
+        made = replace(whole, shape=tuple(map(Extent, shape)), storage=local, aliases=())
+        self._tensors.append(made if role is None else replace(made, role="input"))
+        return local
+
+
+def blocks_of(makes: Read, batch_size: int, graph: Graph) -> tuple[range, ...]:
+    """The places of a part of a tensor, along each dim."""
+    found = [range(extent.at(batch_size)) for extent in graph.tensors[makes.tensor].shape]
+    for cut in makes.cuts:
+        share = len(found[cut.dim]) // cut.degree
+        found[cut.dim] = range(cut.place * share, (cut.place + 1) * share)
+    return tuple(found)
+
+
+def find_pieces(
+    read: Read, made: Sequence[Read], batch_size: int, graph: Graph
+) -> Iterator[tuple[int, tuple[tuple[int, int, int], ...], tuple[int, ...]]]:
+    """What parts of a layer hand to a part that reads a tensor, in the order of their places.
+
+    Yields the number of the part, what of its block is read as (dim, start, length), for dims of which that is not all,
+    and the place of the piece along each dim, counted from the first.
+    """
+    wanted = blocks_of(read, batch_size, graph)
+    for number, item in enumerate(made):
+        block = blocks_of(item, batch_size, graph)
+        both = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, block, strict=True)]
+        if all(len(common) or not len(own) for common, own in zip(both, wanted, strict=True)):
+            cut = tuple(
+                (dim, common.start - own.start, len(common))
+                for dim, (common, own) in enumerate(zip(both, block, strict=True))
+                if len(common) < len(own)
+            )
+            yield number, cut, tuple(common.start for common in both)

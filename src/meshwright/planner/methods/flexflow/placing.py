@@ -1,0 +1,40 @@
+"""A strategy as a placement: every op of the graph in parts on the device of its part."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from meshwright.planner.placing.earliest_finish import order_tasks
+from meshwright.planner.placing.op_tasks import find_tasks
+from meshwright.planner.placing.search import cut_stages
+from meshwright.spec import Placement
+
+if TYPE_CHECKING:
+    from meshwright.planner.methods.flexflow.result import SoapResult
+    from meshwright.spec import Graph
+
+_PART = re.compile(r"(?:^|\.)layer(\d+)_part(\d+)")
+
+
+def place_strategy(result: SoapResult, graph: Graph) -> Placement:
+    """The placement of a strategy on the model's graph, or on ``graph``, that of the model in parts if it splits ops.
+
+    Tasks of ops that can only be placed together are on the device of their first op.
+    """
+    space = result.space
+    if result.is_split:
+        parts = {at: _PART.search(op.module) for at, op in enumerate(graph.ops) if not op.replicable}
+        rank_of = {at: int(result.devices[int(name[1]), int(name[2])]) for at, name in parts.items() if name}
+    else:
+        rank_of = {op: int(result.devices[at, 0]) for at, layer in enumerate(space.layers) for op in layer.ops}
+    tasks = find_tasks(graph)
+    ranks = [next((rank_of[op] for op in ops if op in rank_of), 0) for ops in tasks.ops]
+    return Placement(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        cluster=space.cluster.name,
+        workload=space.workload,
+        stages=cut_stages(tasks, ranks, order_tasks(tasks, [float(ops[0]) for ops in tasks.ops])),
+        degrees=result.degrees if result.is_split else (),
+    )
