@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from planning.soap_optimum import count_strategies, find_optimum
 
 from benchmarks.harness import Row, make_row
 from meshwright.cost import CostModel
-from meshwright.planner.methods.flexflow import count_strategies, find_optimum, search_soap, soap_space
+from meshwright.planner.methods.flexflow import search_soap, soap_space
 from meshwright.planner.methods.flexflow.space import SoapSpace
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph

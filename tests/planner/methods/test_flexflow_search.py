@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning.soap_optimum import count_strategies, find_optimum, list_configurations
 
 from meshwright.cost import CostModel
 from meshwright.planner.methods.flexflow import (
-    count_strategies,
-    find_optimum,
     read_strategy,
     search_soap,
     soap_space,
@@ -19,7 +18,6 @@ from meshwright.planner.methods.flexflow import (
 from meshwright.planner.methods.flexflow.arrays import COUNT, ROW, empty_schedule, empty_strategy
 from meshwright.planner.methods.flexflow.chain import ACCEPTED, SIMULATED, empty_chain, start, walk
 from meshwright.planner.methods.flexflow.configure import configure_all
-from meshwright.planner.methods.flexflow.exhaustive import list_configurations
 from meshwright.planner.methods.flexflow.full import shortest_tails, simulate_all
 from meshwright.planner.methods.flexflow.layers import find_layers
 from meshwright.planner.methods.flexflow.starts import STARTS, data_parallel

@@ -6,11 +6,10 @@ graph     → layers, SOAP dims, legal degrees       `layers`
 strategy  → task graph                             `configure`
           → parts, placement                       `lowering`, `placing`
 → step time                              `full`, `delta`
-search    → proposals, Metropolis' rule            `chain`, `temperature`, `starts`, `search`; `exhaustive`
+search    → proposals, Metropolis' rule            `chain`, `temperature`, `starts`, `search`
 → strategy, table, document              `result`
 """
 
-from meshwright.planner.methods.flexflow.exhaustive import count_strategies, find_optimum
 from meshwright.planner.methods.flexflow.placing import place_strategy
 from meshwright.planner.methods.flexflow.plan_chain import flexflow
 from meshwright.planner.methods.flexflow.result import SoapResult, read_strategy
@@ -20,8 +19,6 @@ from meshwright.planner.methods.flexflow.space import SoapSpace, soap_space
 __all__ = [
     "SoapResult",
     "SoapSpace",
-    "count_strategies",
-    "find_optimum",
     "flexflow",
     "place_strategy",
     "read_strategy",
